@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web docs test suite soak stacks demo bench wheels test-gpu bench-gpu pictures clean
+.PHONY: help setup format check check-web docs test suite soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -52,7 +52,7 @@ test: setup ## check, build the docs, and run the whole suite
 
 # More tests at a time than two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	env --unset=MAKEFLAGS $(BIN)/python -m pytest --numprocesses 3 --dist worksteal -rs
+	env --unset=MAKEFLAGS $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -rs
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
 # each property; ARGS are pytest's.
@@ -63,6 +63,9 @@ soak: setup ## run the long versions of some tests
 # environment has another torch.
 stacks: ## run schedules in other projects' packages, and print a table
 	$(PYTHON) scripts/stacks.py .stacks $(ARGS)
+
+slurm: ## install Slurm on Debian or Ubuntu, for the stack clusters
+	sudo apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
 
 demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo
@@ -96,6 +99,9 @@ bench-gpu: $(if $(wildcard wheels),.gpu/ready) ## measure one GPU
 pictures: setup ## draw the pictures of the docs again
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/better_than_linear.py
+
+pack: setup ## solve common problems, for the pack of the release; goes on where it was ended
+	nice -n 5 $(BIN)/python scripts/pack.py
 
 clean: ## remove the environment and all caches
 	rm -rf .venv .gpu .stacks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info

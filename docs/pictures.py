@@ -140,11 +140,11 @@ def period() -> str:
     """The picture of docs/cyclic.md: the shortest pattern of one micro-batch, repeated, with a line where each period
     of device 0 begins."""
     # Loads ortools, which cannot share a process with highspy: a test that reads this file may have loaded that.
+    from optpipe.prune import prune
     from optpipe_solver.budget import Budget
     from optpipe_solver.cpsat.grid import Grid
     from optpipe_solver.cyclic.pattern import PatternModel, least_period
     from optpipe_solver.cyclic.unroll import unroll
-    from optpipe_solver.prune import prune
 
     problem = units(4, 12, memory=2, **leaving(1))
     grid = Grid.of(problem)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from optpipe.evaluate.memory import Certificate
     from optpipe.evaluate.timeline import Timeline
     from optpipe.formats.convert import export_schedule, import_schedule, leave_out_offload
+    from optpipe.measured.convert import problem_from
+    from optpipe.measured.estimate import Measurements
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
     from optpipe.model.problem import Problem
@@ -35,6 +37,7 @@ _HOME = {
     "Device": "model.records",
     "InputError": "errors",
     "Kind": "model.ops",
+    "Measurements": "measured.estimate",
     "Op": "model.ops",
     "OptPipeError": "errors",
     "Pair": "model.ops",
@@ -56,6 +59,7 @@ _HOME = {
     "improve": "anytime",
     "leave_out_offload": "formats.convert",
     "offload_ratio": "model.offload",
+    "problem_from": "measured.convert",
     "simulate": "schedule",
     "solve": "anytime",
 }
@@ -66,6 +70,7 @@ __all__ = [
     "Device",
     "InputError",
     "Kind",
+    "Measurements",
     "Op",
     "OptPipeError",
     "Pair",
@@ -87,6 +92,7 @@ __all__ = [
     "improve",
     "leave_out_offload",
     "offload_ratio",
+    "problem_from",
     "simulate",
     "solve",
 ]

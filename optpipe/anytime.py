@@ -14,11 +14,12 @@ from typing import Self, Unpack
 from optpipe.errors import FrameError, InputError, SolverError
 from optpipe.evaluate.jitter import percentile_ms
 from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
+from optpipe.known import CacheUse, ScheduleCache, better_start
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe.schedule import Schedule, Status
+from optpipe.schedule import Found, Schedule, Status
 from optpipe.show.page import still
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
@@ -127,6 +128,11 @@ class Result:
         """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
         return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
 
+    @property
+    def found_status(self) -> Found:
+        """The status of the schedule, in a file or a cache."""
+        return "optimal" if self.status == "optimal" else "feasible"
+
     def _repr_html_(self) -> str:
         return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
 
@@ -179,13 +185,16 @@ class _Known:
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(self, request: Request, admit: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, request: Request, admit: Callable[[int], None] | None = None, used: CacheUse | None = None
+    ) -> None:
+        self._used = used or CacheUse(None)
         self._child = Child(SOLVER, request, admit)
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
         self._known = _Known(Result("unknown", objective=request.objective, reason=NOTHING_YET))
-        self._results = _results(request, self._child, self._deadline, self._known)
+        self._results: Iterator[Result] = _results(request, self._child, self._deadline, self._known)
         # Not __del__: in a reference cycle the child's files would be finalized before it.
         weakref.finalize(self, _abandon, self._deadline, self._child)
 
@@ -193,7 +202,10 @@ class Search:
         return self
 
     def __next__(self) -> Result:
-        return next(self._results)
+        result = next(self._results)
+        if result.schedule is not None:
+            self._used.keep(result.schedule, result.found_status, result.lower_bound_ms, result.objective)
+        return replace(result, notes=(*result.notes, self._used.note)) if self._used.note else result
 
     @property
     def mark(self) -> str:
@@ -208,6 +220,20 @@ class Search:
     def cancel(self) -> None:
         """Ends the search; the results end with the best so far."""
         self._child.stop()
+
+
+class _Answered(Search):
+    """A search that is over when it begins: what is known is proven."""
+
+    def __init__(self, result: Result) -> None:
+        self._known, self._used, self._results = _Known(result), CacheUse(None), iter((result,))
+
+    @property
+    def mark(self) -> str:
+        return ""
+
+    def cancel(self) -> None:
+        pass
 
 
 def _abandon(deadline: threading.Timer, child: Child) -> None:
@@ -300,6 +326,7 @@ def improve(
     problem: Problem,
     *,
     warm_start: Schedule | None = None,
+    cache: ScheduleCache | None = None,
     admit: Callable[[int], None] | None = None,
     **options: Unpack[SolveArguments],
 ) -> Search:
@@ -311,6 +338,10 @@ def improve(
         What is to be scheduled.
     warm_start
         Any schedule to start from, also one for costs that have since changed.
+    cache
+        Solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known there if that is
+        shorter, and every better schedule is kept there. A proven schedule of this problem is the answer. A heuristic
+        or a published schedule that is asked for is made anew.
     admit
         Called with the id of the solver's process before it is asked anything, to set limits of the caller's own.
     options
@@ -326,7 +357,7 @@ def improve(
     InputError
         If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
     """
-    return _searching("improve", problem, warm_start, options, admit)
+    return _searching("improve", problem, warm_start, options, cache, admit)
 
 
 def _searching(
@@ -334,6 +365,7 @@ def _searching(
     problem: Problem,
     warm_start: Schedule | None,
     options: SolveArguments,
+    cache: ScheduleCache | None = None,
     admit: Callable[[int], None] | None = None,
 ) -> Search:
     """`improve`; a wrong argument is one of `what`."""
@@ -342,16 +374,28 @@ def _searching(
             f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    chosen = SolveOptions.of(what, options).arguments()
+    asked, used = SolveOptions.of(what, options), CacheUse(cache)
+    hit = used.hit(problem, asked.objective) if asked.starts_from_known else None
+    if hit:
+        if hit.status == "optimal" and asked.answered_by_optimum:
+            return _Answered(Result.of(hit.schedule, asked, hit.lower_bound_ms, f"{hit.schedule.method} (cached)"))
+        warm_start = better_start(problem, warm_start, hit, asked.objective)
+    chosen = asked.arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.of(warm_start) if warm_start is not None else None
-    return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit)
+    return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, used)
 
 
-def solve(problem: Problem, *, warm_start: Schedule | None = None, **options: Unpack[SolveArguments]) -> Result:
+def solve(
+    problem: Problem,
+    *,
+    warm_start: Schedule | None = None,
+    cache: ScheduleCache | None = None,
+    **options: Unpack[SolveArguments],
+) -> Result:
     """The best schedule within the time limit; arguments as for `improve`.
 
     A problem that no schedule fits ends with status `infeasible` and the reason.
     """
-    *_, last = _searching("solve", problem, warm_start, options)
+    *_, last = _searching("solve", problem, warm_start, options, cache)
     return last

@@ -73,9 +73,11 @@ def input_error(error: ValidationError, what: str) -> InputError:
 
 
 def did_you_mean(word: str, words: Iterable[str], before: str) -> str:
-    """Asks for the nearest of the words, such as `; did you mean gpipe?` with "; " before; "" if none is near."""
-    near = get_close_matches(word[:100], list(words), n=1)
-    return f"{before}did you mean {near[0]}?" if near else ""
+    """Asks for the nearest of the words in any case, such as `; did you mean gpipe?` with "; " before; "" if none is
+    near."""
+    known = {each.lower(): each for each in words}
+    near = get_close_matches(word[:100].lower(), list(known), n=1)
+    return f"{before}did you mean {known[near[0]]}?" if near else ""
 
 
 def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     joins[second] = True
     slot = _slots(table, device, start, start + duration, rank, joins)
     slot[second] = slot[first]
-    in_program = np.lexsort((joins, rank, np.isin(table[:, KIND], list(COMPUTE)), slot, device))
+    in_program = np.lexsort((joins, rank, of_kinds(table, *COMPUTE), slot, device))
     ends = np.searchsorted(device[in_program], np.arange(len(problem.devices) + 1))
     programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
     transfers = in_program[of_kinds(table[in_program], *TRANSFERS)]
@@ -99,7 +99,7 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
     a, b = rows[:-1], rows[1:]
     together = (device[:-1] == device[1:]) & (moment[:-1] == moment[1:])
     together &= table[a, MICROBATCH] != table[b, MICROBATCH]
-    together &= (table[a, KIND] == Kind.F) & np.isin(table[b, KIND], list(BACKWARD))
+    together &= (table[a, KIND] == Kind.F) & of_kinds(table[b], *BACKWARD)
     return a[together], b[together]
 
 
@@ -151,7 +151,7 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
     given overlap; a drop before the first that starts when its offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
-    compute = np.isin(table[:, KIND], list(COMPUTE))
+    compute = of_kinds(table, *COMPUTE)
     for d in np.unique(device):
         own = np.flatnonzero(compute & ~joins & (device == d))
         own = own[np.argsort(rank[own])]
@@ -179,7 +179,7 @@ def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
     """Where a compute op spans the time from an offload's end to its reload's start, the reload comes after it, as its
     drop does, and the device's later transfers after the reload."""
-    others = np.flatnonzero(np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R]))
+    others = np.flatnonzero(of_kinds(table, Kind.O, Kind.D, Kind.R))
     moving = others[of_kinds(table[others], *TRANSFERS)]
     by_device = moving[np.lexsort((rank[moving], device[moving]))]
     by_activation = others[np.lexsort((rank[others], *table[others, STAGE : PART + 1].T))]

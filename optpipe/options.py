@@ -195,6 +195,12 @@ class SolveOptions(SearchOptions):
         return self.method != MILP
 
     @property
+    def starts_from_known(self) -> bool:
+        """Whether a search may begin with a schedule that is known: not if a heuristic or a published schedule was
+        asked for, which make their own."""
+        return self.method in ("auto", *ENGINES)
+
+    @property
     def answered_by_optimum(self) -> bool:
         """Whether a proven schedule of the stages as given, such as a cached one, is the answer."""
         return self.method == "auto" and self.placements == "keep" and not self.jitter

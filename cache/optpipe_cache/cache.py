@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,20 +21,23 @@ from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
-from optpipe.reuse.adapt import adapt
+from optpipe.reuse.adapt import adapt, most_ops
+from optpipe.reuse.devices import resized
 from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import REACH, STEP, Features, features, structure
-from optpipe_cache.storage import FileStorage, Storage, StoredRow
+from optpipe_cache.pack import release_pack
+from optpipe_cache.retention import Retention
+from optpipe_cache.storage import FileStorage, Source, Storage, StoredRow
 
 log = logging.getLogger("optpipe.cache")
 
-MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
-RINGS = (6, 12, 18, 25, 35, round(REACH / STEP))  # steps within which a lookup looks, one after the other
+RINGS = (6, 12, 18, 25)  # steps: a lookup looks in the cells of one ring after the other, then anywhere
 MOST_COMPARED = 4096  # similar entries of a ring whose features it reads
-MOST_ENTRIES = 100_000  # in a cache, if nothing else is said
+KEPT = Retention(keep=100_000)  # in a cache, if nothing else is said
 MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
-MOST_ADAPTED = 2  # of these, the nearest: to adapt one takes up to a second
-MOST_OPS = 10_000  # of a schedule that is adapted
+MOST_ADAPTED = 2  # of these, the nearest
+MOST_OPS = 30_000  # of a schedule that is adapted, before and after
+MOST_HANDLED = 60_000  # ops of all schedules that a lookup verifies
 
 
 class Entry(Record):
@@ -47,6 +51,10 @@ class Entry(Record):
     lower_bound_ms: TotalMs | None = None
     method: str
     programs: Programs
+
+    @property
+    def ops(self) -> int:
+        return sum(len(text.split()) for text in self.programs.programs)
 
     def schedule(self, problem: Problem | None = None) -> Schedule:
         """Return its schedule, for `problem` if one is given. Raises `InputError` if an op cannot be read."""
@@ -73,6 +81,8 @@ class Hit:
         `optimal` and a bound only if `exact`.
     entry
         What it was solved for.
+    source
+        Whether it was in the cache itself, or in the pack.
     """
 
     schedule: Schedule
@@ -82,6 +92,7 @@ class Hit:
     lower_bound_ms: float | None
     entry: Entry
     terms: dict[str, float] = field(default_factory=dict)
+    source: Literal["cache", "pack"] = "cache"
 
 
 def default_path() -> Path:
@@ -95,16 +106,24 @@ def default_path() -> Path:
     return folder / "optpipe" / "schedules.sqlite"
 
 
+def user_cache(path: Path | None = None) -> Cache:
+    """Return the cache in a file, by default the user's own, with the release's pack behind it.
+
+    Raises `InputError` if the file cannot be opened or is not a cache.
+    """
+    return Cache(path or default_path(), pack=release_pack())
+
+
 class Cache:
     """Solved schedules in a storage, or in the file of a path, which threads and processes can share.
 
     Raises what its storage raises: `InputError` if a file cannot be opened or is not a cache.
     """
 
-    def __init__(self, storage: Storage | str | Path, most: int = MOST_ENTRIES) -> None:
-        """`most` entries are kept: of more, those go whose last use is longest ago."""
+    def __init__(self, storage: Storage | str | Path, kept: Retention = KEPT, pack: Source | None = None) -> None:
+        """`kept` is applied when an entry is added. What is not here may be in a `pack`, such as `release_pack()`."""
         self.storage: Storage = FileStorage(storage) if isinstance(storage, str | Path) else storage
-        self._most = most
+        self._kept, self._pack = kept, pack
 
     def add(
         self,
@@ -169,45 +188,92 @@ class Cache:
                 return False
             if self.storage.swap(StoredRow(*found_by, _now(), 0, text), stored):
                 if stored is None:
-                    self.prune(self._most)
+                    self.storage.prune(self._kept)
                 return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
         """Return the best known schedule, verified on this problem; None if there is none.
 
-        It is the schedule of this very problem, else that of the most similar one in reach of the same structure whose
-        order is valid for this one or, of the nearest two, can be adapted to it.
+        It is the schedule of this very problem, else one adapted from that of the most similar one in reach of the
+        same structure for which that is possible. Those after the nearest two must be valid as they are. Where there
+        is none, the nearest on one device more or less is adapted. How much it does is counted in ops; what it gives up
+        is logged.
         """
-        hit = self._exact(problem, objective) or self._nearest(problem, objective)
-        if hit:
+        hit = (
+            self._exact(problem, objective)
+            or self._nearest(problem, objective)
+            or self._on_other_devices(problem, objective)
+        )
+        if hit and hit.source == "cache":
             self.storage.found(hit.entry.problem.sha256, objective, _now())
         return hit
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
-        """Yield (distance, hash of the problem) of other problems of the same structure in reach, the nearest first."""
+        """Yield (distance, hash of the problem) of problems of the same structure in reach, the nearest first."""
         wanted, of = features(problem), (structure(problem), objective)
-        beyond, waiting = -1, list[tuple[float, str]]()
-        for reach in RINGS:
-            near = self.storage.similar(*of, wanted.cells(reach, beyond), MOST_COMPARED)
-            waiting = sorted(waiting + [found for found in _distances(wanted, near) if found[1] != problem.sha256])
+        beyond, waiting = -1.0, list[tuple[float, str]]()
+        for reach in (*RINGS, REACH / STEP):
+            cells = wanted.cells(reach, beyond) if reach in RINGS else None
+            found = _distances(wanted, self._in_cells(*of, cells))
+            new = {each for each in found if each[0] > beyond * STEP}
+            waiting = sorted(new.union(waiting))
             sure = bisect(waiting, reach * STEP, key=lambda found: found[0])
             yield from waiting[:sure]
             beyond, waiting = reach, waiting[sure:]
 
+    def _in_cells(self, structure: str, objective: Objective, cells: list[int] | None) -> list[tuple[str, bytes]]:
+        """The features of what is in these cells, or anywhere; where that is too much, of what is in the first of
+        them."""
+        of = structure, objective
+        near = [*self.storage.similar(*of, cells, MOST_COMPARED)]
+        if len(near) == MOST_COMPARED and cells is not None:
+            near = []
+            for cell in cells:
+                near += self.storage.similar(*of, [cell], MOST_COMPARED - len(near))
+                if len(near) == MOST_COMPARED:
+                    break
+        return [*near, *self._pack.similar(*of, cells, MOST_COMPARED)] if self._pack else near
+
     def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
-        entry = _read(self.storage.entry(problem.sha256, objective))
+        entry = _entry(self.storage, problem.sha256, objective)
         if entry and (schedule := _valid_schedule(entry, problem)):
             return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
         return None
 
     def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
-        wanted = features(problem)
+        wanted, handled = features(problem), 0
         for n, (far, sha256) in enumerate(islice(self.neighbours(problem, objective), MOST_TRIED)):
-            entry = _read(self.storage.entry(sha256, objective))
-            schedule = entry and (_valid_schedule(entry, problem) or (n < MOST_ADAPTED and _adapted(entry, problem)))
+            source, entry = self._found(sha256, objective)
+            if source == "cache" and sha256 == problem.sha256:  # its schedule is not valid
+                continue
+            handled += entry.ops if entry else 0
+            if n and handled > MOST_HANDLED:
+                log.warning("a lookup was given up: it had verified schedules of %d ops, none was valid", handled)
+                break
+            schedule = entry and ((n < MOST_ADAPTED and _adapted(entry, problem)) or _valid_schedule(entry, problem))
             if entry and schedule:
-                return Hit(schedule, far, False, "feasible", None, entry, wanted.terms(features(entry.problem)))
+                terms = wanted.terms(features(entry.problem))
+                return Hit(schedule, far, False, "feasible", None, entry, terms, source)
         return None
+
+    def _on_other_devices(self, problem: Problem, objective: Objective) -> Hit | None:
+        p = len(problem.devices)
+        for devices in (p + 1, p - 1):
+            like = resized(problem, devices)
+            near = next(self.neighbours(like, objective), None) if like else None
+            if like is None or near is None or (far := near[0] + abs(math.log(devices / p))) > REACH:
+                continue
+            source, entry = self._found(near[1], objective)
+            if entry and (schedule := _adapted(entry, problem)):
+                terms = {"devices": far - near[0], **features(like).terms(features(entry.problem))}
+                return Hit(schedule, far, False, "feasible", None, entry, terms, source)
+        return None
+
+    def _found(self, sha256: str, objective: Objective) -> tuple[Literal["cache", "pack"], Entry | None]:
+        known = _entry(self.storage, sha256, objective)
+        if known or not self._pack:
+            return "cache", known
+        return "pack", _entry(self._pack, sha256, objective)
 
     def entries(self) -> list[Entry]:
         """Return all entries, those used last first."""
@@ -239,11 +305,10 @@ class Cache:
                 raise type(error)(f"line {number}: {error}") from None
         return added
 
-    def prune(self, keep: int) -> int:
-        """Delete all but the `keep` entries that were used last; return how many were deleted."""
-        if keep < 0:
-            raise InputError(f"keep = {keep}: must not be negative")
-        return self.storage.prune(min(keep, MOST_KEPT))
+    def prune(self, keep: int | None = None, days: float | None = None) -> int:
+        """Delete all but the `keep` entries that were used last, and those unused for `days`; return how many were
+        deleted. Raises `InputError` for a negative number."""
+        return self.storage.prune(Retention(keep, days))
 
 
 def _now() -> str:
@@ -257,6 +322,15 @@ def _read(text: str | None) -> Entry | None:
     except ValidationError as error:
         log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
         return None
+
+
+def _entry(source: Source, sha256: str, objective: Objective) -> Entry | None:
+    """What the source has of this problem; None if it is damaged or of another one, which is logged."""
+    entry = _read(source.entry(sha256, objective))
+    if entry and (entry.problem.sha256, entry.objective) != (sha256, objective):
+        log.warning("skipped an entry that is of another problem than the one it is kept for")
+        return None
+    return entry
 
 
 def _distances(wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
@@ -278,8 +352,10 @@ def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
 
 
 def _adapted(entry: Entry, problem: Problem) -> Schedule | None:
-    try:
-        schedule = entry.schedule()
-    except InputError:
+    schedule = _valid_schedule(entry, entry.problem)
+    if schedule is None:
         return None
-    return adapt(problem, schedule, entry.objective) if sum(map(len, schedule.programs)) <= MOST_OPS else None
+    if (ops := most_ops(problem, schedule)) > MOST_OPS:
+        log.warning("a schedule was not adapted: of %d ops, more than %d would take too long", ops, MOST_OPS)
+        return None
+    return adapt(problem, schedule, entry.objective)

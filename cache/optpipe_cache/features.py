@@ -26,7 +26,7 @@ from optpipe.model.problem import Problem
 STEP = 0.01  # of the grid: differences of about one percent
 SMALL = 0.1  # of a stage's work, or of an activation: smaller figures matter little, so their grid is coarser
 MOST = 1e9  # cap of proportions: dividing by times near zero gives no useful number
-REACH = 0.5  # two problems further apart than this are not similar
+REACH = 1.0  # two problems further apart than this are not similar; docs/cache.md has what it was set from
 VERSION = 2  # of this key: other versions are never similar
 
 Steps = NDArray[np.int16]
@@ -37,7 +37,7 @@ IN_CELL = ("memory", "forward", "backward_input", "offload", "p2p")
 SIDE = 8  # of a cell, in steps of the grid
 MOST_CELLS = 512  # along one feature: more than MOST / SMALL needs
 # How much more a difference counts than one of another feature; by default 1.
-WEIGHT = {"microbatches": 0.1}
+WEIGHT = {"microbatches": 0.1, "offload": 0.5, "reload": 0.5}  # one link has both, mostly equal
 
 
 def structure(problem: Problem) -> str:
@@ -47,14 +47,15 @@ def structure(problem: Problem) -> str:
     take the same route.
     """
     costs, routes = problem.costs, problem.all_routes
+    moves = any(can.any() for can in (costs.can_offload, costs.can_evict, costs.can_update))
     content = {
         "version": VERSION,
         "devices": len(problem.devices),
         "placement": costs.device.tolist(),
         "routes": routes,
         "microbatch_routes": costs.route.tolist() if len(routes) > 1 else None,
-        "transfer_mode": problem.transfer_mode,
-        "shared_links": problem.shared_links,
+        "transfer_mode": problem.transfer_mode if moves else None,
+        "shared_links": problem.shared_links if moves else None,
         "offload_parts": costs.parts.tolist(),
         "can": [can.tolist() for can in (costs.can_offload, costs.can_recompute, costs.can_evict, costs.can_update)],
         "peer": costs.peer.tolist() if costs.can_evict.any() else None,
@@ -112,17 +113,19 @@ class Features:
         return number
 
     def cells(self, reach: float, beyond: float = -1) -> list[int]:
-        """The cells whose problems are at least `beyond` steps of the grid away, and some perhaps less than `reach`.
+        """The cells whose problems are at least `beyond` steps of the grid away, and some perhaps less than `reach`;
+        the nearest first.
 
-        The difference of two means is at most the mean of the differences, so the sum of these differences is never
-        more than the distance.
+        The weighted difference of two means is at most the mean of the weighted differences, so the sum of these is
+        never more than the distance.
         """
         found = [(0, 0.0)]
-        for mean in self._means:
-            first, last = max(0, math.floor((mean - reach) / SIDE)), math.floor((mean + reach) / SIDE)
-            near = [(at, max(SIDE * at - mean, mean - SIDE * (at + 1), 0.0)) for at in range(first, last + 1)]
+        for name, mean in zip(IN_CELL, self._means, strict=True):
+            weight = WEIGHT.get(name, 1.0)
+            first, last = max(0, math.floor((mean - reach / weight) / SIDE)), math.floor((mean + reach / weight) / SIDE)
+            near = [(at, weight * max(SIDE * at - mean, mean - SIDE * (at + 1), 0.0)) for at in range(first, last + 1)]
             found = [(MOST_CELLS * n + at, far + more) for n, far in found for at, more in near if far + more <= reach]
-        return [number for number, far in found if far > beyond]
+        return [number for number, far in sorted(found, key=lambda cell: cell[1]) if far > beyond]
 
 
 def features(problem: Problem) -> Features:

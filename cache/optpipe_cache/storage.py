@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Protocol
 
 from optpipe.errors import InputError
+from optpipe_cache.retention import Retention
 
 VERSION = 2  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
+
+Cells = Sequence[int] | None  # None: all
 
 COLUMNS = ("problem_sha256", "objective", "structure", "features", "cell", "used", "hits", "entry")
 
@@ -57,17 +60,18 @@ class StoredRow:
         return {name: getattr(self, name) for name in COLUMNS}
 
 
-class Storage(Protocol):
-    """Rows, one per problem and objective, for any number of threads and processes.
-
-    Only the cache knows what the texts mean.
-    """
+class Source(Protocol):
+    """Where entries are found: one per problem and objective. Only the cache knows what the texts mean."""
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         """Return the entry of this problem."""
 
-    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
+    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
         """Return (problem_sha256, features) of the entries of this structure in these cells, of `most` at most."""
+
+
+class Storage(Source, Protocol):
+    """Rows that are also written, by any number of threads and processes."""
 
     def entries(self) -> Sequence[tuple[str, int]]:
         """Return (entry, hits) of all rows, those used last first."""
@@ -78,8 +82,8 @@ class Storage(Protocol):
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
         """Count a hit, and store when it was; do nothing where that cannot be written."""
 
-    def prune(self, keep: int) -> int:
-        """Delete all but the `keep` rows that were used last, 2^63 - 1 at most; return how many were deleted."""
+    def prune(self, kept: Retention) -> int:
+        """Delete the rows that are not kept; return how many were deleted."""
 
 
 class FileStorage:
@@ -118,13 +122,15 @@ class FileStorage:
             row = db.execute(query, (problem_sha256, objective)).fetchone()
         return row[0] if row else None
 
-    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
+    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
+        within = "" if cells is None else "AND cell IN (SELECT value FROM json_each(:cells)) "
         query = (
-            "SELECT problem_sha256, features FROM schedules WHERE structure = ? AND objective = ? "
-            "AND cell IN (SELECT value FROM json_each(?)) LIMIT ?"
+            "SELECT problem_sha256, features FROM schedules WHERE structure = :structure AND objective = :objective "
+            f"{within}LIMIT :most"
         )
+        wanted = {"structure": structure, "objective": objective, "cells": json.dumps(cells), "most": most}
         with self._open() as db:
-            return db.execute(query, (structure, objective, json.dumps(cells), most)).fetchall()
+            return db.execute(query, wanted).fetchall()
 
     def entries(self) -> Sequence[tuple[str, int]]:
         with self._open() as db:
@@ -147,7 +153,8 @@ class FileStorage:
         with suppress(InputError), self._open() as db:  # an answer that was read is an answer
             db.execute(counted, (used, problem_sha256, objective))
 
-    def prune(self, keep: int) -> int:
+    def prune(self, kept: Retention) -> int:
         others = "SELECT rowid FROM schedules ORDER BY used DESC, problem_sha256 LIMIT -1 OFFSET ?"
+        old = f"DELETE FROM schedules WHERE rowid IN ({others}) OR used < ?"
         with self._open() as db:
-            return db.execute(f"DELETE FROM schedules WHERE rowid IN ({others})", (keep,)).rowcount
+            return db.execute(old, (kept.most, kept.since)).rowcount

@@ -11,7 +11,9 @@ from optpipe_cli import (
     example,
     formats,
     keys,
+    measured,
     model,
+    plan,
     profile,
     schedule_commands,
     serve,
@@ -36,6 +38,7 @@ register(
     schedule_commands.simulate,
     schedule_commands.show,
     model.model,
+    plan.plan,
     formats.export,
     profile.profile,
     serve.serve,
@@ -44,6 +47,7 @@ register(
 )
 app.command(name="try")(example.try_)
 app.command(name="import")(formats.import_)
+app.add_typer(measured.app, name="problem")
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app, name="bench")

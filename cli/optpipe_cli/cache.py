@@ -12,6 +12,7 @@ from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SearchOptions
+    from optpipe.schedule import Found
     from optpipe_cache import Cache
 
 app = typer.Typer(help="Solved schedules, found again.", no_args_is_help=True)
@@ -32,34 +33,43 @@ def lookup(
 ) -> None:
     """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there
     is none."""
-    from optpipe.evaluate.objective import length_ms
+    from optpipe.evaluate.objective import gap, length_ms
     from optpipe.model.problem import Problem
     from optpipe.schedule import ScheduleFile
+    from optpipe_solver.bounds import lower_bound
 
     require_writable(output)
-    objective = options.objective
-    hit = _open(cache).lookup(Problem.load(problem), objective)
+    wanted, objective = Problem.load(problem), options.objective
+    hit = _open(cache).lookup(wanted, objective)
     if hit is None:
         print_json({"hit": None}) if json else typer.echo("no schedule in the cache is valid for this problem")
         raise typer.Exit(1)
+    ms = length_ms(hit.schedule, objective)
+    bound_ms = max(hit.lower_bound_ms or 0.0, lower_bound(wanted, objective))
+    share = gap(ms, bound_ms)
+    status: Found = "optimal" if share == 0 else "feasible"
     if output:
-        of_makespan = (hit.status, hit.lower_bound_ms) if objective == "makespan" else ()  # so is a file's bound
+        of_makespan = (status, bound_ms) if objective == "makespan" else ()  # so is a file's bound
         ScheduleFile.of(hit.schedule, *of_makespan).save(output)
     content = {
         "hit": "exact" if hit.exact else "nearest",
+        "source": hit.source,
         "distance": hit.distance,
         "terms": hit.terms,
         "method": hit.schedule.method,
         "makespan_ms": hit.schedule.makespan_ms,
         "span_ms": hit.schedule.span_ms,
+        "lower_bound_ms": bound_ms,
+        "gap": share,
     }
     if json:
         print_json(content)
     else:
-        ms = length_ms(hit.schedule, objective)
         terms = ", ".join(f"{name} {value:.2g}" for name, value in list(hit.terms.items())[:3])
         kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
-        typer.echo(f"{kind}: {ms:.6g} ms by {hit.schedule.method}, re-checked for this problem")
+        proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
+        found = f"{ms:.6g} ms by {hit.schedule.method} from the {hit.source}"
+        typer.echo(f"{kind}: {found}, re-checked for this problem, {proven}")
 
 
 register(app, lookup)
@@ -149,13 +159,15 @@ def import_(
 
 @app.command()
 def prune(
-    keep: Annotated[int, typer.Argument(min=0, help="How many to keep, those used last.")], cache: At = None
+    keep: Annotated[int | None, typer.Argument(min=0, help="How many to keep, those used last. Default: all.")] = None,
+    days: Annotated[float | None, typer.Option(min=0, help="Keep none that was not used for so many days.")] = None,
+    cache: At = None,
 ) -> None:
     """Delete all but the entries that were used last."""
-    typer.echo(f"{_open(cache).prune(keep)} deleted")
+    typer.echo(f"{_open(cache).prune(keep, days)} deleted")
 
 
 def _open(path: Path | None) -> Cache:
-    from optpipe_cache import Cache, default_path
+    from optpipe_cache import user_cache
 
-    return Cache(path or default_path())
+    return user_cache(path)

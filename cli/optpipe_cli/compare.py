@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.errors import InputError
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, print_json, print_table
+from optpipe_cli.output import Json, print_json, print_table, require_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,8 +35,7 @@ def compare(
     from optpipe.model.problem import Problem
 
     what = Problem.load(problem)
-    if pictures:
-        _require_folder(pictures)
+    require_folder(pictures)
     found = watched(what, options, quiet=json)
     if pictures:
         _draw(found, pictures)
@@ -167,13 +165,6 @@ def _ratios(problem: Problem) -> list[float | None]:
     from optpipe.model.offload import offload_ratio
 
     return offload_ratio(problem)
-
-
-def _require_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None
 
 
 def _draw(found: Comparison, folder: Path) -> None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
 from optpipe_cli.bench.runtime import difference
 from optpipe_cli.compare import whether_it_fits
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
-from optpipe_cli.options import with_flag, with_options
+from optpipe_cli.options import with_options
 from optpipe_cli.output import print_table, require_writable
 
 if TYPE_CHECKING:
@@ -44,22 +44,18 @@ def demo(
 
     need("runtime")
     need("server")
-    from optpipe.errors import InputError
     from optpipe_runtime.demo.gpt import Size
     from optpipe_runtime.demo.train import DemoResult, DemoSettings
-    from optpipe_runtime.service.client import ClientOptions
 
     require_writable(html)
-    try:
-        asked = ClientOptions(**options.arguments()).for_training()
-    except InputError as error:
-        raise with_flag(error) from None
+    if options.placements == "all":
+        raise InputError("--placements = 'all': the demo's training keeps its stages, 'keep' was expected")
     settings = DemoSettings(
         microbatches=8,
         budget=1.35,  # of two that 1F1B needs: it fits only if it recomputes
         chunks=1,
         start="1f1b-recompute",
-        options=asked.arguments(),
+        options=options.arguments(),
         block=3,
         rounds=6,
         most_live_steps=40,

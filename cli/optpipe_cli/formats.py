@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 def export(
     schedule: ScheduleFilePath,
-    to: Annotated[str, typer.Option(metavar="torch-csv|torch-comms|torch-comms-waits|json", help="The form to write.")],
+    to: Annotated[
+        str,
+        typer.Option(metavar="torch-csv|torch-comms|torch-comms-waits|megatron|primus|json", help="The form to write."),
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")] = None,
     without_offload: Annotated[
         bool, typer.Option("--without-offload", help="Leave out offloads, drops and reloads; tell the memory it costs.")
     ] = False,
 ) -> None:
-    """Write a schedule in the form that another program reads, such as PyTorch's pipelining."""
+    """Write a schedule in the form that another program takes, such as PyTorch's pipelining or Megatron-LM."""
     from optpipe.formats.convert import export_schedule, leave_out_offload
     from optpipe.model.problem import write_file
     from optpipe.schedule import Schedule

@@ -27,19 +27,21 @@ def shown(known: Callable[[], Result], time_limit_s: float, on: bool) -> Iterato
     on
         Whether to show anything.
     """
+    began = time.monotonic()
+    with shown_while(lambda: view(known(), time.monotonic() - began, time_limit_s), on):
+        yield
+
+
+@contextmanager
+def shown_while(view: Callable[[], RenderableType], on: bool) -> Iterator[None]:
+    """Keep a view on stderr while the block runs, made anew several times a second from another thread."""
     if not on:
         yield
         return
     from rich.console import Console
     from rich.live import Live
 
-    began = time.monotonic()
-    live = Live(
-        console=Console(stderr=True),
-        get_renderable=lambda: view(known(), time.monotonic() - began, time_limit_s),
-        refresh_per_second=1 / REFRESH_S,
-        transient=True,
-    )
+    live = Live(console=Console(stderr=True), get_renderable=view, refresh_per_second=1 / REFRESH_S, transient=True)
     with live:
         yield
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json as reader
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe_cli.options import flag
+from optpipe_cli.options import flag, numbers, with_flag
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from optpipe.transformer.records import Gpu, Transformer
 
 GB = 1e9
+MOST_GB = 1_000_000  # of a GPU's host memory
 HELD = {"weights": 10, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "for activations": 17}
 COSTS = {"device": 8, "layers": 8, "F ms": 9, "B ms": 9, "W ms": 9, "activation GB": 15, "until W GB": 12, "k": 7}
 
@@ -76,19 +76,21 @@ def model(
         "chunks": chunks,
         "shape": shape,
     }
-    division |= {"sequence_parallel": sequence_parallel, "layers": _numbers(layers)}
+    division |= {
+        "sequence_parallel": sequence_parallel,
+        "layers": numbers("layers", layers, "layers of each stage with commas between, such as 9,10,10,9"),
+    }
     run: dict[str, Any] = {"microbatch_size": microbatch_size}
     run |= {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches}
     run |= {"sequence": sequence, "precision": precision, "attention": attention, "fused": fused}
     run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
-    run |= {"expert_load": expert_load, "host_memory_bytes": host_memory_gb and round(host_memory_gb * GB)}
+    run |= {"expert_load": expert_load, "host_memory_bytes": host_bytes(host_memory_gb)}
     try:
         made = estimate(
-            _model(name), Parallelism.from_dict(division, "options"), _gpu(gpu), Run.from_dict(run, "options")
+            read_model(name), Parallelism.from_dict(division, "options"), read_gpu(gpu), Run.from_dict(run, "options")
         )
     except InputError as error:
-        told = re.sub(r"^options: (\w+)", lambda found: flag(found[1]), str(error))
-        raise InputError(re.sub(r"^(sequence|precision|tp|cp|ep)\b", lambda found: flag(found[1]), told)) from None
+        raise with_flag(error, {"gpu", *division, *run}) from None
     if json:
         print_json(figures(made))
     else:
@@ -158,7 +160,19 @@ def _ratios(made: Estimate) -> list[float]:
     return [k or 0.0 for k in offload_ratio(made.problem)]
 
 
-def _model(name: str) -> Transformer:
+def host_bytes(host_memory_gb: float | None) -> int | None:
+    """The bytes of `--host-memory-gb`. Raises InputError if they cannot be a size."""
+    from optpipe.errors import InputError
+
+    if host_memory_gb is None:
+        return None
+    if not 0 <= host_memory_gb <= MOST_GB:  # not a number is in no range
+        told = f"{flag('host_memory_gb')} = {host_memory_gb:g}"
+        raise InputError(f"{told}: a number of GB from 0 to {MOST_GB:,} was expected")
+    return round(host_memory_gb * GB)
+
+
+def read_model(name: str) -> Transformer:
     """The preset, the Hugging Face config, or the shape that a file has."""
     from optpipe.errors import InputError
     from optpipe.model.problem import read_file
@@ -178,7 +192,7 @@ def _model(name: str) -> Transformer:
     return Transformer.from_dict({"name": path.stem, **content}, name) if own else read(text, name)
 
 
-def _gpu(name: str) -> Gpu:
+def read_gpu(name: str) -> Gpu:
     """The preset, or the data sheet that a file has."""
     from optpipe.model.problem import read_file
     from optpipe.transformer.presets import GPUS, preset
@@ -186,16 +200,6 @@ def _gpu(name: str) -> Gpu:
 
     path = Path(name)
     return preset(GPUS, "gpu", name) if name in GPUS or not path.exists() else Gpu.from_json(read_file(path), name)
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    """The numbers of `9,10,10,9`."""
-    from optpipe.errors import InputError
-
-    try:
-        return None if text is None else [int(word) for word in text.split(",")]
-    except ValueError:
-        raise InputError(f"--layers = {text!r}: layers of each stage with commas between, such as 9,10,10,9") from None
 
 
 def _list_presets(json: bool) -> None:

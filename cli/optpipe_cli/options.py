@@ -19,7 +19,9 @@ Command = Callable[..., None]
 KINDS = {"number": float, "integer": int, "string": str, "array": str}
 
 
-def with_options(record: str, only: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+def with_options(
+    record: str, only: Collection[str] = (), each: str | None = None, **defaults: Any
+) -> Callable[[Command], Command]:
     """Give a command an option for each field of a record of `optpipe.options`, which it takes as `options`.
 
     They are made when the command runs or shows its help: `optpipe --help` does not wait for pydantic.
@@ -28,6 +30,9 @@ def with_options(record: str, only: Collection[str] = (), **defaults: Any) -> Ca
     ----------
     only
         The fields that the command has options for; all by default.
+    each
+        A field for which several values may be given, at commas. The command then takes a list of records, one for
+        each.
     defaults
         Those of the command where they differ from the record's.
     """
@@ -39,7 +44,7 @@ def with_options(record: str, only: Collection[str] = (), **defaults: Any) -> Ca
                 from optpipe import options
 
                 app = typer.Typer(add_completion=False)
-                app.command(self.name)(_flagged(function, getattr(options, record), only, defaults))
+                app.command(self.name)(_flagged(function, getattr(options, record), only, each, defaults))
                 return typer.main.get_command(app)
 
             def get_params(self, ctx: Any) -> Any:
@@ -69,13 +74,23 @@ def flag(name: str) -> str:
     return f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
+def numbers(name: str, text: str | None, expected: str) -> list[int] | None:
+    """The numbers of an option such as `9,10,10,9`."""
+    from optpipe.errors import InputError
+
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"{flag(name)} = {text!r}: {expected}") from None
+
+
 def methods_in(text: str) -> list[str]:
     """Split at commas, except those between the parameters of one method."""
     return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", text)]
 
 
 def _flagged(
-    function: Command, record: type[SearchOptions], only: Collection[str], defaults: dict[str, Any]
+    function: Command, record: type[SearchOptions], only: Collection[str], each: str | None, defaults: dict[str, Any]
 ) -> Command:
     """The function with a parameter for each option in the place of `options`."""
     from optpipe.options import listed
@@ -85,8 +100,12 @@ def _flagged(
     }
 
     def run(**given: Any) -> None:
-        values = {name: _read(kinds[name], name, given.pop(name)) for name in options}
-        function(options=_checked(record, values), **given)
+        values = {name: given.pop(name) for name in options}
+        asked = [values | {each: text} for text in str(values[each]).split(",")] if each and values[each] else [values]
+        records = [
+            _checked(record, {name: _read(kinds[name], name, value) for name, value in one.items()}) for one in asked
+        ]
+        function(options=records if each else records[0], **given)
 
     kinds = {option.name: KINDS[option.kind] for option in listed(record)}
     own = [
@@ -139,9 +158,16 @@ def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOption
     try:
         return record.of("options", given)
     except InputError as error:
-        raise with_flag(error) from None
+        raise with_flag(error, given) from None
 
 
-def with_flag(error: InputError) -> InputError:
-    """The error with the flag that the user knows in the place of the option's name, with which it begins."""
-    return type(error)(re.sub(r"^(?:options: )?(\w+)", lambda found: flag(found[1]), str(error)))
+def with_flag(error: InputError, names: Collection[str]) -> InputError:
+    """The error with the flag that the user knows in the place of the option's name, with which it begins.
+
+    `names` are those of the options: what else an error begins with, such as a file, stays as it is.
+    """
+
+    def told(found: re.Match[str]) -> str:
+        return flag(found[1]) if found[1] in names else found[0]
+
+    return type(error)(re.sub(r"^(?:options: )?(\w+)(?=(?:\[\d+\])? =| is missing| has )", told, str(error)))

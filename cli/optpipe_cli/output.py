@@ -53,6 +53,16 @@ def require_writable(path: Path | None) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+def require_folder(folder: Path | None) -> None:
+    """Make the folder if there is none, before a long search. Raise `InputError` if it cannot be made."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None
+
+
 def figures(result: Result) -> dict[str, Any]:
     """Return a result's figures for people and programs; None for what is not known."""
     schedule = result.schedule

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe_cli.options import flag, with_flag
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe_runtime.measure.profiler import Measured
 
+TITLE = "times in ms: median ± interquartile range; sizes in MB, of one micro-batch"
 COLUMNS = {
     "F": "forward_ms", "B": "backward_input_ms", "W": "backward_weight_ms", "recompute": "recompute_ms",
     "offload": "offload_ms", "reload": "reload_ms", "after F": "activation_bytes",
@@ -22,13 +25,24 @@ COLUMNS = {
 
 def profile(
     model: Annotated[
-        str, typer.Option(help="MODULE:FUNCTION; called with rank and ranks, it returns an optpipe_runtime.Setup.")
+        str,
+        typer.Option(
+            help="MODULE:FUNCTION, which is called with rank and ranks and returns an optpipe_runtime.Setup; a Hugging "
+            "Face config.json; or torchtitan:MODEL/FLAVOUR."
+        ),
     ],
     ranks: Annotated[
         int | None,
         typer.Option(help="How many ranks to start here. Without it, this is a rank that torchrun has started."),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="How many micro-batches a batch has.")] = 8,
+    microbatch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch, of a config or a flavour. Default: 1.")
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sequence. Default: a config's longest; 2048 of a flavour."),
+    ] = None,
     activation_budget_bytes: Annotated[
         int | None,
         typer.Option(min=0, help="A rank's budget for activations. Default on a GPU: the memory that is left."),
@@ -44,8 +58,20 @@ def profile(
 
     need("runtime")
     require_writable(output)
+    asked: dict[str, Any] = {
+        "model": model,
+        "microbatches": microbatches,
+        "microbatch_size": microbatch_size,
+        "sequence": sequence,
+        "activation_budget_bytes": activation_budget_bytes,
+        "offload_parts": offload_parts,
+        "repeats": repeats,
+    }
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        measured = _measure(model, microbatches, activation_budget_bytes, offload_parts, repeats)
+        try:
+            measured = _measure(**asked)
+        except InputError as error:
+            raise with_flag(error, asked) from None
         if measured is not None:
             _tell(measured, output, json)
         return
@@ -54,51 +80,46 @@ def profile(
             f"ranks = {ranks}: expected how many to start here; or start them by torchrun --nproc-per-node N -m "
             "optpipe_cli profile ..."
         )
-    _start(ranks, model, microbatches, activation_budget_bytes, offload_parts, repeats, output, json)
+    _start(ranks, asked | {"output": output}, json)
 
 
-def _start(
-    ranks: int,
-    model: str,
-    microbatches: int,
-    activation_budget_bytes: int | None,
-    parts: int,
-    repeats: int,
-    *where: Any,
-) -> None:
+def _start(ranks: int, asked: dict[str, Any], json: bool) -> None:
     """Run the same command on ranks that are started here."""
     from rich.console import Console
 
     from optpipe_cli.launch import torchrun
 
-    output, json = where
-    words = ["--model", model, "--microbatches", microbatches, "--offload-parts", parts, "--repeats", repeats]
-    words += [] if activation_budget_bytes is None else ["--activation-budget-bytes", activation_budget_bytes]
-    words += [] if output is None else ["--output", output]
+    words = [word for name, value in asked.items() if value is not None for word in (flag(name), value)]
     with Console(stderr=True).status(f"measuring on {ranks} ranks"):
         torchrun(ranks, "optpipe_cli", "profile", *words, *(["--json"] if json else []), quietly=True)
 
 
 def _measure(
-    model: str, microbatches: int, activation_budget_bytes: int | None, parts: int, repeats: int
+    model: str,
+    microbatches: int,
+    microbatch_size: int | None,
+    sequence: int | None,
+    activation_budget_bytes: int | None,
+    offload_parts: int,
+    repeats: int,
 ) -> Measured | None:
     """Measure on every rank (collective); the result is on rank 0."""
     import torch
     import torch.distributed as dist
 
-    from optpipe_runtime.factory import find_factory
+    from optpipe_runtime.factory import Sizes, find_factory
 
-    factory = find_factory(model)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    factory = find_factory(model, Sizes(microbatches, microbatch_size, sequence))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     setup = factory(dist.get_rank(), dist.get_world_size())
     with setup.pipeline(microbatches) as pipe:
-        pipe.profile(setup.inputs, setup.targets, activation_budget_bytes, parts, repeats, setup.kwargs)
+        pipe.profile(setup.inputs, setup.targets, activation_budget_bytes, offload_parts, repeats, setup.kwargs)
         measured = pipe.measured if dist.get_rank() == 0 else None
     dist.destroy_process_group()
-    return measured
+    return None if measured is None else replace(measured, problem=measured.problem.replace(name=setup.name))
 
 
 def _tell(measured: Measured, output: Path | None, json: bool) -> None:
@@ -113,7 +134,7 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
 
     table = Table(
         box=None,
-        title="times in ms: median ± interquartile range; sizes in MB, of one micro-batch",
+        title="\n".join(filter(None, (problem.name, TITLE))),
         title_justify="left",
     )
     for name in ("stage", "rank", *COLUMNS):

@@ -26,6 +26,13 @@ def serve(
         int | None, typer.Option(min=64, help="Memory limit for all processes of one search together.")
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Jobs of one tenant that may wait.")] = 100,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Jobs of one tenant that are kept when they are over. Default: all.")
+    ] = None,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Days that jobs are kept when they are over, and schedules that are not used."),
+    ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Clients that may follow jobs at a time.")] = 1000,
     shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
     log_json: Annotated[
@@ -36,12 +43,19 @@ def serve(
     from optpipe_cli.extras import need
 
     need("server")
+    from optpipe_cache import Retention
     from optpipe_server import Settings, logs
     from optpipe_server import serve as run
 
     logs.configure(log_json)
     settings = Settings(
-        database, shared_cache=shared_cache, solves=solves, memory_mib=memory_mib, queue=queue, streams=streams
+        database,
+        shared_cache=shared_cache,
+        solves=solves,
+        memory_mib=memory_mib,
+        queue=queue,
+        kept=Retention(keep, keep_days),
+        streams=streams,
     )
     if threads is not None:
         settings = replace(settings, threads=threads)

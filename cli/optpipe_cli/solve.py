@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +16,8 @@ from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_wr
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
     from optpipe.options import SolveOptions
-    from optpipe.schedule import Found, Schedule
+    from optpipe.schedule import Schedule
     from optpipe_cache import Cache
-
-T = TypeVar("T")
 
 
 @with_options("SolveOptions")
@@ -36,7 +33,7 @@ def solve(
     json: Json = False,
 ) -> None:
     """Find the best schedule within the time limit. Ctrl-C ends the search and keeps the best so far."""
-    from optpipe.anytime import Result, improve
+    from optpipe.anytime import improve
     from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule
 
@@ -44,20 +41,8 @@ def solve(
     require_writable(html)
     what = Problem.load(problem)
     start = Schedule.load(warm_start) if warm_start else None
-    cache = None if no_cache else _unless_broken(_cache)
-    hit = None
-    if cache and start is None and options.method == "auto":
-        hit = _unless_broken(lambda: cache.lookup(what, options.objective))
-    if hit and hit.status == "optimal" and options.answered_by_optimum:
-        result = Result.of(hit.schedule, options, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
-    else:
-        search = improve(what, warm_start=start or (hit.schedule if hit else None), **options.arguments())
-        result = _follow(search, options.time_limit_s, quiet=json)
-    if cache and result.schedule:
-        found = result.schedule
-        _unless_broken(
-            lambda: cache.add(found, _found(result), result.lower_bound_ms, options.objective, verified=True)
-        )
+    search = improve(what, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
+    result = _follow(search, options.time_limit_s, quiet=json)
     try:
         _tell(result, json)
     finally:  # also if stdout is closed
@@ -69,25 +54,16 @@ def solve(
         typer.echo(f"written to {output}")
 
 
-def _cache() -> Cache:
-    from optpipe_cache import Cache, default_path
-
-    return Cache(default_path())
-
-
-def _unless_broken(use: Callable[[], T]) -> T | None:
-    """Return what the cache answers. An unusable cache is reported and changes nothing else."""
+def usable_cache() -> Cache | None:
+    """The user's cache. One that cannot be used is reported and changes nothing else."""
     from optpipe.errors import OptPipeError
+    from optpipe_cache import user_cache
 
     try:
-        return use()
+        return user_cache()
     except OptPipeError as error:
         typer.echo(f"note: {error}", err=True)
         return None
-
-
-def _found(result: Result) -> Found:
-    return "optimal" if result.status == "optimal" else "feasible"
 
 
 def _follow(search: Search, time_limit_s: float, quiet: bool) -> Result:
@@ -122,6 +98,6 @@ def _write(result: Result, schedule: Schedule, output: Path | None, html: Path |
 
     bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
-        ScheduleFile.of(schedule, _found(result) if bound is not None else "feasible", bound).save(output)
+        ScheduleFile.of(schedule, result.found_status if bound is not None else "feasible", bound).save(output)
     if html:
         schedule.plot(lower_bound_ms=bound).save(html)

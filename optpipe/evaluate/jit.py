@@ -22,14 +22,14 @@ class LazyJit:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._compiled = False
+        self._compiled: Callable[..., Any] | None = None
         self._work = 0
 
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
-        if not self._compiled and (_eager or self._work > ENOUGH):
-            self._function, self._compiled = compiled(self._function), True
-        return self._function(*args)
+        if self._compiled is None and (_eager or self._work > ENOUGH):
+            self._compiled = compiled(self._function)  # one store: threads may come here together
+        return (self._compiled or self._function)(*args)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

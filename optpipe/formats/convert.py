@@ -9,13 +9,13 @@ import numpy as np
 
 from optpipe.errors import InputError, ScheduleError, did_you_mean
 from optpipe.evaluate.rows import Rows
-from optpipe.formats import op_texts, torch_csv
+from optpipe.formats import megatron, op_texts, primus, torch_csv
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, read_file
+from optpipe.model.problem import Problem, read_text
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule, ScheduleFile
 
-FORMATS = ("torch-csv", "torch-comms", "torch-comms-waits", "json")
+FORMATS = ("torch-csv", "torch-comms", "torch-comms-waits", "megatron", "primus", "json")
 
 
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
@@ -26,14 +26,15 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     to
         `torch-csv`: rows of compute actions for PyTorch's pipelining. `torch-comms`: rows with all messages, which it
         runs as they are, up to torch 2.13. `torch-comms-waits`: the same for torch 2.15, which wants waits among them.
-        `json`: the schedule file, the only form that says everything.
+        `megatron`: arguments of Megatron-LM, where its own order is the schedule's. `primus`: the table of nodes of AMD
+        Primus' pipeline launcher. `json`: the schedule file, the only form that says everything.
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
 
     Raises
     ------
     InputError
-        If there is no such form, or it cannot say an op of the schedule.
+        If there is no such form, or it cannot say an op or the order of the schedule.
     ScheduleError
         If the schedule cannot run.
     """
@@ -43,6 +44,10 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
         schedule = leave_out_offload(schedule)
     if to == "json":
         return ScheduleFile.of(schedule).to_json() + "\n"
+    if to == "megatron":
+        return megatron.write(schedule)
+    if to == "primus":
+        return primus.write(schedule)
     return torch_csv.write(schedule, messages=to != "torch-csv", waits=to == "torch-comms-waits")
 
 
@@ -63,11 +68,11 @@ def import_schedule(path: str | Path, problem: Problem) -> Schedule:
     JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
     `check` says what else is wrong.
     """
-    what = str(path)
-    try:
-        text = read_file(path).decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what}: no text in UTF-8: {error.reason} at byte {error.start}") from None
+    return schedule_from(read_text(path), problem, str(path))
+
+
+def schedule_from(text: str, problem: Problem, what: str) -> Schedule:
+    """The same for a file's text; `what` is its name."""
     rows = what.endswith(".csv")
     schedule = torch_csv.read(text, problem, what) if rows else op_texts.read(text, problem, what)
     for d, program in enumerate(schedule.programs):

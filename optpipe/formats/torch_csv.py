@@ -14,20 +14,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from optpipe.errors import InputError, ScheduleError
-from optpipe.evaluate.validity import complaints
+from optpipe.errors import InputError
+from optpipe.formats.order import OFFLOAD, hint, in_one_order, require_one_route, require_runnable
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 
 LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
-_KIND = {letter: kind for kind, letter in LETTER.items()}
-OFFLOAD = (Kind.O, Kind.D, Kind.R)
+BY_LETTER = {letter: kind for kind, letter in LETTER.items()}
 WEIGHTS = (Kind.W, Kind.BW)
 RECEIVED = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of a message to such an op
 
-_COMPUTE = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})")
+ACTION = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})")
 _OTHER = re.compile(r"\d+(?:(?:SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
@@ -65,32 +64,24 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
 
     `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
 
-    All devices follow one order of all ops, that of their predicted ends, in which none comes before what it waits for
-    (`CompiledSchedule.places`). A message is sent behind its op, and its receive posted at that place of the order. So
-    sends and receives of two ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
-    A rank waits for what it has sent behind its first op that this order has behind the op that the message is for: by
-    the predicted times it has arrived then.
+    All devices follow one order of all ops (`in_one_order`). A message is sent behind its op, and its receive posted at
+    that place of the order. A rank waits for what it has sent behind its first op that this order has behind the op
+    that the message is for: by the predicted times it has arrived then.
     """
     _require_sayable(schedule, offloads)
     problem = schedule.problem
-    if wrong := complaints(problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
-        raise ScheduleError(wrong[0])
+    require_runnable(schedule)
     schedule = _numbered_as_losses(schedule)
-    table, places = schedule.compiled.rows, schedule.compiled.places
     devices = [stage.device for stage in problem.stages]
     texts = [_first_uses(program) if messages else [] for program in schedule.programs]
     last = _last_gradients(schedule.programs) if messages else set()
     sent: dict[str, tuple[int, str]] = {}  # by receive: who waits for it, and its wait
     arrived: list[list[str]] = [[] for _ in texts]
-    issued = np.maximum.accumulate(np.where(table.transfer, 0, np.arange(len(table))))  # the op before a transfer
-    for row in np.lexsort((np.arange(len(table)), places[issued])).tolist():
-        if table.second[row]:
-            continue  # stands right behind its first in this order, too
-        item = table.item(row)
+    for device, item in in_one_order(schedule):
         ops = item if isinstance(item, Pair) else (item,)
-        own = texts[table.device[row]]
-        own += [_text(item), *arrived[table.device[row]]]
-        arrived[table.device[row]].clear()
+        own = texts[device]
+        own += [_text(item), *arrived[device]]
+        arrived[device].clear()
         for op in ops:
             if op.kind in RECEIVED and (got := sent.pop(_receive(op), None)):
                 arrived[got[0]].append(got[1])
@@ -99,7 +90,7 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
                 own.append(send)
                 texts[to].append(receive)
                 if waits:
-                    sent[receive] = table.device[row], send.replace("SEND", "WAIT_SEND")
+                    sent[receive] = device, send.replace("SEND", "WAIT_SEND")
         for op in ops:
             if op in last:
                 own += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
@@ -121,22 +112,13 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
 
 
 def _require_sayable(schedule: Schedule, offloads: bool) -> None:
-    problem = schedule.problem
-    row = tuple(range(len(problem.stages)))
-    if other := [route for route in problem.all_routes if route != row]:
-        raise InputError(
-            f"routes: one is {list(other[0])}: in PyTorch's pipelining every micro-batch passes all stages in order, "
-            f"0 to {row[-1]}"
-        )
-    if idle := set(range(len(problem.devices))) - {stage.device for stage in problem.stages}:
-        raise InputError(f"device {min(idle)} has no stage: in PyTorch's pipelining every rank has one")
+    require_one_route(schedule.problem, "PyTorch's pipelining")
     for d, program in enumerate(schedule.programs):
         if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
             op = program.ops()[int(np.flatnonzero(unsaid)[0])]
-            hint = "; --without-offload (in Python without_offload=True) leaves offloads out"
             raise InputError(
                 f"{op} in the program of device {d}: PyTorch's rows say F, B, W and BW, they have no action for "
-                f"{op.kind.name}{hint if op.kind in OFFLOAD else ''}"
+                f"{op.kind.name}{hint(op)}"
             )
 
 
@@ -206,11 +188,11 @@ def _item(cell: str, what: str) -> Op | Pair:
 
 
 def _op(cell: str, what: str) -> Op:
-    found = _COMPUTE.fullmatch(cell)
+    found = ACTION.fullmatch(cell)
     if found is None:
         raise InputError(
             f"{what}: {cell[:40]!r} is no action of PyTorch's pipelining: stage, one of F, I, B, W, micro-batch are "
             "expected, such as 0F3, or (0F3;4B1)OVERLAP_F_B, 0SEND_F3, 0UNSHARD"
         )
     stage, letter, microbatch = found.groups()
-    return Op(_KIND[letter], int(stage), int(microbatch))
+    return Op(BY_LETTER[letter], int(stage), int(microbatch))

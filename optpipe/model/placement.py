@@ -73,7 +73,7 @@ class Placement(Document):
         least = np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()  # of the devices that run the same stage
         if len(least) > len(problem.layers):
             raise InputError(f"chunks = {chunks}: {len(least)} stages cannot be made of {len(problem.layers)} layers")
-        return placement.model_copy(update={"layers": _even_cuts(problem.layers, least)})
+        return placement.model_copy(update={"layers": even_cuts(problem.layers, least)})
 
     def __str__(self) -> str:
         """Text such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
@@ -190,7 +190,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     return fields
 
 
-def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:
+def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:
     """How many layers each of `len(memory)` stages gets so that the longest stage is as short as possible.
 
     By the dynamic program of the survey of pipeline parallelism. Among the best cuts it takes the most even one, by the
@@ -202,12 +202,11 @@ def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int
     upto, holds = (np.concatenate(([0.0], np.cumsum(x))) for x in (work, held))
     lasts = upto - upto[:, None]  # [i, j]: a stage of layers i to j - 1
     lasts[np.tril_indices(len(upto))] = np.inf  # no stage without a layer
-    fits = [holds - holds[:, None] <= size for size in memory]
     penalty = 1.0 + upto[-1]  # longer than any stage
-    tables = [np.where(fit, lasts, lasts + penalty) for fit in fits]
-    heaviest, _ = _best_cuts(tables, np.maximum)
-    even = [np.where(table <= heaviest * (1 + ROUNDING), table**2, np.inf) for table in tables]
-    return _best_cuts(even, np.add)[1]
+    tables = {size: np.where(holds - holds[:, None] <= size, lasts, lasts + penalty) for size in set(memory)}
+    heaviest, _ = _best_cuts([tables[size] for size in memory], np.maximum)
+    even = {size: np.where(table <= heaviest * (1 + ROUNDING), table**2, np.inf) for size, table in tables.items()}
+    return _best_cuts([even[size] for size in memory], np.add)[1]
 
 
 def _best_cuts(tables: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...]]:

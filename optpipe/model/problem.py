@@ -15,6 +15,7 @@ from optpipe.errors import InputError
 from optpipe.model.costs import Costs
 from optpipe.model.records import Device, Document, Index, Items, Ms, Stage, StageCosts
 
+MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
 MAX_PARTS = 2**24  # stages × micro-batches × offload_parts; even a short schedule makes tables of this size
 
@@ -55,11 +56,11 @@ class Problem(Document):
 
     format: Literal["optpipe.problem/2"] = "optpipe.problem/2"
     name: Annotated[str, Field(max_length=200)] = ""
-    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
     p2p_ms: Ms = 0.0
     transfer_mode: Literal["half_duplex", "full_duplex"] = "half_duplex"
-    devices: Annotated[Items[Device], Field(min_length=1, max_length=4096)]
-    stages: Annotated[Items[Stage], Field(min_length=1, max_length=4096)]
+    devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    stages: Annotated[Items[Stage], Field(min_length=1, max_length=MAX_STAGES)]
     routes: Annotated[Items[Items[Index]], Field(min_length=1, max_length=256)] | None = None
     microbatch_routes: Items[Index] | None = None
     overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -216,6 +217,14 @@ def read_file(path: str | Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file. Raises InputError if it cannot be read or is no text in UTF-8."""
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def write_file(path: str | Path, text: str) -> None:

@@ -8,7 +8,6 @@ child ends itself.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import signal
@@ -34,9 +33,10 @@ class Programs(Record):
     """A schedule on the wire: each device's program, and each shared link's order, as one text of ops between spaces.
 
     With a `placement` it is a schedule for that placement of the problem. Who receives it places the problem that was
-    asked about, so that a solver cannot pass off an easier one.
+    asked about, so that a solver cannot pass off an easier one. `method` is what made it.
     """
 
+    method: Text = ""
     programs: tuple[str, ...]
     links: dict[str, str] = Field(default_factory=dict)
     placement: Placement | None = None
@@ -44,19 +44,22 @@ class Programs(Record):
     @classmethod
     def of(cls, schedule: Schedule) -> Programs:
         return cls(
+            method=schedule.method,
             programs=tuple(program.text() for program in schedule.programs),
             links={link: order.text() for link, order in schedule.links.items()},
             placement=schedule.placement,
         )
 
-    def schedule(self, problem: Problem, method: str) -> Schedule:
-        """The schedule for this problem, not checked yet.
+    def schedule(self, problem: Problem, method: str = "") -> Schedule:
+        """The schedule for this problem, not checked yet; by another method if one is given.
 
         Raises InputError if an op cannot be read or the placement does not suit the problem.
         """
         placed = self.placement.apply(problem) if self.placement else problem
         links = {link: texts.split() for link, texts in self.links.items()}
-        return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
+        return Schedule.parse(
+            placed, (texts.split() for texts in self.programs), links, method or self.method, self.placement
+        )
 
 
 class Request(SolveOptions):
@@ -130,6 +133,13 @@ class Note(_Answer):
         return self.model_copy(update={"text": f"{self.text}; stopped after {seconds:.1f} s", "ongoing": False})
 
 
+class Ready(_Answer):
+    """A process has loaded and compiled what it needs: an engine's time begins, and one that answers many requests
+    reads the first. Between such a process and who started it only."""
+
+    type: Literal["ready"] = "ready"
+
+
 class End(_Answer):
     """The last line of a search that ended by itself."""
 
@@ -137,7 +147,7 @@ class End(_Answer):
     spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work
 
 
-Frame = Incumbent | Bound | Infeasible | Refused | Note | End
+Frame = Incumbent | Bound | Infeasible | Refused | Note | Ready | End
 _FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="type")])
 
 
@@ -167,13 +177,20 @@ def _read(model: type[Asked]) -> Asked:
 
 
 def requests(model: type[Asked]) -> Iterator[Asked | ValidationError]:
-    """In a child that answers many requests: one after the other, or why a line is none.
+    """In a child that answers many requests: one after the other, or why a line is none. It is `Ready` when it asks for
+    the first.
 
     From the call on the child ends as soon as its standard input closes.
     """
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
-    return (_request(model, lines.get()) for _ in itertools.count())
+    return _requests(model, lines)
+
+
+def _requests(model: type[Asked], lines: queue.SimpleQueue[bytes]) -> Iterator[Asked | ValidationError]:
+    write_frame(Ready())
+    while True:
+        yield _request(model, lines.get())
 
 
 def _request(model: type[Asked], line: bytes) -> Asked | ValidationError:

@@ -1,8 +1,7 @@
 """A schedule's order for another number of micro-batches: its steady state lasts longer, or not as long.
 
-`recut` works on programs. What lies between two cuts, where every op runs for the same number k of micro-batches, is
-repeated or left out, and later micro-batches get other numbers. `retimed` works on times: the starts of k micro-batches
-are repeated a period later. The first keeps an order that repeats as it is, the second needs none.
+What lies between two cuts of the programs, where every op runs for the same number k of micro-batches, is repeated or
+left out, and later micro-batches get other numbers.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from itertools import product
 
 import numpy as np
 
-from optpipe.lift import lift_table
 from optpipe.model.arrays import Floats, Ints, Table
-from optpipe.model.ops import OPTIMIZER, Kind
+from optpipe.model.ops import OPTIMIZER
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 
 PLACES = (1 / 2, 1 / 3, 2 / 3)  # of the makespan: where programs are cut
 MOST_COMPARED = 64  # pairs of cuts next to such a place
-LIFTED = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R)  # drops are derived
 NEVER = 2**31  # no micro-batch has this number
 
 
@@ -49,38 +46,6 @@ def recut(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
             found = None if found.compiled.complaints else _changed(found, surplus, -1, place)
         if found:
             yield replace(found, problem=problem)
-
-
-def retimed(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
-    """Yields schedules with the problem's number of micro-batches, as `recut` does; nothing for those that evict or
-    update on the host."""
-    before, after = schedule.problem.microbatches, problem.microbatches
-    timeline = schedule.timeline
-    timed = ~of_kinds(timeline.table, Kind.D)
-    table, start = timeline.table[timed], timeline.start[timed]
-    if len(problem.all_routes) > 1 or not of_kinds(table, *LIFTED).all():
-        return
-    order = np.argsort(table[:, MICROBATCH], kind="stable")
-    table, start = table[order], start[order]
-    begin = np.searchsorted(table[:, MICROBATCH], np.arange(before + 1))
-    rows = np.flatnonzero(of_kinds(table, Kind.F))
-    by_stage = np.lexsort((table[rows, MICROBATCH], table[rows, STAGE]))
-    forward: Floats = start[rows[by_stage]].reshape(-1, before)
-    more = after - before
-    for k in [-more] if more < 0 else dict.fromkeys((1, 2, len(schedule.programs) // 2, before // 2)):
-        first = (before - k) // 2
-        if first + k >= before or k == 0:
-            continue
-        period_ms = float(np.median(forward[:, first + k] - forward[:, first]))
-        again = np.arange(max(0, more))
-        kept = first + k if more > 0 else first
-        source = np.r_[0:kept, first + again % k, first + k : before]
-        later = np.r_[np.zeros(kept), 1 + again // k, np.full(before - first - k, more / k)] * period_ms
-        lengths = (begin[1:] - begin[:-1])[source]
-        rows = np.concatenate([np.arange(begin[j], begin[j + 1]) for j in source])
-        new = table[rows].copy()
-        new[:, MICROBATCH], new[:, JOINED] = np.repeat(np.arange(after), lengths), 0
-        yield lift_table(problem, new, start[rows] + np.repeat(later, lengths), schedule.method)
 
 
 def _changed(schedule: Schedule, k: int, times: int, place: float) -> Schedule | None:

@@ -18,6 +18,7 @@ from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.graph import ISSUED
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.arrays import Ints
 from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
@@ -27,7 +28,7 @@ from optpipe.schedule import Schedule, check
 EARLY = 1.5  # a reload starts this many reload times before its backward, if memory allows
 
 
-def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
+def repair(problem: Problem, schedule: Schedule, objective: Objective = "makespan") -> Schedule | None:
     """Turns a schedule into a valid one of this problem.
 
     Parameters
@@ -53,7 +54,7 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
                 found.append(changed)
         except (OptPipeError, LookupError):  # ops wait for each other, or for memory
             continue
-    return min(found, key=lambda schedule: schedule.makespan_ms, default=None)
+    return min(found, key=lambda schedule: length_ms(schedule, objective), default=None)
 
 
 def _only_what_the_problem_has(problem: Problem, schedule: Schedule) -> Schedule:

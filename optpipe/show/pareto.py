@@ -70,7 +70,11 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def chart(
-    published: Sequence[Point], solver: Mapping[str, Sequence[Point]], budgets: Mapping[str, int], title: str = ""
+    published: Sequence[Point],
+    solver: Mapping[str, Sequence[Point]],
+    budgets: Mapping[str, int],
+    title: str = "",
+    grey: str = "published schedules",
 ) -> str:
     """The picture as SVG text.
 
@@ -82,6 +86,8 @@ def chart(
         Series by name, at most as many as `SOLVER_COLOURS`, each with a colour and a frontier of its own.
     budgets
         Bytes by name, drawn as dashed lines.
+    grey
+        What the grey points are, for the legend.
     """
     published = list(dict.fromkeys(published))
     series = {
@@ -93,7 +99,7 @@ def chart(
     drawn = [point for point in published if point.ms <= axes.longest_drawn_ms]
     body = [
         f'<text x="{LEFT}" y="26" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>',
-        *_legend(list(series)),
+        *_legend(grey, list(series)),
         *_grid(axes),
         *_budget_lines(axes, budgets),
         _frontier_line(axes, drawn, PUBLISHED_COLOUR),
@@ -104,7 +110,7 @@ def chart(
         body += _labelled_dot(axes, point, point.name, PUBLISHED_COLOUR, 3.2, covered)
     for colour, found in coloured:
         for point in found:
-            body += _labelled_dot(axes, point, f"{point.ms:.4g} ms", colour, 4.6, covered)
+            body += _labelled_dot(axes, point, f"{_rounded(point.ms)} ms", colour, 4.6, covered)
     if too_long := [point for point in published if point.ms > axes.longest_drawn_ms]:
         listed = "; ".join(f"{point.name} {point.ms:.6g} ms, {bytes_text(point.bytes)}" for point in too_long)
         body.append(
@@ -113,9 +119,14 @@ def chart(
     return document(WIDTH, HEIGHT, body)
 
 
-def _legend(names: Sequence[str]) -> Iterator[str]:
+def _rounded(ms: float) -> str:
+    """At least four digits, and none of them as a power of ten."""
+    return f"{ms:.4g}" if ms < 10_000 else f"{ms:.0f}"
+
+
+def _legend(grey: str, names: Sequence[str]) -> Iterator[str]:
     x = float(LEFT)
-    for name, colour in (("published schedules", PUBLISHED_COLOUR), *zip(names, SOLVER_COLOURS, strict=False)):
+    for name, colour in ((grey, PUBLISHED_COLOUR), *zip(names, SOLVER_COLOURS, strict=False)):
         yield (
             f'<circle cx="{x + 5:.0f}" cy="42" r="4" fill="{colour}"/><text x="{x + 15:.0f}" y="46" '
             f'fill="#333">{escape(name)}</text>'

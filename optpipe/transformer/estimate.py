@@ -77,7 +77,7 @@ class Estimate:
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """How many pieces each stage has: its layers, and the embedding or the head."""
-        counts = list(self.parallelism.layers or _even(self.shape.layers, self.parallelism.stages))
+        counts = list(self.parallelism.layers or even_layers(self.shape.layers, self.parallelism.stages))
         if sum(counts) != self.shape.layers:
             raise InputError(f"layers add up to {sum(counts)}: the model has {self.shape.layers}")
         counts[0] += 1
@@ -102,10 +102,15 @@ class Estimate:
     @cached_property
     def devices(self) -> list[DeviceMemory]:
         """What each device holds."""
-        return [
-            self._memory([i for s, d in enumerate(self.order) if d == device for i in self.stages[s]])
-            for device in range(self.parallelism.pp)
-        ]
+        return [self._memory([self.pieces[i] for i in held]) for held in self._held]
+
+    @cached_property
+    def _held(self) -> list[list[int]]:
+        """The numbers of the pieces that each device has."""
+        held: list[list[int]] = [[] for _ in range(self.parallelism.pp)]
+        for device, pieces in zip(self.order, self.stages, strict=True):
+            held[device] += pieces
+        return held
 
     @cached_property
     def problem(self) -> Problem:
@@ -153,15 +158,50 @@ class Estimate:
         one = [piece.work.matmul + self._pieces.skipped * piece.work.scores for piece in self.pieces]
         return 3 * sum(one) * self.parallelism.tp * self.parallelism.cp
 
+    @cached_property
+    def busy_ms(self) -> list[float]:
+        """How long each device computes for one micro-batch."""
+        layers = self.layers
+        whole = [layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms for layer in layers]
+        return [sum(whole[i] for i in held) for held in self._held]
+
     @property
     def utilization(self) -> float:
         """The share of the GPUs' peak that is model FLOPs when the slowest device never waits."""
-        busy = [0.0] * self.parallelism.pp
-        for device, pieces in zip(self.order, self.stages, strict=True):
-            for layer in (self.layers[i] for i in pieces):
-                busy[device] += layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
+        return self.utilization_in(self.run.microbatches * max(self.busy_ms))
+
+    def utilization_in(self, iteration_ms: float) -> float:
+        """The share of the GPUs' peak that is model FLOPs when an iteration takes so long."""
         gpus = self.parallelism.gpus / self.parallelism.dp
-        return self.model_flops / (max(busy) / 1000 * gpus * self.clock.peak(self.run.precision))
+        done = self.run.microbatches * self.model_flops
+        return done / (iteration_ms / 1000 * gpus * self.clock.peak(self.run.precision))
+
+    @cached_property
+    def reduction_ms(self) -> float:
+        """The longest time that a device reduces its gradients over data-parallel ranks, once an iteration."""
+        pieces = [[self.pieces[i] for i in held] for held in self._held]
+        return max(
+            self.clock.reduction_ms(self._dense_weights(own), sum(piece.expert_weights for piece in own))
+            for own in pieces
+        )
+
+    def divided(self, parallelism: Parallelism, run: Run) -> Estimate:
+        """The same pieces on other devices, in other stages, for more or fewer micro-batches.
+
+        What a piece of this estimate costs is not computed again. So `parallelism` and `run` may differ from this one's
+        only in pp, dp, zero, chunks, shape, layers and the number of micro-batches, with ZeRO 2 and 3 not in dp and
+        zero, and no host link may be shared in one and not in the other.
+        """
+        return self._with_pieces(Estimate(self.shape, parallelism, self.gpu, run))
+
+    def with_memory(self, nbytes: int) -> Estimate:
+        """The same on GPUs with so much memory."""
+        gpu = self.gpu.model_copy(update={"memory_bytes": nbytes})
+        return self._with_pieces(Estimate(self.shape, self.parallelism, gpu, self.run))
+
+    def _with_pieces(self, made: Estimate) -> Estimate:
+        vars(made).update(pieces=self.pieces, layers=self.layers)
+        return made
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -178,12 +218,16 @@ class Estimate:
             return f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts"
         return None
 
-    def _memory(self, held: Sequence[int]) -> DeviceMemory:
-        """Of the device that has these pieces. ZeRO divides as in Rajbhandari et al. 2020, figure 1."""
-        parallelism, run, pieces = self.parallelism, self.run, [self.pieces[i] for i in held]
+    def _dense_weights(self, pieces: Sequence[Piece]) -> float:
+        """Of the device that has these pieces, those of experts aside."""
         dense = sum(piece.weights for piece in pieces)
         if self.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
-            dense -= self.shape.vocabulary / parallelism.tp * self.shape.hidden
+            dense -= self.shape.vocabulary / self.parallelism.tp * self.shape.hidden
+        return dense
+
+    def _memory(self, pieces: Sequence[Piece]) -> DeviceMemory:
+        """Of the device that has these pieces. ZeRO divides as in Rajbhandari et al. 2020, figure 1."""
+        parallelism, run, dense = self.parallelism, self.run, self._dense_weights(pieces)
         experts = sum(piece.expert_weights for piece in pieces)
         replicas = parallelism.dp * parallelism.cp
 
@@ -241,11 +285,11 @@ def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -
     return made
 
 
-def _even(layers: int, stages: int) -> list[int]:
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage; those that are left over go to stages without embedding and head, from the middle on."""
     base, over = divmod(layers, stages)
     inner = sorted(range(stages), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
-    return [base + (s in inner[:over]) for s in range(stages)]
+    return tuple(base + (s in inner[:over]) for s in range(stages))
 
 
 def _gb(nbytes: int) -> str:

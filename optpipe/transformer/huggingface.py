@@ -10,7 +10,7 @@ from optpipe.transformer.records import Transformer
 
 GATED = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
-    *("olmo", "olmo2", "phi3", "cohere", "granite", "glm4", "deepseek"),
+    *("olmo", "olmo2", "phi3", "cohere", "granite", "glm4", "deepseek", "deepseek_v2", "deepseek_v3"),
 )
 UNGATED = ("gpt2", "opt", "gpt_neox", "gpt_bigcode", "bloom", "starcoder2", "phi")
 TIED = ("gpt2", "opt", "bloom", "gpt_bigcode", "gemma", "gemma2", "gemma3_text")  # if the config does not say
@@ -51,10 +51,6 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
             f"{what}: model_type = {kind!r}: only {', '.join(sorted((*GATED, *UNGATED)))} are known{near}; a file with "
             "the fields of a transformer does without"
         )
-    if config.get("kv_lora_rank"):
-        raise InputError(
-            f"{what}: kv_lora_rank = {config['kv_lora_rank']}: multi-head latent attention is not modelled"
-        )
     found = {name: _first(config, names, what) for name, names in NAMES.items()}
     if not isinstance(found["hidden"], int):
         raise InputError(f"{what}: {NAMES['hidden'][0]} = {found['hidden']!r}: must be a whole number")
@@ -71,9 +67,24 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
         "gated": kind in GATED,
         "tied": config.get("tie_word_embeddings", kind in TIED),
         "dropout": any(config.get(name) for name in DROPOUT),
+        **_latents(config, what),
         **_experts(config, what),
     }
     return Transformer.from_dict(fields, what)
+
+
+def _latents(config: dict[str, Any], what: str) -> dict[str, Any]:
+    """The fields of multi-head latent attention, whose heads all have keys of their own."""
+    if not config.get("kv_lora_rank"):
+        return {}
+    return {
+        "query_groups": None,
+        "kv_latent": config["kv_lora_rank"],
+        "query_latent": config.get("q_lora_rank") or 0,
+        "head_size": _first(config, ("qk_nope_head_dim",), what),
+        "rope_size": config.get("qk_rope_head_dim") or 0,
+        "value_size": _first(config, ("v_head_dim",), what),
+    }
 
 
 def _experts(config: dict[str, Any], what: str) -> dict[str, Any]:

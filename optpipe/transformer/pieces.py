@@ -159,7 +159,7 @@ class Pieces:
     def layer(self, experts: bool) -> Piece:
         """One transformer layer: attention, and an MLP or experts, each with a norm before it."""
         mlp = self._experts() if experts else self._mlp(self.shape.ffn)
-        attention = self._attention()
+        attention = self._latent_attention() if self.shape.kv_latent else self._attention()
         shape = self.shape
         return Piece(
             kind="expert" if experts else "dense",
@@ -173,8 +173,7 @@ class Pieces:
     def _attention(self) -> Piece:
         """11·b·s·h + 5·a·s²·b and its norm's 2·b·s·h (Korthikanti et al. 2023, section 4.1).
 
-        Flash attention saves no scores but 4 bytes a row of them (Dao et al. 2022). Keys and values are narrower
-        with grouped queries.
+        Keys and values are narrower with grouped queries.
         """
         shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
         h, q, s, cp = shape.hidden, shape.query_width / t, self.sequence, self.parallelism.cp
@@ -186,16 +185,9 @@ class Pieces:
             Saved("queries", e * n * q),
             Saved("keys and values", 2 * e * n * kv),
             Saved("projection input", e * n * q, operand=True),
+            *self._scores(),
         ]
-        scores = shape.heads * n * s / t
-        traffic = (NORM + RESIDUAL) * whole
-        if self.run.attention == "flash":
-            saved.append(Saved("row sums of scores", FP32 * shape.heads * n / t))
-        else:
-            saved.append(Saved("softmax of scores", e * scores, "selective"))
-            traffic += 2 * e * scores
-            if shape.dropout:
-                saved.append(Saved("scores' dropout", (e + MASK) * scores, "selective"))
+        traffic = (NORM + RESIDUAL) * whole + self._scores_traffic
         if shape.dropout:
             saved.append(Saved("dropout mask", mask, "cheap"))
         return Piece(
@@ -213,6 +205,66 @@ class Pieces:
                 over_context=2 * e * n * kv * (cp - 1),
             ),
         )
+
+    def _latent_attention(self) -> Piece:
+        """Multi-head latent attention (DeepSeek-V2, section 2.1), with its norm and those of the latent vectors.
+
+        What goes down to the latent vectors is on every GPU of the tensor-parallel group, and is computed there for its
+        part of the sequence (as Megatron-LM has it); what goes up, and the heads, are divided. Each head's key has a
+        copy of the one with positions that all heads share.
+        """
+        shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
+        h, s, cp, whole = shape.hidden, self.sequence, self.parallelism.cp, self.message_bytes
+        along = self.parallelism.along_sequence
+        scored = shape.heads * ((shape.head_size or 0) + shape.rope_size) / t  # the width of queries, and of keys
+        value, kv, q = shape.heads * shape.value_size / t, shape.kv_latent, shape.query_latent
+        down = h * (q + kv + shape.rope_size)
+        up = (q or h) * scored + kv * (shape.heads * (shape.head_size or 0) / t + value)
+        latent = e * n * (q + kv) / along
+        return Piece(
+            kind="dense",
+            weights=down + up + value * h + q + kv,
+            expert_weights=0.0,
+            saved=(
+                Saved("norm input", whole, None),
+                Saved("latents' input", whole, "cheap", operand=True),
+                Saved("latents", latent),
+                Saved("latents behind their norms", latent, "cheap", operand=True),
+                Saved("queries", e * n * scored),
+                Saved("keys and values", e * n * (scored + value)),
+                Saved("projection input", e * n * value, operand=True),
+                *self._scores(),
+                *([Saved("dropout mask", MASK * whole / e, "cheap")] if shape.dropout else []),
+            ),
+            gradients=latent + e * n * (2 * scored + value) + whole,
+            work=Work(
+                matmul=2 * n * (down / along + up + value * h),
+                scores=2 * n * s * (scored + value) / self.skipped,
+                traffic=(NORM + RESIDUAL) * whole + NORM * latent + self._scores_traffic,
+                again=NORM * (whole + latent),
+                over_tensor=self.reduced,
+                over_context=e * n * (scored + value) * (cp - 1),
+            ),
+        )
+
+    def _scores(self) -> list[Saved]:
+        """What attention saves of its scores: flash attention 4 bytes a row of them (Dao et al. 2022)."""
+        shape, t, e = self.shape, self.parallelism.tp, self.run.value_bytes
+        if self.run.attention == "flash":
+            return [Saved("row sums of scores", FP32 * shape.heads * self.tokens / t)]
+        saved = [Saved("softmax of scores", e * self._score_count, "selective")]
+        if shape.dropout:
+            saved.append(Saved("scores' dropout", (e + MASK) * self._score_count, "selective"))
+        return saved
+
+    @property
+    def _score_count(self) -> float:
+        return self.shape.heads * self.tokens * self.sequence / self.parallelism.tp
+
+    @property
+    def _scores_traffic(self) -> float:
+        """What a softmax of stored scores reads and writes."""
+        return 0.0 if self.run.attention == "flash" else 2 * self.run.value_bytes * self._score_count
 
     def _mlp(self, width: int) -> Piece:
         """19·b·s·h and its norm's 2·b·s·h, if the width is 4h and there is no gate."""

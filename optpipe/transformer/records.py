@@ -28,6 +28,10 @@ class Transformer(Document):
     `i + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
     expert that every token passes. `sequence` is the length in training, None if it is not known. Biases are not
     counted.
+
+    With `kv_latent` attention is multi-head latent (DeepSeek-V2, 2024, section 2.1): keys and values come from a latent
+    vector of that width, queries from one of width `query_latent`, or from the hidden state if that is 0. Of each
+    head's query and key `head_size` numbers have no position and `rope_size` have, and its value has `value_size`.
     """
 
     WHAT = "transformer"
@@ -47,6 +51,10 @@ class Transformer(Document):
     tied: bool = False  # one matrix for the embedding and the head
     causal: bool = True
     dropout: bool = False
+    kv_latent: Count = 0
+    query_latent: Count = 0
+    rope_size: Count = 0
+    value_size: Count = 0
     experts: Count = 0
     experts_per_token: Count = 0
     expert_ffn: Count = 0
@@ -60,6 +68,10 @@ class Transformer(Document):
             raise ValueError(f"heads = {self.heads}: must divide hidden = {self.hidden}, or head_size is given")
         if self.heads % self.groups:
             raise ValueError(f"query_groups = {self.groups}: must divide heads = {self.heads}")
+        if self.kv_latent and not (self.head_size and self.value_size):
+            raise ValueError(f"kv_latent = {self.kv_latent}: needs head_size and value_size")
+        if not self.kv_latent and (self.query_latent or self.rope_size or self.value_size):
+            raise ValueError("kv_latent = 0: then query_latent, rope_size and value_size are 0, too")
         if self.experts and not (self.expert_ffn and 1 <= self.experts_per_token <= self.experts):
             raise ValueError(f"experts = {self.experts}: needs expert_ffn, and experts_per_token of at most as many")
         if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn):

@@ -27,16 +27,23 @@ class Clock:
     run: Run
 
     def costs(self, piece: Piece) -> StageCosts:
-        """The piece as a layer of a problem."""
-        forward, run = self.forward_ms(piece), self.run
+        """The piece as a layer of a problem.
+
+        With ZeRO 2 every W reduces its gradients, with ZeRO 3 every F and B gather its weights, too (Rajbhandari et al.
+        2020, section 7.2). Nothing of that is hidden.
+        """
+        run, zero = self.run, self.parallelism.zero
+        gather = self._over_replicas(run.value_bytes, piece.weights, piece.expert_weights) if zero >= 3 else 0.0
+        reduce = self._over_replicas(run.gradient_bytes, piece.weights, piece.expert_weights) if zero >= 2 else 0.0
+        forward = self.forward_ms(piece) + gather
         held = ceil(piece.activation_bytes(run.recompute))
         fields: dict[str, Any] = {}
         if piece.is_layer and run.recompute != "full":
             fields = {"recompute_ms": forward, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
         return StageCosts(
             forward_ms=forward,
-            backward_input_ms=self.backward_input_ms(piece),
-            backward_weight_ms=self.backward_weight_ms(piece),
+            backward_input_ms=self.backward_input_ms(piece) + gather,
+            backward_weight_ms=self.backward_weight_ms(piece) + reduce,
             activation_bytes=held,
             saved_for_weight_bytes=ceil(piece.saved_for_weight_bytes),
             offload_ms=held / self.host_speed * MS,
@@ -67,6 +74,26 @@ class Clock:
     def message_ms(self, nbytes: float) -> float:
         """Time of a message between stages; they are on other nodes unless one node has all GPUs."""
         return self._over(nbytes, self.parallelism.gpus) if self.parallelism.pp > 1 else 0.0
+
+    def reduction_ms(self, weights: float, expert_weights: float) -> float:
+        """Time in which data-parallel ranks sum so many weights' gradients and share the new weights, in an iteration.
+
+        A reduce-scatter and an all-gather: of gradients and weights with ZeRO 1, twice of gradients without it. ZeRO 2
+        reduces in every W instead, and ZeRO 3 gathers when weights are used.
+        """
+        gradients, values = self.run.gradient_bytes, self.run.value_bytes
+        each = (2 * gradients, gradients + values, values, 0)[self.parallelism.zero]
+        return self._over_replicas(each, weights, expert_weights)
+
+    def _over_replicas(self, each: int, weights: float, expert_weights: float) -> float:
+        """Time of a reduce-scatter or an all-gather of so many bytes a weight over data-parallel ranks.
+
+        On a ring each of n ranks sends (n - 1)/n of all bytes (Patarasuk and Yuan 2009).
+        """
+        parallelism = self.parallelism
+        ranks = parallelism.dp * parallelism.cp
+        shares = ((weights, ranks), (expert_weights, ranks // parallelism.ep))
+        return self._over(sum(each * (n - 1) / n * size for size, n in shares), parallelism.tp * ranks)
 
     @cached_property
     def host_speed(self) -> float:

@@ -1,8 +1,8 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `follow`, `layered`, `factory`, `in_torch`: what users call;
-- `arguments`, `build`, `step_runner`: the parts of `Pipeline`;
+- `pipeline`, `follow`, `layered`, `factory`, `in_torch`, `megatron`: what users call;
+- `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;

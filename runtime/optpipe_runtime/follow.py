@@ -1,4 +1,5 @@
-"""`Follower`: trains a pipeline by the schedules of a solver service, from the first step on.
+"""`Follower`: trains a pipeline by the schedules of a solver service, or of a search on rank 0's host, from the first
+step on.
 
     with Pipeline(stages, placement, loss_fn, microbatches=8) as pipe, Follower(pipe, "http://solver:8000") as follow:
         for inputs, targets in batches:
@@ -24,15 +25,17 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Unpack
 
 from optpipe.errors import InputError
+from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
+from optpipe_runtime.other_stages import OtherStages, layered
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.adoptions import Adoptions
 from optpipe_runtime.service.client import ClientOptions, ScheduleClient
-from optpipe_runtime.service.connection import api_key, base_url
+from optpipe_runtime.service.connection import api_key, service_url
 
 log = logging.getLogger("optpipe.follow")
 
@@ -53,7 +56,8 @@ class Follower:
     pipe
         The pipeline. If it has been profiled, it goes on from there, with the schedule that it has.
     url
-        The address of the service.
+        The address of the service; None: OPTPIPE_URL of the environment. Without that, or with a cache, the search runs
+        on rank 0's host.
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
     writer
@@ -64,8 +68,10 @@ class Follower:
         After how many steps the ranks gather what they have measured.
     threshold
         How far times may change, as a share of a stage's F + B + W, before they become the problem.
-    key, options
-        Passed to `ScheduleClient`. The stages are the pipeline's, so `placements` can only be `keep`.
+    key, cache, options
+        Passed to `ScheduleClient`. With `placements` `all` there are two searches: one for the pipeline's stages, whose
+        schedules are swapped in, and one for other stages, whose best schedule is kept as `for_next_start`. Then a
+        schedule of a problem with layers (`profile_layers`) must be loaded before the first step.
 
     Raises
     ------
@@ -76,25 +82,29 @@ class Follower:
     def __init__(
         self,
         pipe: Pipeline,
-        url: str,
+        url: str | None = None,
         activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
         writer: Writer | None = None,
         every: int = WINDOW,
         threshold: float = THRESHOLD,
         key: str | None = None,
+        cache: ScheduleCache | None = None,
         **options: Unpack[SolveArguments],
     ) -> None:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         api_key(key)  # raises here, not in the first step
-        self._pipe, self._url, self._key = pipe, base_url(url), key
-        self._options = ClientOptions.of("Follower", options).for_training()
+        self._pipe, self._url, self._key, self._cache = pipe, service_url(url, cache), key, cache
+        asked = ClientOptions.of("Follower", options)
+        self._options = asked.model_copy(update={"placements": "keep"})
+        self._other_options = asked if asked.placements == "all" else None  # until that search begins
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
         self._traced = frozenset(every * k // TRACED for k in range(TRACED))  # by number since the last gathering
         self._profiler = Profiler(pipe, len(self._traced))
         self._client: ScheduleClient | None = None  # on rank 0
+        self._other_stages: OtherStages | None = None  # the same
         self._adoptions = Adoptions()
         self._problem: Problem | None = None  # the one that it follows
         self._steps: list[_Step] = []  # since the ranks last gathered
@@ -110,6 +120,11 @@ class Follower:
     ) -> StepReport:
         """`Pipeline.step`, by the best schedule known by now. Collective."""
         pipe = self._pipe
+        if self._other_options is not None:
+            running = layered(pipe.schedule)
+            if pipe.leads:
+                self._other_stages = OtherStages(self._url, running, self._key, self._cache, self._other_options)
+            self._other_options = None
         if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
             self._profile(inputs, targets, kwargs)
         if pipe.schedule is None:
@@ -119,6 +134,8 @@ class Follower:
         if self._client and not pipe.preparing and (offer := self._client.poll()):
             pipe.offer(offer.schedule)
             self._adoptions.offered(self._client, offer)
+        if self._other_stages:
+            self._other_stages.poll()
         before = pipe.version
         tracing = len(self._steps) in self._traced
         report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
@@ -132,6 +149,13 @@ class Follower:
             self._gather()
         return report
 
+    @property
+    def for_next_start(self) -> Schedule | None:
+        """On rank 0, with `placements` `all`: the best schedule for other stages, of those better than what was loaded
+        before the first step; None until one is found. It is never swapped in; make its stages, and load them from a
+        checkpoint."""
+        return self._other_stages.found if self._other_stages else None
+
     def _follow(self, problem: Problem) -> None:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
         number of micro-batches."""
@@ -142,7 +166,12 @@ class Follower:
             self._client.update(problem, self._pipe.schedule)
         elif self._pipe.leads:
             self._client = ScheduleClient(
-                self._url, problem, warm_start=self._pipe.schedule, key=self._key, **self._options.arguments()
+                self._url,
+                problem,
+                warm_start=self._pipe.schedule,
+                key=self._key,
+                cache=self._cache,
+                **self._options.arguments(),
             )
 
     def _profile(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
@@ -153,7 +182,7 @@ class Follower:
 
     def _gather(self) -> None:
         """Collective: gathers what all ranks have measured since the last time."""
-        by_rank = self._pipe.gather((self._steps, self._profiler.times))
+        by_rank = self._pipe.gather((self._steps, self._profiler.seen))
         if self._writer is not None:
             self._write(self._writer, [steps for steps, _ in by_rank])
         steps = zip(*(steps for steps, _ in by_rank), strict=True)
@@ -161,7 +190,7 @@ class Follower:
         self._steps = []
         # Not while an offer is prepared, which is checked on the problem as it is.
         if self._pipe.problem is not None and not self._pipe.preparing:
-            self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in by_rank]))
+            self._compare(self._pipe.problem, retimed(self._pipe.problem, [seen for _, seen in by_rank]))
 
     def _compare(self, problem: Problem, measured: Problem) -> None:
         """The same on every rank. The schedule that runs stays valid, because only times of the problem change."""
@@ -200,8 +229,9 @@ class Follower:
 
     def _stop(self) -> None:
         self._adoptions.finish()
-        if self._client is not None:
-            self._client.close()
+        for search in (self._client, self._other_stages):
+            if search is not None:
+                search.close()
 
     def __enter__(self) -> Follower:
         return self

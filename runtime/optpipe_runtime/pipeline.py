@@ -20,61 +20,28 @@ keep what they have and the log says why.
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.arguments import require_bytes, require_equal
 from optpipe_runtime.build import build
+from optpipe_runtime.collective import CollectiveCalls, collective
 from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.measure.at_b import tell
-from optpipe_runtime.measure.profiler import Measured, profile, require_budget
-from optpipe_runtime.models.part import shared_parameters
-from optpipe_runtime.post_validation import PostValidation, require_valid
-from optpipe_runtime.ranks.clipping import clip
+from optpipe_runtime.measure.profiler import Measured
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.step_runner import StepRunner
-
-log = logging.getLogger("optpipe.runtime")
-
-CLOSE_S = 5.0  # threads of a pipeline that has failed may wait for other ranks; after this time `close` leaves them
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """Marks methods that all ranks call: if one rank fails, all fail, and if another rank has called another method,
-    all are told."""
-
-    @wraps(method)
-    def guarded(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
-        if self._closed:
-            raise InputError(f"{method.__name__} was called after close: this pipeline has ended, make a new one")
-        with self._rank.team.collective():
-            self._rank.cpu_group.enter(method.__name__)
-            if method.__name__ != "step":  # which votes itself
-                self._rank.cpu_group.minimum()
-                self._step_runner.settle()
-            return method(self, *arguments, **options)
-
-    return guarded
+from optpipe_runtime.updates import Updates
 
 
 class Pipeline:
@@ -164,18 +131,15 @@ class Pipeline:
         hosts = host_optimizers, clip_host_updates
         self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, whole_gradients, (group, inner))
         self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})
-        self._clips_host_updates = clip_host_updates
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
-        own = shared_parameters(stages)
-        for key in sorted({key for keys in self._rank.cpu_group.gather(list(own)) for key in keys}):
-            self._step_runner.ties.append(Tie(own.get(key), self._rank.cpu_group, self._rank.team))
+        self._updates = Updates(self._rank, self._step_runner, stages, clip_host_updates)
         self.measured: Measured | None = None
-        self._closed = False
+        self._calls = CollectiveCalls(self._rank.team, self._rank.cpu_group, self._step_runner.settle)
 
     # Training
 
-    @_collective
+    @collective
     def step(
         self,
         inputs: Any = None,
@@ -208,9 +172,9 @@ class Pipeline:
         StepReport
             Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
-        return self._step_runner.step(self._batch(inputs, targets, kwargs), trace, outputs)
+        return self._step_runner.step(self._batch(inputs, targets, kwargs, trace, outputs))
 
-    @_collective
+    @collective
     def evaluate(
         self,
         inputs: Any = None,
@@ -223,12 +187,12 @@ class Pipeline:
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs), trace, outputs)
+        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs, trace, outputs))
 
-    def _batch(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> Batch:
-        return Batch(inputs, targets, kwargs or {}, self._chunk_specs)
+    def _batch(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None, *asked: bool) -> Batch:
+        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, *asked)
 
-    @_collective
+    @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales the gradients of all stages, so that their norm is at most `max_norm`. Call it after `step`.
         Collective.
@@ -247,17 +211,9 @@ class Pipeline:
             If there are `host_optimizers` without `clip_host_updates`, or if the gradients of a plain parameter differ
             between inner peers.
         """
-        if not self._clips_host_updates:
-            self._require_no_host_optimizers(
-                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known"
-            )
-        norm = clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
-        for optimizer in self._rank.host_optimizers.values():
-            optimizer.apply()
-        return norm
+        return self._updates.clip(max_norm, norm_type)
 
-    @_collective
+    @collective
     def post_validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> None:
         """From now on, `optimizer.step()` clips by the norm over all stages, and skips updates that are not finite,
         without waiting for the other ranks. Collective.
@@ -284,32 +240,7 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-        self._rank.cpu_group.on_each_rank(lambda: require_valid(optimizer, max_norm))
-        require_equal(self._rank.cpu_group, max_norm=max_norm)
-        self._require_no_host_optimizers(
-            "post_validate: a step that updates stages on the host cannot be undone, so with host_optimizers the ranks "
-            "meet before each step, and gain nothing by updates ahead of the norm"
-        )
-        self._step_runner.validations.append(
-            PostValidation(optimizer, max_norm, self._rank.team, self._rank.cpu_group, self._gradients)
-        )
-
-    def _gradients(self) -> tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]:
-        """The parameters here, by name, and those of them that another rank counts in a norm. For those that are
-        updated on the host the copies there, which have the gradients."""
-        on_host: dict[nn.Parameter, nn.Parameter] = {}
-        for optimizer in self._rank.host_optimizers.values():
-            on_host |= optimizer.gradients()
-        parameters = {
-            f"stage {s}: {name}": on_host.get(parameter, parameter)
-            for s, stage in self._rank.stages.items()
-            for name, parameter in stage.module.named_parameters()
-        }
-        return parameters, (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
-
-    def _require_no_host_optimizers(self, why: str) -> None:
-        if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
-            raise InputError(f"{why}: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_")
+        self._updates.validate(optimizer, max_norm)
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
@@ -318,10 +249,7 @@ class Pipeline:
         Call it before parameters are read, saved or changed, on any rank, when all have called `optimizer.step`.
         `evaluate` and all else that ranks do together, other than `step`, does so, too.
         """
-        for validation in self._step_runner.validations:
-            validation.settle()
-        for optimizer in self._rank.host_optimizers.values():
-            optimizer.synchronize()
+        self._updates.synchronize()
 
     @property
     def host_optimizers(self) -> Mapping[int, HostOptimizer]:
@@ -329,7 +257,7 @@ class Pipeline:
         `state_dict` and `load_state_dict`."""
         return self._rank.host_optimizers
 
-    @_collective
+    @collective
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """Ties the copies of one parameter, or of one module, that several ranks hold. Collective.
 
@@ -343,17 +271,9 @@ class Pipeline:
             This rank's copy: a parameter (tied embeddings) or a module (a stage that serves two routes). None on a rank
             without one.
         """
-        tied = copy.parameters() if isinstance(copy, nn.Module) else [] if copy is None else [copy]
-        updated = [s for s, host in self._rank.host_optimizers.items() if not host.parameters.isdisjoint(tied)]
-        for stages in self._rank.cpu_group.gather(updated):
-            if stages:
-                raise InputError(
-                    f"tie: stage {stages[0]} has a copy, and updates it on the host before gradients are summed over "
-                    "the copies: leave the stage out of host_optimizers"
-                )
-        self._step_runner.ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
+        self._updates.tie(copy)
 
-    @_collective
+    @collective
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; those of the next inner peers' pipelines follow. Collective."""
         return self._rank.cpu_group.gather(value)
@@ -410,7 +330,7 @@ class Pipeline:
         """Whether an offer is being prepared: between two steps the same on every rank."""
         return self._schedules.preparing
 
-    @_collective
+    @collective
     def load(self, schedule: Schedule | None) -> None:
         """Prepares rank 0's schedule and swaps it in on every rank, or on none. Collective.
 
@@ -444,9 +364,9 @@ class Pipeline:
         """
         return self._schedules.prepare(schedule)
 
-    # Profile
+    # Profile, end
 
-    @_collective
+    @collective
     def profile(
         self,
         inputs: Any = None,
@@ -478,58 +398,15 @@ class Pipeline:
         Problem
             The same on every rank.
         """
-        if not self._step_runner.executor.idle:
-            raise OptPipeError("a pipeline is profiled only between two steps")
-        rank = self._rank
-        require_equal(rank.cpu_group, offload_parts=offload_parts, repeats=repeats)
-
-        def require_arguments() -> None:
-            if repeats < 1 or offload_parts < 1:
-                raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
-            require_bytes("activation_budget_bytes", activation_budget_bytes)
-            if activation_budget_bytes is None:
-                require_budget(rank)
-
-        with rank.replicas.gathering():
-            self._step_runner.gather_all()
-            batch = self._batch(inputs, targets, kwargs)
-            self._step_runner.require_learned(batch)
-            rank.cpu_group.on_each_rank(require_arguments)
-            with rank.team.local():
-                self.measured = profile(rank, batch, activation_budget_bytes, offload_parts, repeats)
-        if rank.cpu_group.rank == 0:
-            tell(self.measured.at_b)
-        if rank.cpu_group.rank == 0 and self.measured.launch_bound:
-            log.warning(
-                "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound
-            )
-        self.problem = self.measured.problem
+        batch = self._batch(inputs, targets, kwargs)
+        self.measured = self._step_runner.profile(batch, activation_budget_bytes, offload_parts, repeats)
         return self.measured.problem
-
-    # End
 
     def close(self) -> None:
         """Ends the threads of this pipeline, which cannot be used any more."""
-        if self._closed:
-            return
-        self._closed = True
-        for validation in self._step_runner.validations:
-            validation.close()
-        if self._rank.team.failure is None:
-            try:
-                for validation in self._step_runner.validations:
-                    validation.settle()
-            finally:
-                self._end_threads()
-        else:
-            thread = threading.Thread(target=self._end_threads, name="optpipe-close", daemon=True)
-            thread.start()
-            thread.join(CLOSE_S)
-
-    def _end_threads(self) -> None:
-        self._schedules.close()
-        self._rank.close()
-        self._step_runner.close()
+        if not self._calls.closed:
+            self._calls.closed = True
+            self._step_runner.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -1,5 +1,5 @@
-"""`StepRunner`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
-stages, swapping schedules, replicas, ties, and repeating a step that must not count.
+"""`StepRunner`: training steps, evaluations and profiles of one rank, with what comes before and after them: learning
+the stages, swapping schedules, replicas, ties, and repeating a step that must not count.
 
 No rank waits for the others between two steps. What ranks have to tell each other (their votes) they send when they
 begin a step, and read when they end it: then all have begun it, because a rank's last op needs ops of all others. So a
@@ -16,12 +16,14 @@ A step does not count, and is undone and repeated on all ranks, if
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.arguments import require_bytes, require_equal
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
@@ -29,14 +31,17 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.measure.profiler import Measured, profile, require_budget
 from optpipe_runtime.post_validation import PostValidation
 from optpipe_runtime.ranks.cpu_group import Shared
-from optpipe_runtime.ranks.team import LostError
+from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.swap.schedules import Schedules
 from optpipe_runtime.swap.undo import ran_out, snapshot
 
 log = logging.getLogger("optpipe.runtime")
+
+CLOSE_S = 5.0  # threads of a pipeline that has failed may wait for other ranks; after this time `close` leaves them
 
 
 class StepRunner:
@@ -57,7 +62,7 @@ class StepRunner:
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
 
-    def step(self, batch: Batch, trace: bool, outputs: bool) -> StepReport:
+    def step(self, batch: Batch) -> StepReport:
         self._reductions.start_step(self._agree_on_windows())
         if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
             with self._replicas.gathering():
@@ -65,7 +70,7 @@ class StepRunner:
         report = None
         while report is None:
             with self._replicas.gathering():
-                report = self._step(batch, trace, outputs)
+                report = self._step(batch)
                 if report is not None:
                     self._reductions.finish()
         for tie in self.ties:
@@ -74,13 +79,13 @@ class StepRunner:
         norm = self.validations[-1].norm if self.validations else None
         return replace(report, version=self._last_version, grad_norm=norm)
 
-    def evaluate(self, batch: Batch, trace: bool, outputs: bool) -> StepReport:
+    def evaluate(self, batch: Batch) -> StepReport:
         with self._replicas.gathering():
             if not self._rank.cpu_group.minimum(self._learner.knows_batch(batch))[0]:
                 self.learn(batch)
             plan = self.schedules.plan
             with self._rank.team.local():
-                report = self.executor.run(plan, batch, trace, evaluating=True, outputs=outputs)
+                report = self.executor.run(plan, batch, evaluating=True)
         return replace(report, version=self.schedules.running.version)
 
     def settle(self) -> None:
@@ -90,13 +95,51 @@ class StepRunner:
             self._gathers_again |= validation.taken_back
             validation.taken_back = False  # all ranks are here, so no other has begun a step
 
-    def close(self) -> None:
-        """Ends the threads that it has started."""
-        self._reductions.close()
+    def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
+        """As `Pipeline.profile`."""
+        if not self.executor.idle:
+            raise OptPipeError("a pipeline is profiled only between two steps")
+        rank = self._rank
+        require_equal(rank.cpu_group, offload_parts=parts, repeats=repeats)
 
-    def require_learned(self, batch: Batch) -> None:
-        if not self._rank.cpu_group.minimum(self._learner.knows(batch))[0]:
-            self.learn(batch)
+        def require_arguments() -> None:
+            if repeats < 1 or parts < 1:
+                raise InputError(f"repeats = {repeats}, offload_parts = {parts}: both must be at least 1")
+            require_bytes("activation_budget_bytes", activation_budget_bytes)
+            if activation_budget_bytes is None:
+                require_budget(rank)
+
+        with self._replicas.gathering():
+            self.gather_all()
+            if not rank.cpu_group.minimum(self._learner.knows(batch))[0]:
+                self.learn(batch)
+            rank.cpu_group.on_each_rank(require_arguments)
+            with rank.team.local():
+                measured = profile(rank, batch, activation_budget_bytes, parts, repeats)
+        if rank.cpu_group.rank == 0:
+            measured.tell()
+        self.schedules.problem = measured.problem
+        return measured
+
+    def close(self) -> None:
+        """Ends the threads of the pipeline."""
+        for validation in self.validations:
+            validation.close()
+        if self._rank.team.failure is None:
+            try:
+                for validation in self.validations:
+                    validation.settle()
+            finally:
+                self._end_threads()
+        else:
+            thread = threading.Thread(target=self._end_threads, name="optpipe-close", daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)
+
+    def _end_threads(self) -> None:
+        self.schedules.close()
+        self._rank.close()
+        self._reductions.close()
 
     def learn(self, batch: Batch) -> None:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
@@ -132,7 +175,7 @@ class StepRunner:
         # On all ranks of the pipeline, where that decides whether the step can be undone.
         return bool(self._rank.cpu_group.minimum(agreed)[0]) if running.on_trial else agreed
 
-    def _step(self, batch: Batch, trace: bool, outputs: bool) -> StepReport | None:
+    def _step(self, batch: Batch) -> StepReport | None:
         """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
         running = self.schedules.running
         while True:
@@ -152,7 +195,7 @@ class StepRunner:
                 self._learn_first(batch)
             # What windows have reduced is in the other replicas' gradients, so a step in windows is no trial.
             trial = running.on_trial and self._can_undo and self._can_stop and not self._reductions.in_windows
-            outcome = self._run(batch, trace, outputs, vote, settled=meeting, trial=trial)
+            outcome = self._run(batch, vote, settled=meeting, trial=trial)
             if not meeting and vote.doomed:
                 self._undo(outcome)
                 if self._correct():
@@ -174,7 +217,7 @@ class StepRunner:
         known = self._rank.cpu_group.peers_agree(known) if self._can_undo else known
         return _Vote(known, shared, self.schedules, self.validations)
 
-    def _run(self, batch: Batch, trace: bool, outputs: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
+    def _run(self, batch: Batch, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
         """This rank's part of a step. `settled`: no vote of another rank will undo it."""
         plan, doomed = self.schedules.plan, not settled and not vote.known
         if not settled and not doomed and self._accumulates():  # to copy gradients before each step would cost more
@@ -200,9 +243,7 @@ class StepRunner:
             for tie in self.ties:
                 tie.start_step()
             try:
-                report = self.executor.run(
-                    plan, batch, trace, outputs=outputs, completed=completed, window_ended=window_ended
-                )
+                report = self.executor.run(plan, batch, completed=completed, window_ended=window_ended)
                 return _Outcome(report, undo)
             except LostError:
                 raise

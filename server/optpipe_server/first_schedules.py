@@ -102,9 +102,9 @@ class FirstSchedules:
         return _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
-        """What the cache has; a method that is asked for by name makes its own schedules."""
+        """What the cache has; a heuristic or a published schedule that is asked for is made anew."""
         unknown = Result("unknown", objective=options.objective)
-        if options.method != "auto":
+        if not options.starts_from_known:
             return unknown
         try:
             hit = self._caches.of(tenant).lookup(problem, options.objective)

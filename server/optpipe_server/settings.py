@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optpipe_cache import default_path
+from optpipe_cache import Retention, default_path
+from optpipe_cache.pack import PATH
+from optpipe_cache.retention import ALL
 from optpipe_server.database.leases import LEASE_S
 
 LOCAL = "(no key)"  # the tenant of a service without keys; no key can be for it
@@ -34,6 +36,11 @@ class Settings:
         Processes that make first schedules.
     queue
         Jobs of one tenant that may wait.
+    pack
+        File of solved schedules (`make pack`) behind the caches, by default the release's; None is no file.
+    kept
+        Which jobs of one tenant are kept when they are over, by default all. Cached schedules that nobody finds are
+        kept for the same number of days.
     streams
         Event streams at a time.
     first_schedule_s
@@ -54,6 +61,8 @@ class Settings:
     memory_mib: int | None = None
     first_schedule_processes: int = 1
     queue: int = 100
+    pack: Path | None = PATH
+    kept: Retention = ALL
     streams: int = 1000
     first_schedule_s: float = 10.0
     ping_s: float = 15.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
-from optpipe_cache import Cache
+from optpipe_cache import Cache, Pack
+from optpipe_cache.cache import KEPT
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.settings import LOCAL, Settings
@@ -13,17 +15,19 @@ ALL = ""  # the tenant of schedules that all tenants share
 
 
 class TenantCaches:
-    """The user's own cache file if the service has no keys, else rows of the database per tenant."""
+    """The user's own cache file if the service has no keys, else rows of the database per tenant; then the pack."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         self._settings, self._database = settings, database
+        self._pack = Pack(settings.pack) if settings.pack else None
 
     def of(self, tenant: str) -> Cache:
         """Return the tenant's cache, with `shared_cache` that of all. Raises `InputError` if the file is unusable."""
         if tenant == LOCAL:
             return self._file
-        return Cache(TableStorage(self._database, ALL if self._settings.shared_cache else tenant))
+        of = ALL if self._settings.shared_cache else tenant
+        return Cache(TableStorage(self._database, of), pack=self._pack)
 
     @cached_property
     def _file(self) -> Cache:
-        return Cache(self._settings.cache)
+        return Cache(self._settings.cache, replace(KEPT, days=self._settings.kept.days), self._pack)

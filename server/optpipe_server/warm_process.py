@@ -15,6 +15,8 @@ from optpipe.process.protocol import CompareRequest, End, Frame, Refused, Reques
 
 log = structlog.get_logger("optpipe.server")
 
+LOADING_S = 600.0  # how long a process may load and compile on a busy machine: one that takes longer hangs
+
 
 class WarmProcess:
     """A process `python -m module`. If it ends or has to be ended, another one takes its place."""
@@ -22,9 +24,10 @@ class WarmProcess:
     def __init__(self, module: str) -> None:
         self._module = module
         self._reading = threading.Lock()  # held by the thread that reads the process's output
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the three fields below
         self._closed = False
         self._child: Child | None = None
+        self._started = 0.0  # when that was
 
     def ask(self, request: Request | CompareRequest, deadline: float, add: Callable[[Frame], None]) -> bool:
         """Send a request; return whether the answer was complete. Call it from one thread at a time.
@@ -32,7 +35,8 @@ class WarmProcess:
         Parameters
         ----------
         deadline
-            By `time.monotonic`. The process is ended if its answer is not complete by then.
+            By `time.monotonic`. The process is ended if its answer is not complete by then; one that is still loading
+            goes on, for the next request.
         add
             Called with each frame of the answer. What it raises is raised.
         """
@@ -41,9 +45,24 @@ class WarmProcess:
                 child, left_s = self.ensure_running(), deadline - time.monotonic()
                 if child is None or left_s <= 0:
                     break
-                answered, whole = _receive(child, request, left_s, add)
+                if not self._is_ready(child, left_s):
+                    continue
+                answered, whole = _receive(child, request, deadline - time.monotonic(), add)
                 if answered:
                     return whole
+        return False
+
+    def _is_ready(self, child: Child, left_s: float) -> bool:
+        """Wait for it, but not beyond the deadline. Ends a process that never gets there."""
+        try:
+            if child.ready_within(left_s):
+                return True
+        except SolverError as error:
+            log.warning("a process of the solver did not start", module=child.module, why=str(error))
+            child.stop()
+        if time.monotonic() > self._started + LOADING_S:
+            log.warning("a process of the solver was not ready in time", module=child.module, seconds=LOADING_S)
+            child.stop()
         return False
 
     def ensure_running(self) -> Child | None:
@@ -54,7 +73,7 @@ class WarmProcess:
             if self._child is None or self._child.ended:
                 if self._child:
                     self._child.close()
-                self._child = Child(self._module)
+                self._child, self._started = Child(self._module), time.monotonic()
             return self._child
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ class Engine(Protocol):
     """A search that improves schedules or proves bounds, such as CP-SAT on windows of a schedule."""
 
     name: str
+    most_threads: int | None  # that it can use; None: as many as it is given
+    open_ended: bool  # whether it makes no plan for its time, so that it may be stopped or go on at any moment
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Say in one sentence why the engine cannot work on this problem; None if it can.
@@ -26,7 +28,8 @@ class Engine(Protocol):
         """
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
-        """Search until the request's time is up, and emit each better schedule and bound.
+        """Load what it takes, emit `Ready`, search until the request's time is up, and emit each better schedule and
+        bound.
 
         Returns
         -------

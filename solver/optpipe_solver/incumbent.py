@@ -32,7 +32,7 @@ class BestSchedule:
 
     def _warm_start(self, programs: Programs) -> Schedule | None:
         try:
-            schedule = programs.schedule(self.request.problem, "")
+            schedule = programs.schedule(self.request.problem)
         except InputError:
             return None
         return schedule if has_only_known_ops(schedule) and not check(self.request.problem, schedule) else None

@@ -1,9 +1,9 @@
 """The one place to tune the search: which engines run, in what order and for how long, and what everything may take.
 
-Heuristics run first, in the solver's own process; engines follow, each in a process of its own. `PARALLEL` searches
-run side by side, heuristics being one of them for their share of the time. Whenever one ends, the next run of the table
-starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to those
-behind it. Runs that repeat fill what is left, each time with another seed. With one thread one search runs at a time.
+Heuristics run first, in the solver's own process; engines follow, each in a process of its own. `side_by_side` says how
+many run at a time, heuristics being one of them for their share of the time. Whenever one ends, the next run of the
+table starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to
+those behind it. Runs that repeat fill what is left, each time with another seed. With one thread one runs at a time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from optpipe.model.problem import Problem
 from optpipe_solver import methods
 
 # The portfolio's time
-PARALLEL = 2  # searches side by side; with more threads than that each has several
+PARALLEL = 2  # searches side by side
+THREADS_OF_MORE = 4  # for so many further threads, one search more
 HEURISTICS_SHARE = 0.15  # of the time, if engines follow
 HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
 COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
 COUNTED_TIMEOUT = 2.0  # with one thread an engine that should have ended by its own count is ended after so many times
 STILL_GAINS = 1.5  # heuristics go on until so many times as long as they had run when they last gained
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
-ENGINE_START_S = 0.5  # that an engine needs to start
-ENGINE_LEAST_S = 1.0  # that an engine has at least, its start included, if so much is left
+ENGINE_END_S = 0.5  # of what an engine is allotted, to end; with no more left none is started
+LOADING_S = 60.0  # that an engine may take to load and compile, also on a busy machine; not part of its share
+ENGINE_LEAST_S = 1.0  # that an engine is allotted at least, from when it is ready, if so much is left
+NO_LIMIT_S = 86_400.0  # in the request to an engine that is stopped
 POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 
@@ -50,11 +53,21 @@ VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
 # Placements
 CHUNKS = 4  # a device at most
 FIRST_LOOK_SHARE = 0.06  # of the time: a heuristic for every placement
+RULES_S = 10.0  # a search for so long waits until the rules of `dispatch` are compiled, mostly less than a second
 PARTITIONS_SHARE = 0.2  # of the time: for better partitions, if there are layers
 HALVING = ((4, 0.2), (2, 0.2))  # so many placements, for that share of the time
 PLACEMENT_S = 2.5  # below that an engine has hardly begun
 PARTITION_POLICIES = 6  # of AdaOffload that judge a partition
 PARTITION_MOVES = 240  # from one partition; of more a sample is tried
+
+# The planner
+MICROBATCH_SIZES = (1, 2, 4, 8)
+MOST_DEGREE = 4096  # of pipeline or data parallelism
+PUBLISHED_SHARE = 0.35  # of the time: published schedules for every candidate whose bound allows it
+LISTED_SHARE = 0.15  # of the time: list scheduling for those that are left
+PUBLISHED_SPEED = 10  # times as fast as list scheduling
+SPARE_S = 2.0  # of the time, not given to searches: their processes start and end, and the answer is written
+SOLVED = ((4, 0.3), (2, 0.7))  # so many candidates, for that share of what is left
 
 # Bounds
 WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
@@ -87,6 +100,11 @@ AUTO = (
     EngineRun("lns", 0.05, repeat=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
+
+
+def side_by_side(threads: int) -> int:
+    """How many searches run at a time. Those that can use several threads share what the others leave."""
+    return min(threads, PARALLEL + max(0, threads - PARALLEL) // THREADS_OF_MORE)
 
 
 def heuristics_share(seconds: float) -> float:

@@ -21,9 +21,9 @@ from optpipe.evaluate.jitter import PERCENTILE, Noise
 from optpipe.evaluate.objective import length_ms, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
-from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Frame, Incumbent, Programs, Ready, Request
+from optpipe.prune import prune
 from optpipe.schedule import Schedule, check
-from optpipe_solver.prune import prune
 
 METHOD = "robust"
 OTHER_NOISE = 1_000_003  # added to the seed
@@ -36,6 +36,8 @@ class RobustEngine:
     """Makes a schedule better under noise."""
 
     name = METHOD
+    most_threads: int | None = 1
+    open_ended = True
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
@@ -47,9 +49,10 @@ class RobustEngine:
         Returns the seconds used by its own count of simulated ops. With one thread these are what is limited, so that
         the search is the same on a busy machine.
         """
-        began = time.monotonic()
         if request.warm_start is None:
             return 0.0
+        emit(Ready())
+        began = time.monotonic()
         search = LocalSearch(request, request.warm_start.schedule(request.problem, METHOD))
         while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
             if search.step():

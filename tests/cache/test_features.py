@@ -14,6 +14,7 @@ from support.strategies import problems
 
 from optpipe import Problem
 from optpipe_cache import Cache, distance, features, structure
+from optpipe_cache import cache as cache_module
 from optpipe_cache.features import REACH, STEP
 
 TIMES = (1.0, 1.1, 0.9)
@@ -61,7 +62,7 @@ def test_what_differs_is_out_of_reach() -> None:
     base = features(gpt())
     for times in ((3.0, 1.1, 0.9), (1.0, 1.1, 4.0)):
         assert distance(base, features(gpt(times))) > REACH
-    assert distance(base, features(gpt(memory=2700))) > REACH
+    assert distance(base, features(gpt(memory=1900))) > REACH
     assert distance(base, features(gpt(memory=5000))) < REACH / 3
     more = features(gpt(m=33))
     assert structure(gpt(m=33)) == structure(gpt())
@@ -106,3 +107,14 @@ def test_the_nearest_of_many_is_found(tmp_path: Any) -> None:
         nearest = min(distance(wanted, features(chain(forward=other))) for other in forwards)
         hit = cache.lookup(chain(forward=forward))
         assert (hit and hit.distance) == (pytest.approx(nearest) if nearest <= REACH else None)
+
+
+def test_of_more_than_are_compared_the_nearest_cells_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MOST_COMPARED", 1)
+    monkeypatch.setattr(cache_module, "RINGS", (50,))
+    cache, forwards = Cache(tmp_path / "cache.sqlite"), [0.7, 1.0, 1.4]
+    for forward in forwards:
+        cache.add(gpipe(chain(forward=forward)), "feasible")
+    for forward in forwards:
+        _, nearest = next(cache.neighbours(chain(forward=1.005 * forward)))
+        assert nearest == chain(forward=forward).sha256

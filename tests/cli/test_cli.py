@@ -237,7 +237,9 @@ def test_show_compares_two_schedules_on_a_page(run, problem):
 def test_the_cache_finds_and_keeps_the_better(run, problem):
     one_at_a_time(problem).save("slow.json")
     all_forwards_first(problem).save("fast.json")
-    assert run("cache", "lookup", "p.json")[:2] == (1, "no schedule in the cache is valid for this problem\n")
+    assert "from the pack, re-checked for this problem, " in run("cache", "lookup", "p.json")[1]
+    problem.replace(p2p_ms=1e6).save("far.json")
+    assert run("cache", "lookup", "far.json")[:2] == (1, "no schedule in the cache is valid for this problem\n")
     assert run("cache", "add", "slow.json", "fast.json")[1] == "2 added, 0 already known as good or better\n"
     assert run("cache", "add", "slow.json")[1] == "0 added, 1 already known as good or better\n"
     hit = json.loads(run("cache", "lookup", "p.json", "-o", "found.json", "--json")[1])
@@ -250,6 +252,7 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
     assert json.loads(run("cache", "lookup", "near.json", "--json")[1])["hit"] == "nearest"
     assert "small" in run("cache", "list")[1]
     assert run("cache", "export", "all.jsonl")[1].startswith("1 schedules")
+    assert run("cache", "prune", "--days", "1")[1] == "0 deleted\n"
     assert run("cache", "prune", "0")[1] == "1 deleted\n"
     assert run("cache", "import", "all.jsonl")[1] == "1 added\n"
 

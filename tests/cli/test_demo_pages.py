@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from optpipe import Problem, Schedule, ScheduleFile
-from optpipe.model.placement import rechunk
 from optpipe_cli import demo_paced, demo_page
 from optpipe_runtime.bench.fidelity import Row
 from optpipe_runtime.demo.train import Step
@@ -17,31 +16,31 @@ from optpipe_solver.systems import generate as published
 
 
 def problem() -> Problem:
-    """That of the stages that sleep, as two a rank; a message takes a millisecond."""
+    """That of the stages that sleep, two a rank, as a quiet machine measures it: each op takes a little longer than it
+    sleeps, W also needs the gradient that came in, and the input of the first stage is not the pipeline's to keep."""
     times = demo_paced.tasks()[1].paced_ms
     assert times is not None
-    piece = 2**16
+    piece, ranks = 2**16, demo_paced.RANKS
     stage = {
-        "forward_ms": 2 * times.forward,
-        "backward_input_ms": 2 * times.backward_input,
-        "backward_weight_ms": 2 * times.backward_weight,
-        "offload_ms": 2 * times.copy,
-        "reload_ms": 2 * times.copy,
-        "recompute_ms": 2 * times.forward,
-        "activation_bytes": 2 * times.saved * piece,
-        "saved_for_weight_bytes": 2 * times.saved * piece,
-        "offload_bytes": 2 * times.saved * piece,
-        "checkpoint_bytes": piece,
+        "forward_ms": times.forward + 0.4,
+        "backward_input_ms": times.backward_input + 0.7,
+        "backward_weight_ms": times.backward_weight + 0.3,
+        "offload_ms": times.copy + 0.2,
+        "reload_ms": times.copy + 0.2,
+        "recompute_ms": times.forward + 0.6,
+        "activation_bytes": times.saved * piece,
+        "saved_for_weight_bytes": (times.saved + 1) * piece,
+        "offload_bytes": times.saved * piece,
     }
-    device = {"activation_budget_bytes": 0}
-    stages = [{"device": d, **stage} for d in range(4)]
-    whole = {"microbatches": demo_paced.MICROBATCHES, "p2p_ms": 1.0, "devices": [device] * 4, "stages": stages}
-    return rechunk(Problem.from_dict(whole), 2).with_memory_for(demo_paced.MEMORY)
+    stages = [{"device": s % ranks, **stage, "checkpoint_bytes": piece if s else 0} for s in range(2 * ranks)]
+    devices = [{"activation_budget_bytes": 0}] * ranks
+    whole = {"microbatches": demo_paced.MICROBATCHES, "p2p_ms": 0.4, "devices": devices, "stages": stages}
+    return Problem.from_dict(whole).with_memory_for(demo_paced.MEMORY)
 
 
 @pytest.fixture(scope="module")
 def schedules() -> tuple[Schedule, Schedule]:
-    return published("chronos-recomp:recomputed=2", problem()), heuristic("adaoffload", problem())
+    return published(demo_paced.RECOMPUTED, problem()), heuristic("adaoffload", problem())
 
 
 def row(case: int, schedule: Schedule, steps_ms: list[float]) -> Row:
@@ -55,9 +54,10 @@ def row(case: int, schedule: Schedule, steps_ms: list[float]) -> Row:
 def test_the_gain_on_stages_that_sleep_is_large_by_prediction(schedules: tuple[Schedule, Schedule]) -> None:
     before, after = schedules
     assert before.compiled.complaints == after.compiled.complaints == []
-    assert after.makespan_ms <= 0.71 * before.makespan_ms, "by a heuristic alone, before any search"
-    assert published("1f1b-recompute", problem(), "all").makespan_ms > before.makespan_ms
-    assert published("po-f", problem()).compiled.complaints, "PipeOffload does not fit"
+    assert after.makespan_ms <= 0.7 * before.makespan_ms, "by a heuristic alone, before any search"
+    best = demo_paced.published(problem()).best_published
+    assert best is not None
+    assert best.method == demo_paced.RECOMPUTED, "no published schedule that fits is shorter"
 
 
 @pytest.mark.parametrize(("slowest", "told"), [(1100.0, "a gain"), (1501.0, "no gain beyond chance")])
@@ -73,7 +73,7 @@ def test_a_gain_is_told_only_beyond_the_spread(
     monkeypatch.setattr(demo_paced, "measured", lambda task, ranks: rows if len(task.cases) > 1 else [])
     assert demo_paced.run(tmp_path / "page.html")
     printed = capsys.readouterr().out
-    assert "PipeOffload does not fit: po-f gives no schedule: device 0 needs" in printed
+    assert f"the shortest of the others, by prediction: {demo_paced.RECOMPUTED}, " in printed
     assert printed.splitlines()[-1].endswith(told)
     assert f"{1 - 1060 / 1510:.1%} less than by chronos-recomp" in printed
     assert "1060.0 ± " in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -84,3 +84,22 @@ def test_a_file_without_a_schedule(run: Command, problem: Problem, text: str, me
     assert (code, out) == (2, "")
     assert err.startswith(message)
     assert not Path("in.json").exists()
+
+
+def test_a_problem_from_a_table_of_op_times(run: Command, tmp_path: Path) -> None:
+    ops = ["0,F,0,3", "0,F,1,5", "0,BW,0,8", "0,BW,1,8"]
+    (tmp_path / "ops.csv").write_text("\n".join(["stage,op,microbatch,duration_ms", *ops]))
+    words = ("problem", "from", "csv", "ops.csv", "--weight-share", "0.25", "-o", "p.json")
+    code, out, _ = run(*words, "--activation-bytes", "7")
+    assert code == 0
+    made = Problem.load("p.json")
+    assert (made.stages[0].forward_ms, made.stages[0].backward_weight_ms) == (4.0, 2.0)
+    assert made.devices[0].activation_budget_bytes == 14
+    assert "4.000 ± 1.000" in out
+    assert "not measured:\n  what stays saved from B until W" in out
+    assert json.loads(run(*words, "--json")[1])["stages"][0]["BW"] == {"ms": 8.0, "iqr_ms": 0.0, "count": 2}
+    assert run(*words, "--weight-share", "2")[2] == "error: --weight-share = 2: a share from 0 to 1 is expected\n"
+    assert run(*words, "--activation-bytes", "1,2")[2].startswith("error: --activation-bytes has 2 entries")
+    for flag, most in (("--microbatches", 65536), ("--devices", 4096), ("--chunks", 4096)):
+        assert f"'{flag}': Input should be less than or equal to {most}" in run(*words, flag, str(most + 1))[2]
+    assert run(*words, "--activation-bytes", "x")[2].startswith("error: --activation-bytes = 'x': bytes of all stages")

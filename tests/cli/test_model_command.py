@@ -64,8 +64,9 @@ def test_it_takes_files_of_models_and_gpus(monkeypatch, capsys, tmp_path):
     [
         ((), "MODEL is missing: a preset, which --presets lists, or a config.json"),
         (("llama2-70b",), "model = llama2-70b: neither a file nor a preset, .*did you mean llama-2-70b?"),
-        (("llama-2-70b", "--gpu", "H10"), "gpu = H10: neither a file nor a preset"),
+        (("llama-2-70b", "--gpu", "H10"), "--gpu = H10: neither a file nor a preset"),
         (("llama-2-70b", "--pp", "0"), "--pp = 0: "),
+        (("llama-2-70b", "--host-memory-gb", "nan"), "--host-memory-gb = nan: a number of GB from 0 "),
         (("llama-2-70b", "--microbatch-size", "0"), "--microbatch-size = 0: "),
         (("llama-2-70b", "--recompute", "all"), "--recompute = 'all': "),
         (("llama-2-70b", "--tp", "3"), "--tp = 3: must divide the model's 64 heads"),

@@ -13,39 +13,31 @@ import pytest
 
 from optpipe import Problem
 from optpipe.errors import InputError
+from optpipe_cli import launch
 from optpipe_cli.main import main
-from optpipe_runtime.factory import Setup, find_factory
+from optpipe_runtime.factory import Setup, Sizes, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own
-MISTAKEN = """
-
-def mistaken(rank, ranks):
-    return factory(rank, ranks) if rank == 0 else "a model"
-"""
-
-
-@pytest.fixture
-def run(tmp_path: Path):  # type: ignore[no-untyped-def]
-    (tmp_path / "model.py").write_text(MODEL + MISTAKEN)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "optpipe_cli", "profile", *words]
-        return subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
-        )
-
-    return command
+FAILING = "support.one_rank_fails"
 
 
 @pytest.mark.timeout(120)
-def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_is_measured_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
     words = (
         "--ranks 2 --model model:factory --microbatches 4 --activation-budget-bytes 4000000 --offload-parts "
         "2 --repeats 3 -o problem.json --json"
     )
-    done = run(*words.split())
+    done = subprocess.run(
+        [sys.executable, "-m", "optpipe_cli", "profile", *words.split()],
+        cwd=tmp_path,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     problem = Problem.load(tmp_path / "problem.json")
@@ -65,14 +57,27 @@ def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # typ
 
 
 @pytest.mark.timeout(120)
-def test_an_error_of_one_rank_is_one_sentence(run) -> None:  # type: ignore[no-untyped-def]
-    done = run("--ranks", "2", "--model", "model:mistaken", "--activation-budget-bytes", "1000000")
-    assert done.returncode == 2
-    assert (
-        done.stderr.splitlines()[-1]
-        == "error: model = 'model:mistaken': it returned a str, optpipe_runtime.Setup was expected"
-    )
-    assert "Traceback" not in done.stderr
+def test_an_error_of_one_rank_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also of two that torchrun has started; here they load no torch."""
+    start = launch.torchrun
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.setattr(launch, "torchrun", lambda ranks, *_, quietly: start(ranks, FAILING, quietly=quietly))
+    monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--ranks", "2", "--model", "model:factory"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: no-problem.json: ")
+
+
+def test_a_function_that_returns_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mistaken.py").write_text("def factory(rank, ranks):\n    return 'a model'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
+    sentence = "model = 'mistaken:factory': it returned a str, optpipe_runtime.Setup was expected"
+    with pytest.raises(InputError, match=f"^{sentence}$"):
+        find_factory("mistaken:factory", Sizes(2))(0, 2)
 
 
 def test_without_ranks_the_error_tells_how_to_start_them(
@@ -106,7 +111,7 @@ def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
     with pytest.raises(InputError, match=re.escape(f"model = '{name}': {sentence}")):
-        find_factory(name)
+        find_factory(name, Sizes(2))
 
 
 def test_an_unknown_option() -> None:
@@ -114,3 +119,16 @@ def test_an_unknown_option() -> None:
     options += "clip_host_updates, whole_gradients, group"
     with pytest.raises(InputError, match=f"options has 'ful_duplex': must be one of {options}"):
         Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "package"), [("c.json", "transformers"), ("torchtitan:llama3/8B", "torchtitan")])
+def test_a_package_that_is_missing(model: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=f": {package} is not installed: pip install {package}$"):
+        find_factory(model, Sizes(2))
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("sequence", Sizes(2, sequence=8)), ("microbatch_size", Sizes(2, 8))])
+def test_a_function_makes_its_own_batch(name: str, sizes: Sizes) -> None:
+    with pytest.raises(InputError, match=f"^{name} = 8: model = 'm:f' makes its own batch, so leave it out$"):
+        find_factory("m:f", sizes)

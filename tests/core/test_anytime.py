@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.problems import pipeline, stage
 from support.processes import over
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import InputError, anytime, improve, solve
+from optpipe import Device, InputError, anytime, improve, solve
+from optpipe.known import better_start
 from optpipe.process import child
 from optpipe.process.protocol import Request
 
@@ -45,6 +48,57 @@ def test_results_get_better_until_proven(problem):
     assert results[1].gap == pytest.approx(1 - 1.0 / fast)
     assert results[-1].gap == 0.0
     assert results[-1].schedule.problem == problem
+
+
+class Kept:
+    """A cache that keeps what it is given, and has what a test puts there; or one that cannot be used."""
+
+    def __init__(self, hit=None, broken=False):
+        self.hit, self.broken, self.added = hit, broken, []
+
+    def lookup(self, problem, objective="makespan"):
+        if self.broken:
+            raise InputError("the cache cannot be used")
+        return self.hit
+
+    def add(self, schedule, status, lower_bound_ms=None, objective="makespan", *, verified=False):
+        if self.broken:
+            raise InputError("the cache cannot be used")
+        self.added.append((schedule.makespan_ms, status, lower_bound_ms))
+
+
+def test_every_better_schedule_is_kept_in_the_cache(problem):
+    cache = Kept()
+    last = solve(problem, cache=cache, method="good", time_limit_s=LIMIT_S)
+    slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
+    assert cache.added == [(slow, "feasible", None), (fast, "feasible", 1.0), (fast, "optimal", fast)]
+    assert last.status == "optimal"
+
+
+def test_a_proven_schedule_of_the_cache_is_the_answer(problem):
+    fast = all_forwards_first(problem)
+    proven = SimpleNamespace(schedule=fast, status="optimal", lower_bound_ms=fast.makespan_ms, source="cache")
+    [result] = improve(problem, cache=Kept(proven))  # the scripted solver has no method `auto`
+    assert (result.status, result.schedule, result.method) == ("optimal", fast, f"{fast.method} (cached)")
+    search = improve(problem, cache=Kept(proven), method="good", time_limit_s=LIMIT_S)
+    assert next(search).method == "slow", "a schedule that is asked for by name is made"
+    search.cancel()
+
+
+def test_a_search_starts_from_the_shorter_of_what_is_known(problem):
+    slow, fast = one_at_a_time(problem), all_forwards_first(problem)
+    tight = problem.replace(devices=tuple(Device(activation_budget_bytes=1) for _ in problem.devices))
+    for given, known, wanted in (slow, fast, fast), (fast, slow, fast), (None, slow, slow):
+        assert better_start(problem, given, SimpleNamespace(schedule=known), "makespan") is wanted
+    here = replace(slow, problem=tight)
+    assert better_start(tight, fast, SimpleNamespace(schedule=here), "makespan") is here, "all forwards do not fit"
+    other = all_forwards_first(pipeline(3, 3, 10, stage(sizes=(1, 1))))
+    assert better_start(problem, other, SimpleNamespace(schedule=slow), "makespan") is slow
+
+
+def test_a_cache_that_cannot_be_used_is_a_note(problem):
+    last = solve(problem, cache=Kept(broken=True), method="good", time_limit_s=LIMIT_S)
+    assert (last.status, last.notes[-1]) == ("optimal", "the cache cannot be used")
 
 
 def test_what_is_known_has_bounds_as_they_come(problem):

@@ -29,7 +29,7 @@ def problem(memory: int = 15, **fields: object) -> Problem:
 
 @pytest.fixture(scope="module")
 def found() -> optpipe.Comparison:
-    return optpipe.compare(problem(), time_limit_s=2)
+    return optpipe.compare(problem(), time_limit_s=100, gap=0.2)
 
 
 def test_every_method_has_one_row_and_the_solver_has_two(found):

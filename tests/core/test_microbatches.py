@@ -53,8 +53,7 @@ def offloading(problem: Problem) -> Schedule:
 @pytest.mark.parametrize("after", [4, 9, 12, 13, 31, 64])
 def test_one_forward_one_backward_stays_what_it_is(after: int) -> None:
     problem = pipeline(4, 12, 5, stage((1, 1, 1), (1, 1)))
-    found = adapt(problem.replace(microbatches=after), one_f_one_b(problem))
-    assert found is not None
+    found = next(recut(problem.replace(microbatches=after), one_f_one_b(problem)))
     assert found.programs == one_f_one_b(problem.replace(microbatches=after)).programs
 
 
@@ -64,10 +63,12 @@ def test_a_shared_links_order_changes_with_its_programs(after: int) -> None:
     problem = pipeline(2, 8, 4, costs, device={"link": "pcie"})
     schedule, wanted = offloading(problem), problem.replace(microbatches=after)
     assert check(problem, schedule) == []
-    found = adapt(wanted, schedule)
-    assert found is not None
+    found = next(recut(wanted, schedule))
     assert check(wanted, found) == []
     assert found.makespan_ms == pytest.approx(offloading(wanted).makespan_ms)
+    adapted = adapt(wanted, schedule)
+    assert adapted is not None
+    assert adapted.makespan_ms <= found.makespan_ms
 
 
 @given(problems_with_schedules(), st.integers(1, 9))
@@ -86,7 +87,7 @@ def test_what_is_adapted_is_valid(both: tuple[Problem, Schedule], after: int) ->
     assert adapted is None or check(wanted, adapted) == []
 
 
-def test_an_order_that_does_not_repeat_is_made_longer_by_its_times() -> None:
+def test_an_order_that_does_not_repeat_gives_its_rules() -> None:
     problem = pipeline(1, 3, 9, stage((1, 1, 1), (1, 1)))
     backwards = Schedule.parse(problem, [["0F2", "0F1", "0F0", "0BW2", "0BW1", "0BW0"]])
     wanted = problem.replace(microbatches=5)
@@ -94,8 +95,4 @@ def test_an_order_that_does_not_repeat_is_made_longer_by_its_times() -> None:
     found = adapt(wanted, backwards)
     assert found is not None
     assert check(wanted, found) == []
-
-
-def test_one_microbatch_says_nothing_of_more() -> None:
-    problem = pipeline(2, 1, 9, stage((1, 1, 1), (1, 1)))
-    assert adapt(problem.replace(microbatches=2), one_f_one_b(problem)) is None
+    assert found.makespan_ms == 15

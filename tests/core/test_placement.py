@@ -16,7 +16,7 @@ from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import Result, _with_incumbent
-from optpipe.model.placement import Placement, _even_cuts, rechunk
+from optpipe.model.placement import Placement, even_cuts, rechunk
 from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Incumbent, Programs, Request
 from optpipe_cache import Cache
@@ -205,7 +205,7 @@ def test_a_stage_offloads_what_its_layers_can_offload():
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=9), st.integers(1, 3), st.sampled_from([4, 9, 30]))
 def test_no_partition_within_memory_has_a_lighter_heaviest_stage(sizes, stages, memory):
     layers = [layer(float(size), size) for size in sizes]
-    found = _even_cuts(layers, [memory] * stages)
+    found = even_cuts(layers, [memory] * stages)
 
     def loads(counts: tuple[int, ...]) -> list[int]:
         ends = [sum(counts[:k]) for k in range(len(counts) + 1)]

@@ -162,7 +162,8 @@ def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_problem_of_each_preset_can_be_scheduled(name):
     """GPUs enough that the state fits; as many micro-batches in flight as 1F1B needs, or activations leave."""
-    e = made(MODELS[name], {"pp": 4, "tp": 8, "dp": 8, "zero": 1}, gpu="B200", recompute="cheap")
+    ep = 8 if name == "deepseek-v3" else 1  # its experts are too many for one GPU
+    e = made(MODELS[name], {"pp": 4, "tp": 8, "dp": 8, "ep": ep, "zero": 1}, gpu="B200", recompute="cheap")
     problem = e.problem
     assert Problem.from_json(problem.to_json()) == problem
     assert len(problem.layers or ()) == MODELS[name].layers + 2
@@ -214,13 +215,72 @@ def test_configs_of_other_families():
     assert (experts.experts, experts.experts_per_token, experts.expert_ffn) == (64, 4, 768)
 
 
+LATENT_CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_config_with_latent_attention_is_its_preset():
+    own = {"name", "source", "sequence", "query_groups"}
+    assert read(json.dumps(LATENT_CONFIG)).model_dump(exclude=own) == MODELS["deepseek-v3"].model_dump(exclude=own)
+
+
+def test_latent_attention_saves_and_computes_by_its_widths():
+    """DeepSeek-V2, section 2.1: two matrices down, and from there to queries, keys without positions, and values."""
+    b, s, h, a, q, kv = 1, 256, 512, 4, 96, 64
+    sizes = {"head_size": 32, "rope_size": 16, "value_size": 24}
+    shape = Transformer(
+        layers=2, hidden=h, ffn=1024, heads=a, vocabulary=1000, sequence=s, query_latent=q, kv_latent=kv, **sizes
+    )
+    plain = layer(shape.model_copy(update=dict.fromkeys(("query_latent", "kv_latent", *sizes), 0) | {"head_size": 128}))
+    latent, n = layer(shape), b * s
+    matrices = h * (q + kv + 16) + q * a * 48 + kv * a * (32 + 24) + a * 24 * h
+    assert latent.weights - plain.weights == matrices + q + kv - 4 * h * h
+    assert latent.work.matmul - plain.work.matmul == 2 * n * (matrices - 4 * h * h)
+    assert latent.work.scores == 2 * n * s * a * (48 + 24) / 2
+    held = (
+        2 * n * (2 * (q + kv) + 2 * a * 48 + 2 * a * 24)
+    )  # latents twice, queries and keys, values and what they make
+    assert latent.activation_bytes("none") - plain.activation_bytes("none") == held - 2 * n * 4 * h
+    assert latent.activation_bytes("none") - latent.activation_bytes("cheap") == 2 * n * (h + q + kv) + 2 * n * (
+        h + 1024
+    )
+
+
+def test_the_way_down_to_latent_vectors_is_not_divided():
+    shape = MODELS["deepseek-v3"]
+    whole, part = (layer(shape, {"tp": t}) for t in (1, 8))
+    down, norms = 7168 * (1536 + 512 + 64) + 1536 + 512, 2 * 7168
+    assert 8 * (part.weights - down - norms) == pytest.approx(whole.weights - down - norms)
+    assert 8 * part.work.matmul == pytest.approx(whole.work.matmul)
+    assert 8 * part.activation_bytes("none") == pytest.approx(whole.activation_bytes("none"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not JSON"),
         ("[]", "a config is an object"),
         (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
-        (json.dumps({**LLAMA_CONFIG, "kv_lora_rank": 512}), "multi-head latent attention is not modelled"),
+        (json.dumps({**LLAMA_CONFIG, "kv_lora_rank": 512}), "qk_nope_head_dim is missing"),
         (json.dumps({k: v for k, v in LLAMA_CONFIG.items() if k != "vocab_size"}), "vocab_size is missing"),
         (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
         (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 7}), "query_groups = 7: must divide heads = 64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from support.postgres import Postgres
@@ -28,7 +29,12 @@ def test_figures_that_do_not_depend_on_the_machine_hold(
         figures = asyncio.run(measure(None, rate, seconds, clients, reconnects, None))
     else:
         with postgres.database() as url:
-            figures = asyncio.run(measure(url, rate, seconds, clients, reconnects, lambda: restarted(postgres)))
+            figures = asyncio.run(
+                measure(url, rate, seconds, clients, reconnects, partial(restarted, postgres), (1, 2))
+            )
+        one, two = (figure.measured for figure in figures if figure.unit == "a second")
+        assert 0 < one <= 1  # each search takes its second
+        assert one < two <= 2
     by_name = {figure.what: figure for figure in figures}
     counts = [figure for figure in figures if figure.target == 0]
     assert len(counts) == (4 if kind == "sqlite" else 6)
@@ -47,6 +53,14 @@ async def restarted(postgres: Postgres) -> None:
 
 def test_a_figure_holds_up_to_its_target() -> None:
     assert [Figure("", target, 2.0, "s").held for target in (None, 1.0, 2.0)] == [None, False, True]
+
+
+@pytest.mark.parametrize("workers", ["2,1", "0", "two"])
+def test_numbers_of_workers_grow(workers: str) -> None:
+    with pytest.raises(
+        InputError, match=f"^--workers = '{workers}': numbers with commas between, each at least the one"
+    ):
+        service(workers=workers)
 
 
 def test_sqlite_cannot_be_restarted() -> None:

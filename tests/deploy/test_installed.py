@@ -13,9 +13,11 @@ from support.deployment import DOCKERFILE, ROOT
 WORKS = """
 import importlib.util
 import psycopg
+from optpipe_cache.pack import PATH
 from optpipe_server import create_app, serve
 from optpipe_server.work.worker import work
 assert importlib.util.find_spec("torch") is None
+assert PATH.exists()
 """
 
 

@@ -19,8 +19,9 @@ from support.deployment import ROOT, SERVICES
 from support.pages import DOCS, table
 from support.ports import free_port
 
+from optpipe_cache.cache import KEPT
 from optpipe_server import Settings, create_app, first_schedules
-from optpipe_server.database import jobs
+from optpipe_server.database import job_queries
 from optpipe_server.http import (
     bodies,
     compare_processes,
@@ -41,6 +42,9 @@ BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILI
 SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done; }"
 
 
+SEARCH = '"time_limit_s": 5'  # here it ends with its first schedule
+
+
 def script(ports: dict[str, int], database: str) -> str:
     """All commands one after the other, with servers in the background."""
     lines = ["set -eu", "trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT", SERVER]
@@ -54,7 +58,12 @@ def script(ports: dict[str, int], database: str) -> str:
             lines += [f"{text.strip()} >> worker.log 2>&1 &", "server http://127.0.0.1:9101/healthz"]
         else:
             lines.append(text)
-    whole = "\n".join(lines).replace("postgresql://optpipe@db.example/optpipe", shlex.quote(database))
+    assert SEARCH in "\n".join(lines)
+    whole = (
+        "\n".join(lines)
+        .replace(SEARCH, f'{SEARCH}, "gap": 1.0')
+        .replace("postgresql://optpipe@db.example/optpipe", shlex.quote(database))
+    )
     for port, free in ports.items():
         whole = whole.replace(port, str(free))
     return whole
@@ -118,6 +127,7 @@ def test_its_commands_run(ran: Path) -> None:
     assert posed["problem_sha256"] != over["problem_sha256"]
     assert '"valid":true' in said
     assert read("simulated.json")["makespan_ms"] == best
+    assert read("imported.json")["schedule"]["makespan_ms"] > 0
     assert read("hit.json")["hit"]["makespan_ms"] > 0  # its job was deleted, what was found is known
     assert '"method":"milp","placements":"keep"' in said
     assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
@@ -152,6 +162,7 @@ def test_the_table_of_metrics_matches_the_registry() -> None:
 def test_the_table_of_limits_matches_the_code() -> None:
     told = {name.strip("`?="): value for name, value in table("service.md", "limit")}
     settings = Settings()
+    assert not settings.kept.limited
     assert told == {
         "a request's body": f"{limits.LONGEST_BODY // 2**20} MiB of JSON, not compressed",
         "a request's first line and headers, if they do not arrive at once": f"{connections.LONGEST_HEAD // 2**10} KiB",
@@ -165,8 +176,8 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "event streams of one process": f"{settings.streams} (`--streams`), of one tenant half of them",
         "comparisons at a time": f"2, of one tenant {compare_processes.OF_A_TENANT}",
         (
-            "requests that wait for `/check`, `/simulate`, `/figure`, `/estimate`, `/cache/lookup`, for `/workbench`, "
-            "or for pictures of jobs"
+            "requests that wait for `/check`, `/simulate`, `/figure`, `/estimate`, `/problem-from`, `/cache/lookup`, "
+            "for `/workbench`, or for pictures of jobs"
         ): f"{compute_queue.MOST_WAITING} each, of one tenant {compute_queue.OF_A_TENANT}",
         "submissions of one tenant that are read and get a first schedule at a time": (
             f"{service.OF_A_TENANT}; others of the tenant wait"
@@ -174,10 +185,17 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "large problems that get a first schedule or wait for it": (
             f"{first_schedules.MOST_LARGE}, of one tenant {first_schedules.MOST_LARGE // 2}; others start without one"
         ),
+        "jobs of a tenant that are over": (
+            "all, or those that ended last (`--keep`), or within some days (`--keep-days`); others are deleted with "
+            "their schedules, the cache keeps its own; a training whose job is gone submits another"
+        ),
+        "schedules in the cache of a tenant": (
+            f"{KEPT.keep:,}, those used last; with `--keep-days` only those used within so many days"
+        ),
         "/workbench`: stages times micro-batches": f"{workbench.MOST_FORWARDS}",
         "/figure`: ops of a schedule": f"{workbench.MOST_OPS:,}",
         "other connections": f"{connections.OTHERS}; a new one replaces an idle one",
-        "jobs in one page of `GET /v1/jobs": f"{jobs.MOST_LISTED}",
+        "jobs in one page of `GET /v1/jobs": f"{job_queries.MOST_LISTED}",
         "wait": f"{routes.LONGEST_WAIT_S} s",
         "lines in one page of `/log": f"{results.MOST_LINES}",
         "ops in `/timeline` and `/trace": f"{results.MOST_DRAWN:,}",

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +73,7 @@ def test_pages_are_run_by_the_tests_that_are_named() -> None:
 
 def test_blocks_that_are_not_run_are_few() -> None:
     """They need a GPU, another machine, many packages, or minutes. One more: say in its page why, and count it here."""
-    assert len([block for block in BLOCKS if block.why_not]) == 15
+    assert len([block for block in BLOCKS if block.why_not]) == 19
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,11 @@ def test_blocks_that_are_not_run_are_few() -> None:
     ],
 )
 def test_the_blocks_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """One after the other, in one folder. What a page says that they print, they print."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -105,7 +107,7 @@ def test_the_blocks_of_a_page_run(
         if block.language == "python":
             run_python(block, scope)
         else:
-            run_commands(block, capsys)
+            run_commands(block, capsys, request)
         printed = capsys.readouterr().out
 
 
@@ -120,30 +122,34 @@ def run_python(block: Block, scope: dict[str, Any]) -> None:
         exec(compile(text, block.page, "exec"), scope)
 
 
-def run_commands(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def run_commands(block: Block, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     """Runs its lines; in a block `console` those behind a $, whose output stands below them."""
     if block.language == "sh":
         for line in block.text.replace("\\\n", " ").splitlines():
-            run_command(line)
+            run_command(line, request)
         return
     for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
         capsys.readouterr()
-        run_command(command)
+        run_command(command, request)
         said = capsys.readouterr()
         assert output in ("", said.out + said.err), command
 
 
-def run_command(line: str) -> None:
-    """Runs a command of OptPipe in this process, and torchrun in another. Of `make` there need only be the target."""
+def run_command(line: str, request: pytest.FixtureRequest) -> None:
+    """Runs a command of OptPipe in this process, and a script for torchrun on two ranks that run already. Of `make`
+    there need only be the target."""
     # Any schedule will do, so a search ends with its first one.
     program, *words = shlex.split(re.sub(r"--time-limit \d+", "--time-limit 100 --gap 1", line), comments=True)
     if program == "optpipe":
         assert not app(words, prog_name="optpipe", standalone_mode=False), line
     elif program == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-        done = subprocess.run(command, text=True, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr
-        print(done.stdout)
+        from support.ranks import scripts  # it loads torch
+
+        option, count, script = words
+        ranks = request.getfixturevalue("ranks")
+        assert (option, int(count)) == ("--nproc-per-node", ranks.world)
+        text = Path(script).read_text(encoding="utf-8")
+        print(*ranks(scripts.run, text=text, folder=str(Path.cwd())), sep="")
     else:
         assert program == "make", line
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line

@@ -41,7 +41,7 @@ def test_the_lines_of_python_in_the_readme(tmp_path: Path, monkeypatch: pytest.M
     (lines,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert "time_limit_s=20" in lines
     problem = ROOT / "examples" / "problems" / "fastlink-8x16.json"
-    lines = lines.replace("time_limit_s=20", "time_limit_s=3")
+    lines = lines.replace("time_limit_s=20", "time_limit_s=100, gap=1.0")
     lines = lines.replace("examples/problems/fastlink-8x16.json", str(problem))
     monkeypatch.chdir(tmp_path)
     exec(compile(lines, "README.md", "exec"), {})

@@ -287,13 +287,8 @@ def test_wrong_words_of_a_command_end_in_one_sentence(
     assert (ended.value.code, said) == (2, f"error: {told}\n")
 
 
-def test_a_training_keeps_its_stages(tmp_path: Path) -> None:
-    nothing: Any = None
-    with pytest.raises(
-        InputError, match=r"^placements = 'all': a training has its stages already, 'keep' was expected$"
-    ):
-        follow.Follower(nothing, NOWHERE, placements="all")
-    with pytest.raises(InputError, match=r"^--placements = 'all': a training"):
+def test_the_demo_keeps_its_stages(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--placements = 'all': the demo's training keeps its stages"):
         run("demo", options={"placements": "all"}, folder=tmp_path)
 
 

@@ -1,15 +1,16 @@
 """Ranks for the tests: processes that run functions of `support.ranks`. Two live for the whole session
-(`support.ranks.pools`), more for a file."""
+(`tests/conftest.py`), more for a file. And a host link of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.ranks import worker
-from support.ranks.pools import pool, ranks
+from support.ranks.pools import pool
 
-__all__ = ["ranks"]  # a fixture
+from optpipe_runtime.memory.link import Link
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,10 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Rank
 @pytest.fixture(scope="module")
 def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from pool(8, tmp_path_factory)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(torch.device("cpu"), False)
+    yield link
+    link.close()

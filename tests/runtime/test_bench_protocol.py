@@ -4,8 +4,10 @@ in."""
 from __future__ import annotations
 
 import pytest
+from support.ranks.scripts import torchrun_on
+from support.ranks.worker import Ranks
 
-from optpipe_cli.bench.protocol import run
+from optpipe_cli.bench import protocol
 from optpipe_runtime.bench.protocol import FIRST, ProtocolSettings
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoSettings
@@ -20,9 +22,14 @@ SMALL = DemoSettings(
 
 
 @pytest.mark.long
-def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
+@pytest.mark.parametrize("torchrun", [pytest.param("real", marks=pytest.mark.soak), "on ranks"])
+def test_the_protocol_runs_with_a_backend_that_is_named(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, torchrun: str
+) -> None:
     pytest.importorskip("pulp")
-    told = run(ProtocolSettings(milp_s=100.0, solver="pulp:cbc", training=SMALL))
+    if torchrun == "on ranks":
+        monkeypatch.setattr(protocol, "torchrun", torchrun_on(ranks))
+    told = protocol.run(ProtocolSettings(milp_s=100.0, solver="pulp:cbc", training=SMALL))
     assert told["first"]["method"] == FIRST
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from optpipe_runtime.stage.split import Casts
 
 CPU = torch.device("cpu")
 M = 3
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(CPU, False)
-    yield link
-    link.close()
 
 
 class Counting(TorchDispatchMode):

@@ -14,8 +14,8 @@ from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service
 from support.following import QUICK, until, until_ended
 
+from optpipe_runtime.service import remote_search
 from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.remote_search import RemoteSearch
 
 LONGEST_S = 0.05
 SOME = Offer(1, gpipe(chain()), "a1", 1)
@@ -26,11 +26,11 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     forever."""
     reached, over = threading.Event(), threading.Event()
 
-    def stands(_self: RemoteSearch, _incumbent: Any) -> None:
+    def stands(*_: Any) -> None:
         reached.set()
         over.wait(240)
 
-    monkeypatch.setattr(RemoteSearch, "_verified", stands)
+    monkeypatch.setattr(remote_search, "verified", stands)
     table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
     with fake_service(by_path(table)) as (url, _):
         client = ScheduleClient(url, chain(), **QUICK)

@@ -3,6 +3,8 @@ costs."""
 
 from __future__ import annotations
 
+import threading
+
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
@@ -88,8 +90,11 @@ def test_only_the_last_of_many_changes_counts() -> None:
         until(client.poll)
         client.update(chain(scale=1.25), None)
         until(lambda: any(request.path.endswith("/problem") for request in asked))
+        given = threading.Event()
+        client._loop.call_soon_threadsafe(given.wait)  # its thread looks when all are given
         for scale in (1.5, 1.75, 2.0):
             client.update(chain(scale=scale), None)
+        given.set()
         assert until(client.poll).schedule.problem == last
         until(lambda: client.ended)
     told = [Problem.from_dict(request.json()["problem"]) for request in asked if request.path.endswith("/problem")]

@@ -1,24 +1,20 @@
-"""The client with a service that gives wrong answers, breaks connections, asks to wait, requires a key or has lost the
-job."""
+"""The client with a service that gives wrong answers, breaks connections or has lost the job; and with other costs."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import logging
-import time
-from email.utils import formatdate
 from typing import Any
 
 import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.following import PATIENT, QUICK, news, until, until_ended, warnings
+from support.following import PATIENT, QUICK, news, until, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.connection import LONGEST_WAIT_S, _seconds, api_key, base_url
-from optpipe_runtime.service.outages import Backoff
+from optpipe_runtime.service.connection import service_url
 from optpipe_runtime.service.remote_search import longest_answer
 
 GOOD_FILE = fake.document(gpipe(chain()))
@@ -28,7 +24,6 @@ JOB = fake.job()
 GOOD = fake.incumbent(gpipe(chain()))
 ENDS = fake.events(fake.one(), fake.end())
 IMPATIENT: dict[str, Any] = {"backoff_s": (0.01, 10.0), "connect_timeout_s": 0.4, "read_timeout_s": 0.1}
-KEY = "op_1a2b3c_s3cr3ts3cr3ts3cr3t"
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +37,42 @@ def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
 )
 def test_an_invalid_url_is_an_input_error(url: str) -> None:
     with pytest.raises(InputError, match="must be http://HOST:PORT") as refusal:
-        base_url(url)
+        service_url(url)
     assert "secret" not in str(refusal.value)
+
+
+def test_the_environment_tells_where_the_service_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTPIPE_URL", "http://solver:8000/")
+    assert service_url(None) == "http://solver:8000"
+    assert service_url("http://other") == "http://other"
+    monkeypatch.setenv("OPTPIPE_URL", "solver:8000")
+    with pytest.raises(InputError, match=r"^OPTPIPE_URL = 'solver:8000': must be http://HOST:PORT$"):
+        service_url(None)
+    monkeypatch.delenv("OPTPIPE_URL")
+    assert service_url(None) is None, "the search runs on this host"
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "name"),
+    [
+        ("", {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "a7"}, "slurm-4711"),
+        ("", {"TORCHELASTIC_RUN_ID": "a7"}, "torchrun-a7"),
+        ("", {"TORCHELASTIC_RUN_ID": "none"}, ""),
+        ("mine", {"SLURM_JOB_ID": "4711"}, "mine"),
+    ],
+)
+def test_a_job_is_called_as_the_cluster_calls_the_training(
+    given: str, variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with fake_service(by_path({"/jobs": JOB, "/events": fake.events(fake.end())})) as (url, asked):
+        monkeypatch.setenv("OPTPIPE_URL", url)
+        with ScheduleClient(None, chain().replace(name=given), **QUICK) as client:
+            until(lambda: client.ended)
+    assert json.loads(asked[0].body)["problem"]["name"] == name
 
 
 # What is wrong
@@ -74,9 +103,6 @@ def test_an_invalid_schedule_is_not_offered(
     [line] = warnings(caplog)
     assert "gives wrong answers" in line
     assert why in line
-
-
-STREAM = {"Content-Type": "text/event-stream"}
 
 
 @pytest.mark.parametrize(
@@ -263,131 +289,6 @@ def test_a_purged_job_is_submitted_again_from_the_best() -> None:
     starts = [request.json().get("warm_start") for request in asked if request.path == "/v1/jobs"]
     assert starts[0] is None
     assert [start["method"] for start in starts[1:]] == ["naive", "naive"]
-
-
-# Patience
-
-
-def test_retry_after_is_waited_for() -> None:
-    times: list[float] = []
-
-    def full(asked: Asked) -> Answer:
-        times.append(time.monotonic())
-        return Answer(429, headers={"Retry-After": "1"}) if len(times) == 1 else JOB
-
-    with (
-        fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _),
-        ScheduleClient(url, chain(), **QUICK) as client,
-    ):
-        until(client.poll)
-    assert times[1] - times[0] >= 1.0
-
-
-def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waited.append(seconds)
-
-    async def fail() -> None:
-        for _ in range(20):
-            backoff = Backoff(0.5, 30.0)
-            for _ in range(10):
-                await backoff.wait()
-            backoff.reset()
-            await backoff.wait()
-            await backoff.wait(40.0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "sleep", sleep)
-        asyncio.run(fail())
-    for seconds, most in zip(waited, [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 0.5, 48] * 20, strict=True):
-        assert (40 if most == 48 else most / 2) <= seconds <= most
-    assert len({*waited}) == len(waited), "clients that were sent away together come back apart"
-
-
-def test_new_costs_and_close_end_a_wait() -> None:
-    table = {
-        "/jobs": one_after_the_other(Answer(503, headers={"Retry-After": "3600"}), JOB),
-        "/events": ENDS,
-        "/1": GOOD,
-    }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
-        until(lambda: asked)
-        client.update(chain(), None)
-        until(client.poll)
-    until_ended(client)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("", 0), ("7", 7), ("99999999999", 0), ("1000000", LONGEST_WAIT_S), ("-1", 0), ("soon", 0), ("١", 0), ("1.5", 0)],
-)
-def test_seconds_to_wait(text: str, seconds: float) -> None:
-    assert _seconds(text) == seconds
-
-
-def test_retry_after_may_be_a_date() -> None:
-    assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 61
-    assert _seconds(formatdate(time.time() - 60, usegmt=True)) == 0
-
-
-# Keys
-
-
-def test_the_key_is_sent_and_never_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even to a log that takes everything, of a client whose every request fails in another way."""
-    caplog.set_level(logging.DEBUG)
-    for given in (KEY, None):
-        monkeypatch.setenv("OPTPIPE_KEY", "op_other_key" if given else KEY)
-        jobs = one_after_the_other(Answer(500), Answer(200, b"{"), fake.resetting, JOB)
-        events = one_after_the_other(Answer(200, b"data: x"), fake.events(fake.one()), Answer(401))
-        with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
-            with ScheduleClient(url, chain(), key=given, **QUICK) as client:
-                until(lambda: client.ended)
-                assert KEY not in repr(client) + repr(client._connection)
-            assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
-    assert "refuses this client: it does not know the API key" in caplog.text
-    assert KEY not in caplog.text
-    assert "s3cr3t" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("answer", "key", "why"),
-    [
-        (Answer(401), None, "it requires an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
-        (
-            Answer(401),
-            KEY,
-            "it does not know the API key; give one of its own by key= or by OPTPIPE_KEY in the environment",
-        ),
-        (fake.as_json({"detail": "The key has not the scope submit."}, 403), KEY, "The key has not the scope submit."),
-    ],
-)
-def test_a_refused_client_logs_it_once(
-    answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key, **QUICK) as client:
-        until(lambda: client.ended)
-        client.update(chain(scale=2), None)
-        until(lambda: len(asked) == 2 and client.ended)
-        client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
-        until(lambda: len(asked) == 3)
-        assert client.poll() is None
-    expected = f"the solver service at {url} refuses this client: {why}; training goes on with the schedule it has"
-    assert warnings(caplog) == [expected]
-
-
-@pytest.mark.parametrize("key", ["", "op 1", "op_ü", "op_1\r\nX-Evil: 1", "x" * 201])
-def test_an_invalid_key_is_an_error_that_does_not_show_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^key: must be an API key of the service") as refusal:
-        api_key(key)
-    assert not key or key not in str(refusal.value)
-    monkeypatch.setenv("OPTPIPE_KEY", "not one")
-    with pytest.raises(InputError, match=r"^OPTPIPE_KEY in the environment: must be an API key"):
-        api_key(None)
-    monkeypatch.setenv("OPTPIPE_KEY", "")
-    assert api_key(None) is None
 
 
 # Other costs

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from support.problems import pipeline, stage
 from support.ranks.worker import Ranks
 
+from optpipe import ScheduleFile
 from optpipe_cli import demo
 from optpipe_cli.bench import runtime as bench_runtime
 from optpipe_runtime.bench import fidelity, in_a_row
-from optpipe_runtime.bench.fidelity import Case, Task
+from optpipe_runtime.bench.fidelity import Case, Row, Task
 from optpipe_runtime.bench.paced import Times
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoResult, Step
+from optpipe_solver import systems
 
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
@@ -34,6 +38,16 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
         assert row.measured_peak == row.predicted_peak
     fidelity.save([first, interleaved], tmp_path / "rows.json")
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
+
+
+def test_a_step_waits_for_the_messages_of_its_longest_path() -> None:
+    problem = pipeline(2, 4, 100, stage())
+    schedule = systems.generate("1f1b", problem)
+    row = Row(
+        Case("1f1b"), "1f1b", schedule.makespan_ms, [], [], [], [], json.loads(ScheduleFile.of(schedule).to_json())
+    )
+    assert row.messages_in_a_row == pytest.approx(4), "two there, two back, without any slack"
+    assert bench_runtime.messages_in_a_row([row]) == f"1f1b {4 / schedule.makespan_ms:+.1%}"
 
 
 def test_steps_in_a_row_are_compared_with_spans(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support import fake_service as fake
 from support import problems
+from support.chain import gpipe
+from support.fake_service import Answer, Asked, fake_service
+from support.following import until
 from support.ranks import layered, models
 from support.ranks.worker import Ranks
 
@@ -13,22 +19,96 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import as_whole, stages_of
+from optpipe_runtime import Follower, as_whole, stages_of
+from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.other_stages import OtherStages
+from optpipe_runtime.service.client import ClientOptions
+
+PLACEMENT = Placement.from_dict({"chunks": 2, "shape": "v", "layers": [1, 2, 1, 1]})
+
+
+def pipelined(problem: Problem) -> Schedule:
+    """In stages 0 and 3 on one device, 1 and 2 on the other; shorter than micro-batch by micro-batch."""
+    microbatches = range(3)
+    lists = [
+        [f"0F{j}" for j in microbatches]
+        + [f"3{kind}{j}" for j in microbatches for kind in "FBW"]
+        + [f"0{kind}{j}" for j in microbatches for kind in "BW"],
+        [f"{s}F{j}" for j in microbatches for s in (1, 2)]
+        + [f"{s}{kind}{j}" for j in microbatches for s in (2, 1) for kind in "BW"],
+    ]
+    return Schedule.parse(PLACEMENT.apply(problem), lists, placement=PLACEMENT)
+
+
+def searching(asked: Asked) -> Answer:
+    """A service whose search of all placements finds `pipelined`, and whose other one finds nothing."""
+    if asked.path == "/v1/jobs":
+        posed.append(Problem.from_dict(asked.json()["problem"]))
+        return fake.job(asked.json()["placements"])
+    if asked.path.endswith("/incumbents/1"):
+        return fake.incumbent(pipelined(next(problem for problem in posed if problem.layers)))
+    return fake.events(*[fake.one()] * ("/jobs/all/" in asked.path), fake.end())
+
+
+posed: list[Problem] = []
 
 
 def test_a_training_goes_on_in_other_stages(ranks: Ranks, tmp_path: Path) -> None:
-    """Losses are to the bit those of a plain run, before and after."""
-    layers = [1, 2, 1, 1]
-    (problem, first, names), (same, last, others) = ranks(layered.moved, folder=str(tmp_path), layers=layers)
-    assert same == problem
+    """A follower keeps and tells what the service finds, and does not swap it in. Losses are to the bit those of a
+    plain run, before and after."""
+    posed.clear()
+    with fake_service(searching) as (url, _):
+        first, second = ranks(layered.moved, folder=str(tmp_path), url=url)
+    (problem, better, first_losses, names, (version, logged)), (same, also, last_losses, others, (_, quiet)) = (
+        first,
+        second,
+    )
+    assert (same, also) == (problem, better)
+    assert better.placement == pipelined(problem).placement
+    assert version == 2, "what was loaded, before and after the profile, and nothing from the service"
+    [told] = [line for line in logged if "other stages" in line]
+    assert told.startswith("a schedule for other stages (2 chunks a device, V-shaped, layers 1 2 1 1) takes ")
+    assert told.endswith(": it is kept for the next start from a checkpoint")
+    assert not [line for line in quiet if "other stages" in line]
     losses = layered.plain()
-    assert [a or b for a, b in zip(first, last, strict=True)] == losses
-    assert [bool(step) for step in first] == [False, False, True, True], "the last stage is on rank 0 after the change"
+    assert [a or b for a, b in zip(first_losses, last_losses, strict=True)] == losses
+    assert [bool(step) for step in first_losses] == [False, False, True, True], "the last stage is on rank 0 afterwards"
     everything = set(models.model("layers").state_dict())
     for here, there in zip(names, others, strict=True):
         assert {*here, *there} == everything
         assert not {*here} & {*there}
     assert names[0] != names[1]
+
+
+def test_a_better_schedule_for_the_same_stages_does_not_hide_one_for_others() -> None:
+    """Both come before the next poll."""
+    problem = with_layers(5, 2)
+    others, same = layered.placed(problem, PLACEMENT), gpipe(problem)
+    running = one_at_a_time(problem)
+    assert running.makespan_ms > others.makespan_ms > same.makespan_ms
+    answers = {
+        "/jobs": fake.job(),
+        "/events": fake.events(fake.one(1), fake.one(2), fake.end()),
+        "/incumbents/1": fake.incumbent(others, 1),
+        "/incumbents/2": fake.incumbent(same, 2),
+    }
+    with fake_service(fake.by_path(answers)) as (url, asked):
+        search = OtherStages(url, running, None, None, ClientOptions(placements="all"))
+        until(lambda: search._client.ended)
+        search.poll()
+        search.close()
+    assert any(request.path.endswith("/incumbents/2") for request in asked)
+    assert search.found is not None
+    assert search.found.programs == others.programs
+    assert search.found.placement == PLACEMENT
+
+
+def test_a_follower_needs_layers_to_look_for_other_stages() -> None:
+    pipe: Any = SimpleNamespace(schedule=None)
+    with pytest.raises(
+        InputError, match=r"^placements = 'all': the problem has no layers; before the first step, load"
+    ):
+        Follower(pipe, "http://127.0.0.1:1", placements="all").step()
 
 
 def test_layers_are_measured_and_stages_are_made_of_them(ranks: Ranks) -> None:

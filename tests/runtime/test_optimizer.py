@@ -117,7 +117,12 @@ def require_equal(hosted: list[Any], on_device: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("how", "max_norm"),
-    [("ddp", 0.0), ("fsdp", 0.0), ("ddp", 0.2), ("fsdp", 0.2)],
+    [
+        ("ddp", 0.0),
+        pytest.param("fsdp", 0.0, marks=pytest.mark.soak),
+        pytest.param("ddp", 0.2, marks=pytest.mark.soak),
+        ("fsdp", 0.2),
+    ],
     ids=["ddp", "fsdp", "ddp, clipped", "fsdp, clipped"],
 )
 def test_with_replicas_gradients_leave_when_they_are_reduced(four_ranks: Ranks, how: str, max_norm: float) -> None:

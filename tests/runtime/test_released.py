@@ -8,10 +8,8 @@ other.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,13 +36,6 @@ def resident(kind: str) -> int:
     """Bytes of this process in memory: `Anon` is what programs allocate, `Shmem` what is mapped as shared."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"Rss{kind}:"))
     return int(line.split()[1]) * 1024
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(CPU, False)
-    yield link
-    link.close()
 
 
 def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link) -> None:

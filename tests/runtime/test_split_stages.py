@@ -4,76 +4,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import split as rank_split
-from support.ranks.odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
+from support.ranks.odd_stages import AT_B, BATCH, WIDTH, Delaying, linear
 from support.ranks.worker import Ranks
+from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
 from torch import Tensor, nn
-from torch.nn import functional
 
-from optpipe.errors import InputError
-from optpipe.model.ops import Kind
-from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import modules, register_split
 
-CPU = torch.device("cpu")
 BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(CPU, False)
-    yield link
-    link.close()
-
-
-def batches(count: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(BATCH, 8, WIDTH) for _ in range(count)]
-
-
-def runner(module: nn.Module, link: Link) -> StageRunner:
-    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
-    stage.start_step((), 1)
-    return stage
-
-
-def run(stage: StageRunner, program: str, inputs: list[Tensor]) -> dict[int, Tensor]:
-    """Ops as in "F0 B0 W0", with gradients of one; returns input gradients."""
-    found: dict[int, Tensor] = {}
-    for op in program.split():
-        kind, j = op[:-1], int(op[-1])
-        if kind == "F":
-            stage.forward(j, (inputs[j].clone(),))
-        elif kind == "C":
-            stage.forward(j, (inputs[j].clone(),), recompute=True)
-            stage.recompute(j)
-        elif kind == "O":
-            stage.offload(j, 0)
-            stage.drop(j, 0)
-            stage.reload(j, 0)
-        elif kind == "W":
-            stage.weight(j)
-        else:
-            (found[j],) = stage.backward(j, (torch.ones(BATCH, 8, WIDTH),), split=kind == "B")
-    return found
-
-
-def require_as_plain(module: nn.Module, plain: nn.Module, inputs: list[Tensor], found: dict[int, Tensor]) -> None:
-    for j, x in enumerate(inputs):
-        leaf = x.clone().requires_grad_()
-        torch.autograd.backward(plain(leaf), torch.ones_like(x))
-        assert torch.equal(found[j], leaf.grad)  # type: ignore[arg-type]
-    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize(
@@ -135,50 +80,6 @@ def test_a_delaying_module_outside_a_pipeline_is_left_alone(link: Link) -> None:
     assert not module._forward_hooks
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
-def test_a_compiled_module_stays_one_graph(whole: bool, link: Link) -> None:
-    """Its gradients come at B, all of them, and it is not compiled anew for every micro-batch."""
-    graphs: list[list[Any]] = []
-
-    def backend(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    torch._dynamo.reset()
-    inner = nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.GELU(), linear())
-    compiled = torch.compile(copy.deepcopy(inner), backend=backend)
-    before = nn.Identity() if whole else linear()
-    plain, module = nn.Sequential(before, inner), nn.Sequential(copy.deepcopy(before), compiled)
-    stage = runner(module, link)
-    run(stage, "F0 BW0 C0 BW0", batches(1))
-    stage.module.zero_grad()
-    made = len(graphs)
-    require_as_plain(
-        module, plain, batches(6), run(stage, "F0 F1 F2 B1 B0 W1 W0 BW2 C3 O3 F4 O4 B4 B3 W3 W4 F5 BW5", batches(6))
-    )
-    assert len(graphs) == made
-    assert all(len(graph) == 4 for graph in graphs), graphs
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
-def test_a_compiled_graph_leaves_nothing_to_w(whole: bool, link: Link) -> None:
-    torch._dynamo.reset()
-    inner = nn.Sequential(linear(), nn.GELU(), linear())
-    compiled = torch.compile(copy.deepcopy(inner), backend="aot_eager")
-    before = nn.Identity() if whole else linear()
-    plain, module = nn.Sequential(before, inner), nn.Sequential(copy.deepcopy(before), compiled)
-    stage = runner(module, link)
-    found = run(stage, "F0 F1 O1 C2 B0 B1 W0 W1 B2", batches(3))
-    assert stage.at_b == {name for name, _ in module.named_parameters() if name.startswith("1.")}
-    assert stage.held_bytes(2) == (0 if whole else 2 * BYTES)
-    stage.weight(2)
-    require_as_plain(module, plain, batches(3), found)
-
-
 def test_hooks_of_a_parameter_are_called_once_with_its_gradient(link: Link) -> None:
     """So it does not wait: for B they would have none."""
     module, seen = linear(), []
@@ -233,27 +134,45 @@ def test_autocast_around_a_step_applies_to_its_forwards_only(link: Link) -> None
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_a_derivative_through_a_split_graph_is_refused(link: Link) -> None:
-    """Its second half would be lost, and nobody would know."""
-    stage = StageRunner(0, Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh())), CPU, link, HostPool(CPU))
-    with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through conv1d"):
-        learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
-
-
-class Block(nn.Module):
-    """A transformer's, with attention that keeps no probabilities."""
-
+class InBfloat16(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), linear()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        result: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
-        return result
+        return self.layers(x.bfloat16()).float()  # type: ignore[no-any-return]
+
+
+def buffered(parameter: Any) -> Any:
+    """Gives a parameter a gradient buffer, and the hook that Megatron gives it; what keeps the hook."""
+
+    def add(*_: Any) -> None:
+        if parameter.grad is not None:  # else it waits for W
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+    parameter.main_grad = torch.zeros(parameter.shape)
+    summing = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    summing.register_hook(add)
+    return summing
+
+
+def test_each_w_adds_to_the_gradient_buffer_that_a_parameter_has(link: Link) -> None:
+    """As a hook does at B, here for the norm: micro-batches are summed in the buffer's type, and `.grad` stays free."""
+    inputs, module = batches(4), InBfloat16()
+    plain = copy.deepcopy(module)
+    expected = [torch.zeros(p.shape) for p in plain.parameters()]
+    for x in inputs:
+        plain.zero_grad()
+        plain(x).backward(torch.ones_like(x))
+        for total, parameter in zip(expected, plain.parameters(), strict=True):
+            total += parameter.grad
+    assert not torch.equal(expected[0].bfloat16().float(), expected[0]), "which a sum in bfloat16 could not be"
+    _hooks = [buffered(parameter) for parameter in module.parameters()]
+    run(runner(module, link), "F0 F1 B0 F2 W0 B1 B2 W1 F3 W2 B3 W3", inputs)
+    for total, parameter in zip(expected, module.parameters(), strict=True):
+        assert torch.equal(parameter.main_grad, total)  # type: ignore[attr-defined]
+        assert parameter.grad is None
 
 
 def held(stage: StageRunner) -> tuple[int, int]:
@@ -300,48 +219,6 @@ def test_odd_stages_in_a_pipeline(ranks: Ranks) -> None:
         for name, result in zip(names, found, strict=True):
             assert result.difference < 1e-6, (rank, name)
             assert result.at_b == AT_B.get(name, set()), (rank, name)
-
-
-@pytest.mark.parametrize("layer", [linear, lambda: nn.LayerNorm(WIDTH)])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_weight_changed_after_its_use_is_an_error(
-    layer: Callable[[], nn.Module], split: bool, known: bool, link: Link
-) -> None:
-    """As by autograd. The input's gradient would be that of another weight."""
-
-    def run(inner: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = inner(x)
-        with torch.no_grad():
-            inner.weight.mul_(0.5)  # type: ignore[operator]
-        return y
-
-    stage = runner(Of(run, layer()), link)
-    stage.norms_wait = True
-    backward = (Kind.B if split else Kind.BW) if known else None
-    stage.forward(0, (batches(1)[0],), backward=backward, captured=not known)
-    with pytest.raises(
-        InputError, match=r"^a tensor of shape \[64.*\] was changed in place after it was saved for the backward"
-    ):
-        stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=split)
-
-
-def test_a_gradient_that_is_differentiated_again_only_later_is_an_error(link: Link) -> None:
-    """Layers that are hooked by then would leave out a part of their weight's gradient."""
-    later = []
-
-    def run(inner: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = inner(x * 1)
-        return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0] if later else y
-
-    stage = runner(Of(run, linear()), link)
-    stage.forward(0, (batches(1)[0],), backward=Kind.B, captured=False)
-    stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=True)
-    stage.weight(0)
-    assert "forward" not in vars(stage.module.get_submodule("layers.0"))
-    later.append(True)
-    with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through a linear layer"):
-        stage.forward(1, (batches(1)[0],), backward=Kind.B, captured=False)
 
 
 def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:

@@ -42,7 +42,7 @@ def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
 # Out of memory
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.soak), 4])
 def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(
     request: pytest.FixtureRequest, count: int
 ) -> None:

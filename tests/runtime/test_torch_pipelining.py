@@ -21,10 +21,13 @@ from support.ranks.systems import Outcome
 from support.ranks.torch_pipelining import Rows
 from support.ranks.worker import Ranks
 
-from optpipe import Schedule, certify, export_schedule, import_schedule, leave_out_offload
+from optpipe import Schedule, certify, check, export_schedule, import_schedule, leave_out_offload, problem_from
 from optpipe.errors import InputError
+from optpipe.measured import torch_trace
+from optpipe.model.ops import Kind
 from optpipe.model.records import Stage
 from optpipe_runtime import Layout
+from optpipe_runtime.bench import paced
 from optpipe_solver import heuristics
 
 COMMS = "torch-comms-waits" if torch_pipelining.WAITS else "torch-comms"
@@ -90,6 +93,25 @@ def test_every_published_schedule_that_the_rows_can_say(
             assert text.splitlines() == file.path.read_text().splitlines(), case.name
         programs = import_schedule(file.path, case.schedule.problem).programs
         assert programs == leave_out_offload(case.schedule).programs, case.name
+
+
+def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Path) -> None:
+    """The trace has the order of the rows. No op begins before its message has come, though its range does."""
+    (case,) = (case for case in published(2, (4,)) if case.name == "zb-h1")
+    paths = ranks(torch_pipelining.traced, file=written(case, COMMS, tmp_path), steps=2)
+    found = problem_from("torch-trace", *paths)
+    assert found.schedule is not None
+    assert found.schedule.programs == case.schedule.programs
+    assert [sorted(times) for times in found.stages] == [
+        sorted({op.kind for op in program.ops()}) for program in case.schedule.programs
+    ]
+    ops, _ = torch_trace.read([(str(path), path.read_text()) for path in paths])
+    at = {(each.step, each.op): each for each in ops}
+    assert {step for step, _ in at} == {0, 1}
+    for (step, op), each in at.items():
+        if op.kind is Kind.F and op.stage == 1:
+            sent = at[step, op._replace(stage=0)]
+            assert each.start_ms >= sent.end_ms, (step, op)
 
 
 @IN_A_V
@@ -160,6 +182,25 @@ def test_no_published_schedule_takes_more_than_its_certificate(
         shares = [done.peak_bytes / most for done, most in zip(outcomes, certified, strict=True)]
         assert 0 < max(shares) <= 1, case.name
         table.note(case.name, call.world, "torch_schedule", difference, max(shares))
+
+
+@pytest.mark.stacks
+def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
+    """With offloads, on stages and a link that sleep. How much longer it takes is a row of the table: the fastest of
+    some steps, as the machine may be busy."""
+    times = paced.Times(40.0, 40.0, 40.0, 60.0, saved=8)
+    size = times.saved * paced.SHAPE[0] * paced.SHAPE[1] * 4
+    stage = problems.stage(times[:3], (size, size), offload=(times.copy, times.copy, size))
+    problem = problems.pipeline(2, 4, 2 * size, stage)
+    programs = rank_programs.programs(
+        "0F0 0F1 0O1 0D1 0F2 0BW0 0F3 0O3 0D3 0R1 0BW1 0BW2 0R3 0BW3", "1F0 1BW0 1F1 1BW1 1F2 1BW2 1F3 1BW3"
+    )
+    offloaded = Schedule.parse(problem, programs)
+    assert check(problem, offloaded) == []
+    by_rank = ranks(torch_pipelining.run_paced, schedule=offloaded, times=times, steps=5)
+    share = min(map(max, zip(*by_rank, strict=True))) / offloaded.makespan_ms
+    table.note("paced", 2, "torch_schedule", step_share=share)
+    assert share > 0.98
 
 
 def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:

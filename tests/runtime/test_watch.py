@@ -16,7 +16,8 @@ from support.ranks.worker import STARTER, Ranks
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.clock import wait_for
-from optpipe_runtime.ranks.team import MOST_BLOCKS, LostError, nccl_options
+from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.ranks.team import MOST_BLOCKS, nccl_options
 from optpipe_runtime.ranks.watch import all_at_once
 
 TIMEOUT_S = 8.0  # that a user gave to init_process_group

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,6 +23,9 @@ Serving = Callable[[Settings], httpx.Client]
 Shared = tuple[str, Server]
 
 _tenants = count()
+
+# `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
+PLAIN: dict[str, Any] = {"timeout": 240, "trust_env": False, "verify": False}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +51,7 @@ def serving() -> Iterator[Serving]:
 
         def start(settings: Settings) -> httpx.Client:
             url, _ = stack.enter_context(running(settings))
-            return stack.enter_context(httpx.Client(base_url=url, timeout=120, trust_env=False))
+            return stack.enter_context(httpx.Client(base_url=url, **PLAIN))
 
         yield start
 
@@ -58,7 +62,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patched)
-        patched.setattr(compare_processes, "EXTRA_S", 100.0)  # it starts processes, on a busy machine
+        patched.setattr(compare_processes, "EXTRA_S", 200.0)  # it starts processes, on a busy machine
         url = (
             None
             if request.param == "sqlite"
@@ -73,7 +77,7 @@ def client(shared: Shared) -> Iterator[httpx.Client]:
     """A new tenant of the shared server; its jobs are deleted afterwards."""
     url, server = shared
     key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
-    with httpx.Client(base_url=url, timeout=120, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, **PLAIN) as client:
         yield client
         for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
             assert client.delete(job["url"]).status_code == 204

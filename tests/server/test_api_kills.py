@@ -31,7 +31,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         n = 0
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as http:
+        with httpx.Client(base_url=self._url, timeout=240, trust_env=False) as http:
             while not self._stop_asked.is_set():
                 self._submit(http, f"{self._number}-{n}", 1.0 + n + self._number / CLIENTS)
                 n += 1
@@ -81,7 +81,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
             assert not client.is_alive()
         acknowledged = {key: job for client in clients for key, job in client.acknowledged.items()}
         assert [wrong for client in clients for wrong in client.wrong] == []
-        with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+        with httpx.Client(base_url=url, timeout=240, trust_env=False) as http:
             ids, address = set(), "/v1/jobs?limit=200"
             while address:
                 page = http.get(address).json()

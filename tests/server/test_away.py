@@ -62,7 +62,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     address, taken = f"http://127.0.0.1:{port}", set[str]()
     with (
         serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         process.wait(60)
     with (
         serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -93,7 +93,7 @@ def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_sol
     Database(url).close()
     with (
         running(settings_in(tmp_path, url)) as (address, _),
-        httpx.Client(base_url=address, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
     ):
         taken = {until_taken(client)}
         server.run("alter database service set default_transaction_read_only = on")
@@ -113,7 +113,7 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
     address = f"http://127.0.0.1:{port}"
     with (
         serve_process(url, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -130,7 +130,7 @@ def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: Non
     Database(url).close()
     with (
         running(settings_in(tmp_path, url)) as (address, _),
-        httpx.Client(base_url=address, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
     ):
         job = submit(client, method="hang")
         seen: list[dict[str, Any]] = []

@@ -84,10 +84,19 @@ def test_an_infeasible_job_ends_its_stream(client: httpx.Client) -> None:
 def test_cancel_ends_the_streams(client: httpx.Client) -> None:
     job = submit(client, method="hang")
     seen: list[list[dict[str, Any]]] = []
-    readers = [threading.Thread(target=lambda: seen.append(follow(client, job))) for _ in range(5)]
+    following = threading.Barrier(6)
+
+    def read() -> None:
+        with client.stream("GET", f"{job['url']}/events") as response:
+            stream = events(response)
+            first = next(stream)
+            following.wait(120)
+            seen.append([first, *stream])
+
+    readers = [threading.Thread(target=read) for _ in range(5)]
     for reader in readers:
         reader.start()
-    time.sleep(0.2)
+    following.wait(120)
     client.post(f"{job['url']}/cancel")
     for reader in readers:
         reader.join(60)
@@ -125,7 +134,7 @@ def test_the_number_of_streams_is_limited(serving: Serving, settings: Settings, 
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
     with (
         running(replace(settings, ping_s=600.0)) as (url, server),
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response:
@@ -140,7 +149,7 @@ def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fa
 def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings, fake_solver: None) -> None:
     replies: list[httpx.Response] = []
     slow = replace(settings, first_schedule_s=600.0)
-    with running(slow) as (url, server), httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with running(slow) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
         server.config.timeout_graceful_shutdown = 600
         body = {"problem": chain().to_dict(), "method": "asleep"}
         waiting = threading.Thread(target=lambda: replies.append(client.post("/v1/jobs", json=body)))
@@ -154,16 +163,16 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
     assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), (
         "it is stored, and searched when the service is back"
     )
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
         assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
 
 def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
         jobs = [submit(client, method="hang"), submit(client, method="plain", time_limit_s=30.0)]
     with (
         running(replace(settings, solves=2)) as (url, _),
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
         first, second, end = follow(client, jobs[1])
         assert (first["id"], second["id"], json.loads(end["data"])["state"]) == ("1", "2", "done")

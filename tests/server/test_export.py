@@ -18,3 +18,12 @@ def test_rows_for_pytorch(client: httpx.Client) -> None:
     assert client.get(address, params={"to": "torch-csv", "seq": 3}).status_code == 404
     refused = client.get(address, params={"to": "torch"})
     assert (refused.status_code, "torch-csv" in refused.json()["detail"]) == (422, True)
+
+
+def test_other_stacks(client: httpx.Client) -> None:
+    address = f"{until_over(client, submit(client))['url']}/export"
+    reply = client.get(address, params={"to": "primus", "seq": 2})
+    assert reply.headers["content-type"] == "application/json", reply.text
+    assert reply.text == export_schedule(gpipe(chain()), "primus")
+    refused = client.get(address, params={"to": "megatron", "seq": 2})
+    assert (refused.status_code, "where Megatron's 1F1B has" in refused.json()["detail"]) == (422, True)

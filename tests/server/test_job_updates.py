@@ -118,10 +118,10 @@ def test_every_client_sees_every_incumbent_once(
 
     async def all_follow(job: dict[str, Any]) -> list[list[tuple[str, int]]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=240, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(follow(http, job, chance, breaks, watching) for _ in range(clients)))
 
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
         job = submit(client, PROBLEM, method="any")
     worker = threading.Thread(target=work, args=(service.database, 0.05))
     worker.start()
@@ -142,7 +142,7 @@ def test_every_client_sees_every_incumbent_once(
 def test_a_subscriber_waits_for_a_topic_that_is_too_old(api: Shared) -> None:
     """A client that has seen the reply to its change must not get an older state."""
     url, _ = api
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
         job = submit(client, PROBLEM, method="any")
         with client.stream("GET", f"{job['url']}/events") as response:
             lines = response.iter_lines()

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.databases import on_sqlite
 from support.rest import submit, until_cached, until_over, until_running
 
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, check
 from optpipe_server import Settings
@@ -151,7 +151,7 @@ def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
     assert again["best"]["schedule"]["devices"] == solved["best"]["schedule"]["devices"]
     near = submit(client, chain(scale=3.0), method="auto")
     assert near["best"]["source"] == "cache"
-    assert near["best"]["makespan_ms"] == pytest.approx(3 * solved["best"]["makespan_ms"])
+    assert near["best"]["makespan_ms"] <= 3 * solved["best"]["makespan_ms"] * (1 + TOLERANCE)
 
 
 def test_a_proven_schedule_is_not_searched_again(client: httpx.Client) -> None:

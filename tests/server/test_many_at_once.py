@@ -25,7 +25,7 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
     problems = [chain(m=1 + n % 3, memory=3, forward=1.0 + n) for n in range(JOBS)]
     with (
         running(replace(settings, solves=2, first_schedule_s=60.0)) as (url, server),
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
 
         def one(n: int) -> tuple[dict[str, object], list[int]]:
@@ -56,7 +56,7 @@ def test_large_problems_do_not_delay_small_ones(
     limit_s = 20.0
     with (
         running(replace(settings, solves=0, first_schedule_s=limit_s)) as (url, server),
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
 
         def one(m: int, method: str) -> Any:
@@ -76,7 +76,7 @@ def test_the_queue_limit_holds_for_concurrent_submissions(settings: Settings, fa
     """However many come at the same moment."""
     with (
         running(replace(settings, queue=3, first_schedule_s=60.0)) as (url, _),
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
 
         def one(n: int) -> int:

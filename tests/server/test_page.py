@@ -42,7 +42,7 @@ class Service:
         self.port, self.folder = free_port(), folder
         self.database = f"sqlite:///{folder / 'jobs.sqlite'}"
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=240, trust_env=False)
         self._stack = ExitStack()
         self.start()
 
@@ -163,6 +163,9 @@ def test_incumbents_are_painted_as_they_come_and_bars_are_the_apis(service: Serv
     assert told[0] == f"{reply.json()['predicted_ms']:g} ms"
     assert told[1].startswith("100 ms (+")
 
+    visitor.go("/", ".jobs tbody tr")
+    assert visitor.text(".jobs tbody td:nth-child(3)") == [f"{over['value_ms']:g} ms"]
+
 
 def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
     service: Service, visitor: Visitor
@@ -225,7 +228,7 @@ def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: 
     page = visitor.go(f"/workbench?{SMALL}&method=1f1b", ".sketch")
     page.wait_for_selector("[data-method='1f1b'][data-drawn]")
     problem = page.evaluate(
-        "async () => { const {problemOf} = await import('/page/workbench.js'); return problemOf("
+        "async () => { const {problemOf} = await import('/page/sliders.js'); return problemOf("
         "{p: 2, m: 4, v: 1, f: 10, b: 10, w: 8, mem: 100, k: 3, p2p: 0}); }"
     )
     asked = service.client.post("/v1/workbench", json={"problem": problem}).json()
@@ -266,6 +269,15 @@ def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: 
 
     page.get_by_role("button", name="Undo").click()
     page.wait_for_selector("[data-edits='0'] .verdict .good")
+
+    finger = page.context.new_cdp_session(page)
+    finger.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    for kind, time in (("touchStart", bw0), ("touchMove", 30), ("touchMove", 1), ("touchEnd", None)):
+        points = [] if time is None else [dict(zip("xy", at(time), strict=True))]
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    page.wait_for_selector("[data-edits='1'] .verdict .wrong")
+    assert visitor.text(".verdict li") == told
+    finger.detach()
 
 
 def test_a_slider_draws_anew(visitor: Visitor) -> None:

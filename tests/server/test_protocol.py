@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import httpx
-import pytest
 from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
@@ -16,7 +15,7 @@ from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, certify
 from optpipe_server.database import InitialResult, NewJob
-from optpipe_server.database.jobs import MOST_LISTED
+from optpipe_server.database.job_queries import MOST_LISTED
 from optpipe_server.http.server import Server
 
 
@@ -145,7 +144,7 @@ def test_other_costs(client: httpx.Client) -> None:
     posed = reply.json()
     assert (posed["problem_version"], posed["problem_sha256"]) == (2, slower.sha256)
     assert (posed["best"]["source"], posed["best"]["seq"]) == ("cache", 3), "the finished job's schedule is there, too"
-    assert posed["best"]["makespan_ms"] == pytest.approx(gpipe(slower).makespan_ms)
+    assert posed["best"]["makespan_ms"] <= gpipe(slower).makespan_ms
     assert posed["best"]["schedule"]["problem"] == slower.to_dict()
     old = client.get(job["best"]["url"]).json()
     assert old == job["best"], "what was found for the costs before stays as it was"

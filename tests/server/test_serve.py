@@ -28,7 +28,7 @@ START = """
 import optpipe.anytime, optpipe_server.first_schedule_process
 optpipe.anytime.SOLVER = "support.fake_solver"
 optpipe_server.first_schedule_process.MODULE = "support.fake_first_process"
-optpipe_server.serve(optpipe_server.Settings({!r}), port={!r})
+optpipe_server.serve(optpipe_server.Settings({!r}, pack=None), port={!r})
 """
 
 
@@ -42,7 +42,7 @@ def serving(tmp_path: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[st
             assert process.stdout is not None
             said, _, url = process.stdout.readline().strip().rpartition(" ")
             assert said == "optpipe serves on"
-            with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
                 yield process, client
         finally:
             process.kill()

@@ -15,7 +15,7 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
 from optpipe.evaluate.objective import length_ms
-from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
+from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 
 
@@ -107,7 +107,7 @@ def test_no_schedule_is_shorter_than_its_memory_allows(pair):
 @pytest.mark.parametrize("problem", [*EXHAUSTIVE.values(), SPAN])
 def test_it_is_no_more_than_the_best_of_all_schedules(problem, objective):
     best, _ = best_of_all(problem, objective)
-    assert max(trivial_bound(problem, objective), memory_bound(problem, objective)) <= best + 1e-9
+    assert lower_bound(problem, objective) <= best + 1e-9
 
 
 @settings(max_examples=examples(25), deadline=None)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
 from support.examples import examples
-from support.strategies import problems
+from support.small_problems import problems_of_every_sort
 
 from optpipe import Kind, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
-from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
@@ -68,25 +68,6 @@ def test_the_optimum_is_the_best_of_all_programs(name: str, objective: Objective
 def test_the_span_may_be_least_where_micro_batches_overtake_that_all_stay() -> None:
     frames = answers(LATE_START, "span")
     assert values(LATE_START, frames, "span")[-1] == bound(LATE_START, frames, "span") == 20.0
-
-
-@st.composite
-def problems_of_every_sort(draw: st.DrawFn) -> Problem:
-    """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
-    problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
-    needs = [0] * len(problem.devices)
-    for s in problem.stages:
-        needs[s.device] += max(s.activation_bytes, s.saved_for_weight_bytes)
-    devices = tuple(
-        device.model_copy(
-            update={
-                "activation_budget_bytes": need + draw(st.integers(0, 10)),
-                "host_memory_bytes": draw(st.sampled_from([None, 0, need // 2, 2 * need])),
-            }
-        )
-        for device, need in zip(problem.devices, needs, strict=True)
-    )
-    return problem.model_copy(update={"devices": devices})
 
 
 @settings(max_examples=examples(40))
@@ -182,7 +163,7 @@ def test_micro_batches_are_numbered_as_they_enter() -> None:
 
 
 def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
-    assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == []
+    assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == [Ready()]
 
 
 def test_only_small_problems_are_supported() -> None:

@@ -15,7 +15,8 @@ from optpipe.lift import lift
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
-from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
+from optpipe.prune import prune
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import cyclic
 from optpipe_solver.budget import Budget
@@ -26,7 +27,6 @@ from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.lns.improve import improvements
-from optpipe_solver.prune import prune
 
 GB = 10**9
 
@@ -311,7 +311,7 @@ def test_fused_backwards_are_taken_apart() -> None:
 
 
 def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
-    assert answers(pipeline(2, 4, memory=4), 5.0) == []
+    assert answers(pipeline(2, 4, memory=4), 5.0) == [Ready()]
 
 
 def test_one_route_only() -> None:

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
+from optpipe.dispatch.change import first_rules, neighbour
+from optpipe.dispatch.simulate import Rules, Simulator
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -22,9 +24,7 @@ from optpipe_solver import systems
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.dispatch import ENGINE
 from optpipe_solver.dispatch import search as dispatch_search
-from optpipe_solver.dispatch.change import first_rules, neighbour
 from optpipe_solver.dispatch.search import search
-from optpipe_solver.dispatch.simulate import Rules, Simulator
 
 
 def pipeline(devices: int, microbatches: int, memory: int, chunks: int = 2) -> Problem:

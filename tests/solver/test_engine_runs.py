@@ -72,6 +72,21 @@ def test_an_engine_has_a_second_at_least(state: SearchState, monkeypatch: pytest
     assert allotted[0] == plan.ENGINE_LEAST_S < 20.0 < allotted[1]
 
 
+@pytest.mark.parametrize(("threads", "limit_s"), [(2, plan.NO_LIMIT_S), (1, 4.5)])
+def test_relax_ends_by_its_own_count_only_where_work_is_counted(
+    threads: int, limit_s: float, state: SearchState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(
+        engine_processes.EngineProcesses,
+        "start",
+        lambda self, request, start, deadline, allotted_s: limits.append(request.time_limit_s),
+    )
+    request = Request(problem=PROBLEM, threads=threads)
+    EngineRuns(request, [], state, TimeLimit(request), lambda frame: None).start(EngineRun("relax"), 5.0, 1)
+    assert limits == [limit_s]
+
+
 def test_nor_is_the_engine_sent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
@@ -129,7 +144,8 @@ def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch:
     runs.start(EngineRun("milp"), 0.01, 1)
     while runs.running:
         runs.handle_messages(0.1)
-    assert told == [Note(text="milp: time was up before it could say how its search ended", method="milp")]
+    assert told[-1] == Note(text="milp: time was up before it could say how its search ended", method="milp")
+    assert told[:-1] in ([], [Note(text="asleep")])
 
 
 def test_where_the_milp_has_ended_there_is_none() -> None:
@@ -144,7 +160,7 @@ def test_where_the_milp_has_ended_there_is_none() -> None:
 def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
     """Whether its turn comes too late, or not at all because heuristics took all of the time."""
     told: list[Frame] = []
-    runs = milp_runs(told, plan.ENGINE_START_S)
+    runs = milp_runs(told, plan.ENGINE_END_S)
     if turn:
         runs.start_next(beside_heuristics=False)
     runs.stop_all()

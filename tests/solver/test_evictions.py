@@ -13,6 +13,7 @@ from support.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe.prune import prune
 from optpipe.reuse.repair import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
@@ -22,7 +23,6 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.cpsat.grid_schedule import is_expressible
 from optpipe_solver.paths import allocation_times, has_only_known_ops, tails
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
-from optpipe_solver.prune import prune
 
 EVICT = {"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION}
 
@@ -72,11 +72,17 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     assert milp.ENGINE.unsupported(problem, alone=True) == "the model has no evictions"
 
 
+def test_an_engine_asked_for_by_name_says_that_it_makes_none():
+    frames = []
+    assert Portfolio(Request(problem=paired(ACTIVATION), method="lns"), frames.append).supports("lns")
+    assert [frame.text for frame in frames] == ["lns makes no evictions: some heuristics and published schedules do"]
+
+
 @pytest.mark.parametrize("search", [Portfolio, PlacementSearch])
 def test_a_search_keeps_an_eviction_that_is_the_best_it_knows(search):
     problem = paired(ACTIVATION)
     heard: list[Any] = []
-    request = Request(problem=problem, time_limit_s=4.0, warm_start=Programs.of(evicting(problem)))
+    request = Request(problem=problem, time_limit_s=2.0, warm_start=Programs.of(evicting(problem)))
     search(request, heard.append).run()
     found = [frame.schedule.schedule(problem, frame.method) for frame in heard if isinstance(frame, Incumbent)]
     best = min(found, key=lambda schedule: schedule.makespan_ms)

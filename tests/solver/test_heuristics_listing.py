@@ -15,7 +15,7 @@ from optpipe_solver import plan
 from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 COSTS = problem_stage((10, 10, 8), (5, 2), offload=(12, 12, 5))
 
@@ -54,7 +54,7 @@ def policies(draw, stages):
 def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     problem = data.draw(tight_problems())
     policy = data.draw(policies(problem.stages))
-    assert check(problem, schedule_by_policy(problem, policy, "any")) == []
+    assert check(problem, PolicySchedules(problem, "any").schedule(policy)) == []
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -64,7 +64,7 @@ def test_a_large_problem_has_its_schedule_with_a_period_or_without(problem):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "REPEAT_FORWARDS", 0)
         for policy in (Policy(alike=True), Policy(offload=tuple(float(stage.can_offload) for stage in problem.stages))):
-            schedule = schedule_by_policy(large, policy, "any")
+            schedule = PolicySchedules(large, "any").schedule(policy)
             assert schedule is not None
             assert schedule.problem == large
             assert check(large, schedule) == []
@@ -82,16 +82,16 @@ def pipeline(devices: int, microbatches: int, memory: int) -> Problem:
 
 def test_what_leaves_is_back_when_its_backward_comes():
     problem = pipeline(4, 8, 15)
-    schedule = schedule_by_policy(problem, Policy(offload=(1.0,) * 4), "x")
+    schedule = PolicySchedules(problem, "x").schedule(Policy(offload=(1.0,) * 4))
     assert any(op.kind is Kind.O for op in schedule.programs[0].ops())
     late = [op for op in schedule.programs[3].ops() if op.kind is Kind.O]
     assert late == []  # its backwards come at once: nothing would be back in time
-    assert schedule.makespan_ms <= schedule_by_policy(problem, Policy(), "x").makespan_ms - 28
+    assert schedule.makespan_ms <= PolicySchedules(problem, "x").schedule(Policy()).makespan_ms - 28
 
 
 def test_half_of_the_activations_leave_if_the_policy_says_so():
     problem = pipeline(6, 12, 10**6)
-    half, all_of_them = (schedule_by_policy(problem, Policy(offload=(share,) * 6), "x") for share in (0.5, 1.0))
+    half, all_of_them = (PolicySchedules(problem, "x").schedule(Policy(offload=(share,) * 6)) for share in (0.5, 1.0))
     leaves = [sum(op.kind is Kind.O for op in schedule.programs[0].ops()) for schedule in (half, all_of_them)]
     assert 0 < leaves[0] <= leaves[1] // 2 + 1
 
@@ -99,12 +99,12 @@ def test_half_of_the_activations_leave_if_the_policy_says_so():
 def test_a_weight_gradient_that_needs_more_than_the_activation_is_fused_where_memory_is_short():
     costs = COSTS | {"saved_for_weight_bytes": 8}
     short, ample = (make_pipeline(1, 2, size, costs) for size in (5, 16))
-    assert schedule_by_policy(short, Policy(), "x").programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
-    assert any(op.kind is Kind.B for op in schedule_by_policy(ample, Policy(), "x").programs[0].ops())
+    assert PolicySchedules(short, "x").schedule(Policy()).programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
+    assert any(op.kind is Kind.B for op in PolicySchedules(ample, "x").schedule(Policy()).programs[0].ops())
 
 
 def test_recompute_keeps_the_checkpoint_only():
     problem = make_pipeline(1, 4, 20, problem_stage((10, 10, 8), (5, 2), recompute=(10, 1)))
-    schedule = schedule_by_policy(problem, Policy(recompute=(1.0,)), "x")
+    schedule = PolicySchedules(problem, "x").schedule(Policy(recompute=(1.0,)))
     assert sum(op.kind is Kind.C for op in schedule.programs[0].ops()) == 4
     assert certify(problem, schedule).fits

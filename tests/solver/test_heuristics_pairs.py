@@ -11,7 +11,7 @@ from optpipe import Problem, check
 from optpipe_solver.heuristics import generate
 from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
@@ -33,5 +33,5 @@ def test_pairs_shorten_what_can_run_together():
 
 
 def test_without_a_factor_or_room_nothing_is_joined():
-    assert join_pairs(schedule_by_policy(pipeline(None), Policy(), "x")) is None
-    assert join_pairs(schedule_by_policy(pipeline(0.7, memory=5), Policy(), "x")) is None
+    assert join_pairs(PolicySchedules(pipeline(None), "x").schedule(Policy())) is None
+    assert join_pairs(PolicySchedules(pipeline(0.7, memory=5), "x").schedule(Policy())) is None

@@ -18,7 +18,7 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 
 def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) -> Problem:
@@ -29,8 +29,8 @@ def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) 
 
 
 def run(problem: Problem, policy: Policy):
-    scheduler = ListScheduler(problem, policy)
-    assert scheduler.run()
+    scheduler = ListScheduler(problem)
+    assert scheduler.run(policy)
     return np.array(scheduler.rows, dtype=np.int32), np.array(scheduler.starts)
 
 
@@ -54,16 +54,16 @@ def test_without_a_period_nothing_is_repeated():
 def test_a_large_problem_is_listed_by_its_period(monkeypatch):
     problem = pipeline(6, 400, 15, jitter=0.05)
     policy = Policy(offload=(1.0,) * 6, patience=0.5, alike=True)
-    whole = schedule_by_policy(problem, policy, "x")
+    whole = PolicySchedules(problem, "x").schedule(policy)
     handled = []
     run_to_the_end = ListScheduler.run
     monkeypatch.setattr(plan, "REPEAT_FORWARDS", 1000)
     monkeypatch.setattr(
         ListScheduler,
         "run",
-        lambda self, deadline: handled.append(self.problem.microbatches) or run_to_the_end(self, deadline),
+        lambda self, *asked: handled.append(self.problem.microbatches) or run_to_the_end(self, *asked),
     )
-    quick = schedule_by_policy(problem, policy, "x")
+    quick = PolicySchedules(problem, "x").schedule(policy)
     assert len(handled) == 1
     assert handled[0] < 50
     assert quick.makespan_ms <= 1.01 * whole.makespan_ms

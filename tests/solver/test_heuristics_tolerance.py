@@ -11,7 +11,7 @@ from support.units import units
 
 from optpipe import Kind, Problem, check
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 from optpipe_solver.heuristics.tolerance import tolerated_forwards
 
 
@@ -53,7 +53,7 @@ def test_in_the_unit_model_a_stage_fills_its_wait_and_a_tolerance_adds_to_it():
 def test_forwards_delay_the_first_backward_by_no_more_than_the_tolerance(tolerance_ms):
     problem = units(4, 16)
     most = tolerated_forwards(problem, tolerance_ms)
-    schedule = schedule_by_policy(problem, Policy(before=most, in_flight=most), "adaoffload")
+    schedule = PolicySchedules(problem, "adaoffload").schedule(Policy(before=most, in_flight=most))
     assert schedule is not None
     assert check(problem, schedule) == []
     for s, program in enumerate(schedule.programs):
@@ -70,6 +70,6 @@ def test_any_problem_has_a_schedule_with_a_tolerance(problem, tolerance_ms):
     most = tolerated_forwards(problem, tolerance_ms)
     assert all(1 <= n <= problem.microbatches for n in most)
     assert all(a <= b for a, b in zip(most, tolerated_forwards(problem, tolerance_ms + 1.0), strict=True))
-    schedule = schedule_by_policy(problem, Policy(before=most), "adaoffload")
+    schedule = PolicySchedules(problem, "adaoffload").schedule(Policy(before=most))
     assert schedule is not None
     assert check(problem, schedule) == []

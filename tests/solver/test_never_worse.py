@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain
 from support.examples import examples
+from support.problems import pipeline, stage
 
 from optpipe.model.problem import Problem
 from optpipe.process.child import Child
-from optpipe.process.protocol import Incumbent, Programs, Request
+from optpipe.process.protocol import Incumbent, Programs, Ready, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
@@ -27,6 +28,14 @@ from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.search_state import SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_tries() -> Iterator[None]:
+    """What is said here holds of any schedule."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "GENERATE_TRIES", 8)
+        yield
 
 
 @st.composite
@@ -111,24 +120,20 @@ def test_a_schedule_with_all_parts_stays_as_it_is():
 TABLE = [EngineRun("cpsat"), EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)]
 
 
-@pytest.mark.parametrize(
-    ("gains", "threads", "following"),
-    [
-        (True, 2, ["dispatch", "cpsat"]),  # beside the next of the table, not twice
-        (False, 2, ["cpsat", "lns"]),
-        (True, 1, ["cpsat", "dispatch"]),
-        (False, 1, ["cpsat", "lns"]),
-    ],
-)
-def test_an_engine_that_gained_runs_again(
-    gains: bool, threads: int, following: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def searching(threads: int, known: str) -> tuple[EngineRuns, Incumbent]:
+    """A search that knows the schedule of a heuristic, and AdaOffload's schedule as an engine finds it."""
     problem = chain(m=6)
     request = Request(problem=problem, threads=threads, time_limit_s=1000.0)
     state = SearchState(request, lambda frame: None)
-    state.offer(generate("naive" if gains else "adaoffload", problem))
+    state.offer(generate(known, problem))
     found = Incumbent(method="x", schedule=Programs.of(generate("adaoffload", problem)))
-    runs = EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None)
+    return EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None), found
+
+
+@pytest.mark.parametrize(("known", "following"), [("naive", ["cpsat", "dispatch"]), ("adaoffload", ["cpsat", "lns"])])
+def test_an_engine_that_gained_runs_again(known: str, following: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thread, where shares are counted; behind those that do not repeat."""
+    runs, found = searching(1, known)
     started: list[str] = []
 
     def start(self: EngineProcesses, asked: Request, *_: object) -> None:
@@ -139,11 +144,60 @@ def test_an_engine_that_gained_runs_again(
     ended = process("dispatch")
     for message in (found, None):
         runs.handle(ended, message)
-    runs.start_next(beside_heuristics=False)
-    if threads == 1:
-        runs._processes.running.clear()
+    for _ in following:
         runs.start_next(beside_heuristics=False)
+        runs._processes.running.clear()
     assert started == following
+
+
+@pytest.mark.parametrize(("known", "more_s"), [("naive", 10.0), ("adaoffload", 4.0)])
+def test_an_engine_goes_on_while_it_gains(known: str, more_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its share again from its last gain on; it has used six of its ten seconds."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    runs, found = searching(2, known)
+    under_way = process("dispatch")
+    under_way.deadline = 104.0
+    runs.handle(under_way, found)
+    assert under_way.deadline == 100.0 + more_s
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_where_the_clock_counts_it_makes_no_end_itself(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cpsat` plans its time; with one thread work is counted, and all engines end by their count."""
+    runs, _ = searching(threads, "naive")
+    limits: dict[str, float] = {}
+
+    def start(self: EngineProcesses, asked: Request, _: Schedule, deadline: float, allotted_s: float) -> None:
+        limits[asked.method] = asked.time_limit_s
+        assert deadline > time.monotonic() + allotted_s / 2
+
+    monkeypatch.setattr(EngineProcesses, "start", start)
+    for run in TABLE:
+        runs.start(run, 10.0, 1)
+    assert limits == {"cpsat": 9.5} | dict.fromkeys(("lns", "dispatch"), 9.5 if threads == 1 else plan.NO_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("threads", "shared"),
+    [
+        (1, {"dispatch": 1}),
+        (2, {"dispatch": 1, "relax": 1}),
+        (8, {"dispatch": 1, "relax": 1, "cpsat": 6}),
+        (16, {"dispatch": 1, "relax": 1, "cpsat": 5, "cyclic": 5, "lns": 4}),
+    ],
+)
+def test_what_an_engine_cannot_use_others_have(
+    threads: int, shared: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(problem=chain(m=6), threads=threads, time_limit_s=1000.0)
+    state = SearchState(request, lambda frame: None)
+    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "cyclic", "lns", "milp", "robust")]
+    started: dict[str, int] = {}
+    monkeypatch.setattr(EngineProcesses, "start", lambda self, asked, *_: started.update({asked.method: asked.threads}))
+    runs = EngineRuns(request, table, state, TimeLimit(request), lambda frame: None)
+    runs.start_next(beside_heuristics=False)
+    assert started == shared
+    assert sum(started.values()) == threads
 
 
 def process(engine: str) -> EngineProcess:
@@ -151,8 +205,10 @@ def process(engine: str) -> EngineProcess:
     return EngineProcess(engine, cast(Child, None), 1, None, time.monotonic() + 60, 10.0, spent_s=9.0)
 
 
-@pytest.mark.parametrize(("gains_at_s", "until_s"), [(1.0, 15.0), (15.0, 22.5)])
-def test_heuristics_go_on_while_they_gain(gains_at_s: float, until_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gains_at_s", "ready_s", "until_s"), [(1.0, 0.0, 15.0), (15.0, 0.0, 22.5), (1.0, 40.0, 40.0)])
+def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
+    gains_at_s: float, ready_s: float, until_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They have 15 s of 100, and half as long again as until their last gain."""
     problem, clock = chain(m=6), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -166,6 +222,45 @@ def test_heuristics_go_on_while_they_gain(gains_at_s: float, until_s: float, mon
             yield better if clock[0] >= gains_at_s else naive
 
     heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, state, TimeLimit(request), print)
-    for _ in heuristics.run({"naive": stream()}, plan.HEURISTICS_SHARE):
+    for _ in heuristics.run({"naive": stream()}, plan.HEURISTICS_SHARE, lambda: clock[0] < ready_s):
         pass
     assert clock[0] == pytest.approx(until_s, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "order"),
+    [(1, ["naive", "adaoffload", "published", "published"]), (2, ["naive", "published", "published", "adaoffload"])],
+)
+def test_where_devices_have_several_stages_published_schedules_come_sooner(
+    chunks: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of them there are few there, and list scheduling is far behind them."""
+    problem = pipeline(2, 4, 40, [stage() | {"device": s % 2} for s in range(2 * chunks)])
+    request = Request(problem=problem, threads=2, time_limit_s=1000.0)
+    tried: list[str] = []
+
+    def published(self: HeuristicRuns) -> Iterator[None]:
+        for _ in range(2):
+            yield tried.append("published")
+
+    def stream(name: str) -> Iterator[Schedule]:
+        tried.append(name)
+        yield one_at_a_time(problem, name)
+
+    monkeypatch.setattr(HeuristicRuns, "published", published)
+    state = SearchState(request, lambda frame: None)
+    heuristics = HeuristicRuns(request, None, state, TimeLimit(request), print)
+    for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, plan.HEURISTICS_SHARE):
+        pass
+    assert tried == order
+
+
+def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
+    """One that was asked for by name starts behind them."""
+    runs, _ = searching(2, "naive")
+    assert not runs.loading
+    under_way = process("lns")
+    runs._processes.running.append(under_way)
+    assert runs.loading
+    runs.handle(under_way, Ready())
+    assert not runs.loading

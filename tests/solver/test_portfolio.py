@@ -27,7 +27,8 @@ from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio, engine_processes
 
 TESTS = Path(__file__).parents[1]
-PLANNED_S = 19.7 * 0.9 * plan.COUNTED_SHARE  # of 20 s, for engines on one thread
+HEURISTICS_SHARE = 0.01  # of the time
+PLANNED_S = 19.7 * (1 - HEURISTICS_SHARE) * plan.COUNTED_SHARE  # of 20 s, for engines on one thread
 COSTS = problems.stage((10, 10, 8), (5, 2))
 EXAMPLES = TESTS.parent / "examples" / "problems"
 
@@ -42,7 +43,8 @@ def engines(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.5), EngineRun("milp", 0.5)))
-    monkeypatch.setattr(plan, "heuristics_share", lambda seconds: min(0.1, 2.0 / seconds))
+    monkeypatch.setattr(plan, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
+    monkeypatch.setattr(plan, "DESCENT_FAILURES", 10)
     monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
 
     def behave(cyclic: str, milp: str) -> None:
@@ -153,10 +155,12 @@ def test_what_an_engine_started_ends_with_it(engines):
 
 @pytest.mark.parametrize("method", ["lns", "auto"])
 def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
-    search = optpipe.improve(Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit_s=60.0, threads=2)
+    search = optpipe.improve(
+        Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit_s=3600.0, threads=2
+    )
     assert next(search).schedule is not None
     solver = psutil.Process(search._child.pid)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not any(
         child.cpu_times().user > 1.5 for child in solver.children()
     ):  # past its imports: at work in native code
@@ -196,16 +200,16 @@ def test_what_an_engine_claims_is_verified(engines):
 def test_a_slow_engine_is_stopped_in_time(engines):
     engines("slow", "slow")
     began = time.monotonic()
-    frames = run(pipeline(), time_limit_s=3.0)
-    assert time.monotonic() - began < 50.0  # not the engine's minute
+    frames = run(pipeline(), lambda frame: isinstance(frame, Note) and frame.text == "asleep", time_limit_s=500.0)
+    assert time.monotonic() - began < 200.0  # not the engine's ten minutes
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
 def test_it_stops_when_the_bound_is_reached(engines):
     engines("slow", "slow")
     began = time.monotonic()
-    frames = run(pipeline(devices=1), time_limit_s=300.0)
-    assert time.monotonic() - began < 60.0
+    frames = run(pipeline(devices=1), time_limit_s=500.0)
+    assert time.monotonic() - began < 200.0
     assert isinstance(frames[-1], Incumbent)
 
 
@@ -214,7 +218,7 @@ def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem
     problem = pipeline()
     best = generate("zb-auto", problem)
     frames = run(problem, warm_start=Programs.of(best), method="naive")
-    assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["warm start"]
+    assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["zb-auto"]
     stale = run(problem, warm_start=Programs.of(generate("zb-auto", pipeline(microbatches=9))), method="naive")
     assert any(text.startswith("the warm start is no schedule of this problem: ") for text in notes(stale))
     assert [frame.method for frame in stale if isinstance(frame, Incumbent)] == ["naive"]
@@ -319,6 +323,16 @@ def test_a_named_engine_that_cannot_work_on_the_problem_says_why(monkeypatch):
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
+@pytest.mark.parametrize("engine", ["dispatch", "cyclic", "lns", "cpsat", "milp"])
+def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
+    frames: list[Frame] = []
+    assert Portfolio(Request(problem=pipeline(overlap_factor=0.8), method=engine), frames.append).supports(engine)
+    assert notes(frames) == [f"{engine} makes no pairs: some heuristics and published schedules do"]
+    told = Portfolio(Request(problem=pipeline(), method=engine), frames.append).supports(engine)
+    assert told
+    assert len(frames) == 1
+
+
 def test_a_named_engine_may_take_more_than_it_is_started_for_beside_others(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda name: Unfit())
     fits = [
@@ -346,7 +360,7 @@ def test_an_unknown_method_is_one_sentence():
 
 def test_through_the_front_door():
     problem = pipeline(microbatches=5)
-    result = optpipe.solve(problem, method="zb-auto", time_limit_s=20.0)
+    result = optpipe.solve(problem, method="zb-auto", time_limit_s=20.0, gap=1.0)
     assert result.schedule is not None
     assert result.method == "zb-auto"
     assert check(problem, result.schedule) == []

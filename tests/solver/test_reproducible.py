@@ -30,8 +30,9 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.4), EngineRun("milp", 0.6)))
     monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
+    monkeypatch.setattr(plan, "OPS_PER_S", 5_000)
     request = Request(
-        problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=20.0, threads=1, seed=2, jitter=jitter
+        problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=200.0, threads=1, seed=2, jitter=jitter
     )
     quiet = run(request)
     for module in (heuristic_runs, time_limit):

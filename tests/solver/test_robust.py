@@ -53,7 +53,7 @@ def test_the_portfolio_goes_by_the_percentile(monkeypatch, objective):
     problem = start().problem
     frames: list[object] = []
     Portfolio(
-        Request(problem=problem, jitter=0.05, objective=objective, time_limit_s=4.0, threads=2, seed=4), frames.append
+        Request(problem=problem, jitter=0.05, objective=objective, time_limit_s=2.0, threads=2, seed=4), frames.append
     ).run()
     found = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     values = [percentile_ms(schedule, 0.05, objective, seed=4) for schedule in found]

@@ -76,8 +76,14 @@ def test_no_system_that_fits_is_better_than_the_answer(path):
         assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in fitting(one, "keep"))
 
 
-@pytest.mark.parametrize("name", ["fastlink-4x8", "figure4-4x6", "vshape-4x8", "recompute-4x12"])
-@pytest.mark.parametrize("factor", [None, 0.8])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        *((name, factor) for name in ("fastlink-4x8", "figure4-4x6", "vshape-4x8") for factor in (None, 0.8)),
+        ("recompute-4x12", None),
+        pytest.param("recompute-4x12", 0.8, marks=pytest.mark.soak),
+    ],
+)
 def test_nor_on_the_stages_that_it_needs_where_placements_are_free(name, factor):
     problem = Problem.load(EXAMPLES / f"{name}.json").replace(overlap_factor=factor)
     for one in (

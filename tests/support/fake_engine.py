@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, read_request, write_frame
-from optpipe_solver.heuristics import generate
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, Ready, read_request, write_frame
 
 
 def main() -> None:
     request = read_request()
     behaviour, _, figure = os.environ[request.method].partition(" ")
+    write_frame(Ready())
     if behaviour == "crash":
         os._exit(7)
     if behaviour == "killed":
@@ -22,12 +22,15 @@ def main() -> None:
     if behaviour == "garbage":
         print("no frame", flush=True)
     if behaviour == "slow":
-        time.sleep(60)
+        write_frame(Note(text="asleep"))
+        time.sleep(600)
     if behaviour == "parent":  # of a process that knows nothing of anybody's standard input
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as own:
             write_frame(Note(text=str(own.pid)))
             time.sleep(60)
     if behaviour == "good":
+        from optpipe_solver.heuristics import generate  # which others need not load
+
         write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb-auto", request.problem))))
         write_frame(Bound(method="good engine", lower_bound_ms=260.0))
     if behaviour == "invalid":

@@ -1,5 +1,5 @@
 """The real solver, held back: a search by `auto` begins once the file `HELD_UNTIL` of the environment is there, and
-ends with the first schedule that is shorter than the one it starts from."""
+ends with the first schedule that is shorter than the one it starts from, or after `SEARCH_S`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 from optpipe.process.protocol import Frame, Incumbent, read_request, write_frame
+
+SEARCH_S = 60.0  # once it begins: there may be nothing shorter
 
 
 def main() -> None:
@@ -18,6 +20,7 @@ def main() -> None:
 
     from optpipe_solver import __main__ as solver  # not before, for one that is killed needs none of it
 
+    request = request.model_copy(update={"time_limit_s": min(request.time_limit_s, SEARCH_S)})
     start = request.warm_start and request.warm_start.schedule(request.problem, "")
 
     def write(frame: Frame) -> None:

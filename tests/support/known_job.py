@@ -30,6 +30,7 @@ class Known:
     incumbents: list[tuple[int, float]] = field(default_factory=list)  # version of the problem, length
     status: str = "unknown"
     bound: float | None = None
+    bounds: list[tuple[int, float]] = field(default_factory=list)  # version of the problem, bound
     attempt: int = 0
     worker: str | None = None
     spent_s: float = 0.0
@@ -45,7 +46,13 @@ class Known:
 
     def learn(self, result: Result) -> None:
         self.status = result.status
-        self.bound = max((bound for bound in (self.bound, result.lower_bound_ms) if bound is not None), default=None)
+        if result.lower_bound_ms is not None:
+            self.learn_bound(result.lower_bound_ms)
+
+    def learn_bound(self, told: float) -> None:
+        if self.bound is None or told > self.bound:
+            self.bound = told
+            self.bounds.append((self.version, told))
 
     def add(self, result: Result) -> None:
         assert result.makespan_ms is not None
@@ -84,7 +91,7 @@ class Known:
         if claim.best is not None and self.best is not None:
             assert claim.best.makespan_ms == self.best
 
-    def is_as(self, job: Any, incumbents: Sequence[Any]) -> None:
+    def is_as(self, job: Any, incumbents: Sequence[Any], bounds: Sequence[Any]) -> None:
         """The rows say the same."""
         assert (job.state, job.reason, job.status, job.lower_bound_ms) == (
             self.state,
@@ -103,5 +110,7 @@ class Known:
         assert options_of(job).time_limit_s == self.time_limit_s
         assert (job.lease_until is None, job.ended_at is None) == (self.state != "running", self.state in OPEN)
         assert [(each.problem_version, each.makespan_ms) for each in incumbents] == self.incumbents
+        assert job.value_ms == self.best
+        assert [(each.problem_version, each.lower_bound_ms) for each in bounds] == self.bounds
         assert [each.seq for each in incumbents] == [*range(1, job.last_seq + 1)]
         assert {each.seq: each.step for each in incumbents if each.step is not None} == self.adopted

@@ -20,16 +20,30 @@ from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
 
 DRIVER = """
-import json, sys
-from optpipe.process.protocol import End, Request, write_frame
-from optpipe_solver.milp.solve import solve
+import json, re, sys, time
+from optpipe.process.protocol import End, Note, Request, write_frame
+from optpipe_solver.milp import solve
 from optpipe_solver.milp.switches import Switches
+
+def keep(*given):
+    global limits
+    limits = Limits(*given)
+    return limits
+
+Limits, solve.Limits = solve.Limits, keep
 for line in sys.stdin:
     asked = json.loads(line)
+
+    def write(frame):
+        write_frame(frame)
+        if isinstance(frame, Note) and re.search(asked["until"], frame.text):
+            object.__setattr__(limits, "until", time.monotonic())
+
     request = Request.model_validate(asked["request"])
-    solve(request, write_frame, Switches(**asked["switches"]))
+    solve.solve(request, write, Switches(**asked["switches"]))
     write_frame(End())
 """
+NEVER = "(?!)"
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
 
 
@@ -39,16 +53,16 @@ class Solver:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
-        """All but the reports of searches that go on."""
-        said = self.said(problem, switches, **asked)
+    def frames(self, problem: Problem, switches: Switches = ALL, until: str = NEVER, **asked: Any) -> list[Frame]:
+        """All but the reports of searches that go on. Time is up with a note that has `until`."""
+        said = self.said(problem, switches, until, **asked)
         return [frame for frame in said if not (isinstance(frame, Note) and frame.ongoing)]
 
-    def said(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
+    def said(self, problem: Problem, switches: Switches = ALL, until: str = NEVER, **asked: Any) -> list[Frame]:
         assert self._process.stdin
         assert self._process.stdout
         request = Request(problem=problem, method="milp", **{"solver": "highs"} | asked).model_dump(mode="json")
-        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches)}) + "\n")
+        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches), "until": until}) + "\n")
         self._process.stdin.flush()
         found: list[Frame] = []
         while not found or not isinstance(found[-1], End):

@@ -11,7 +11,7 @@ import httpx
 from fastapi import FastAPI
 
 from optpipe.schedule import ScheduleFile
-from optpipe_server.http.examples import ESTIMATE
+from optpipe_server.http.examples import ESTIMATE, MEASURED, ROWS
 from support.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
@@ -39,7 +39,7 @@ class Call:
         self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None
     ) -> httpx.Response:
         """Send it, with other content if given."""
-        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
+        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1").replace("{form}", "csv")
         if content is None and self.body is not None:
             content = json.dumps(self.body)
         kind = {"Content-Type": "application/json"} if content is not None else {}
@@ -60,11 +60,13 @@ CALLS = [
     Call("GET", "/v1/queue", "read", 200),
     Call("GET", "/v1/presets", "read", 200),
     Call("POST", "/v1/estimate", "read", 200, ESTIMATE),
+    Call("POST", "/v1/problem-from/{form}", "read", 200, MEASURED),
     Call("GET", "/v1/jobs", "read", 200),
     Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
     Call("GET", "/v1/jobs/{job_id}", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/incumbents", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/incumbents/best", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/bounds", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/incumbents/{seq}", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/events", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
@@ -78,6 +80,7 @@ CALLS = [
     Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over
     Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
     Call("POST", "/v1/check", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
+    Call("POST", "/v1/import", "read", 200, {"problem": PROBLEM, "name": "s.csv", "text": ROWS}),
     Call("POST", "/v1/simulate", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
     Call("POST", "/v1/figure", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
     Call("POST", "/v1/workbench", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"]}),

@@ -12,7 +12,7 @@ from pathlib import Path
 START = """
 import sys, optpipe.anytime, optpipe_server.first_schedule_process
 database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedule_process.MODULE = sys.argv[1:]
-optpipe_server.serve(optpipe_server.Settings(database, queue=10_000), port=int(port))
+optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
 """
 FAKES = ("support.fake_solver", "support.fake_first_process")
 
@@ -23,7 +23,7 @@ def serve_process(
 ) -> Iterator[subprocess.Popen[str]]:
     """Yield the process; it writes a line when it answers. `modules` are those of the solver and of first schedules."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), "PYTHONPATH": path}
+    env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.db"), "PYTHONPATH": path}
     command = [sys.executable, "-c", START, database, str(port), *modules]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         try:

@@ -58,7 +58,7 @@ def unclosed_collected() -> Iterator[None]:
 
 def settings_in(folder: Path, database: str | None = None) -> Settings:
     url = database or f"sqlite:///{folder / 'jobs.sqlite'}"
-    return Settings(url, cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=30.0)
+    return Settings(url, cache=folder / "cache.sqlite", pack=None, ping_s=0.2, first_schedule_s=120.0)
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,14 @@ import os
 from pathlib import Path
 
 
-def note(schedule: str, ranks: int, form: str, loss_difference: float, peak_share: float | None = None) -> None:
+def note(
+    schedule: str,
+    ranks: int,
+    form: str,
+    loss_difference: float | None = None,
+    peak_share: float | None = None,
+    step_share: float | None = None,
+) -> None:
     """A row, if `OPTPIPE_STACKS_TABLE` names a file for them.
 
     Parameters
@@ -22,8 +29,11 @@ def note(schedule: str, ranks: int, form: str, loss_difference: float, peak_shar
         The largest difference of a loss from what was to be.
     peak_share
         The largest peak of a rank over what the schedule's certificate says.
+    step_share
+        The time of a step over what was predicted.
     """
     if file := os.environ.get("OPTPIPE_STACKS_TABLE"):
         row = {"schedule": schedule, "ranks": ranks, "form": form, "loss": loss_difference, "peak": peak_share}
+        row["step"] = step_share
         with Path(file).open("a") as rows:
             rows.write(json.dumps(row) + "\n")

@@ -45,7 +45,9 @@ class Work:
 
     def __init__(self, database: Database, folder: Path) -> None:
         self.database, self.jobs = database, Jobs(database)
-        self.settings = Settings(cache=folder / "cache.sqlite", threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5)
+        self.settings = Settings(
+            cache=folder / "cache.sqlite", pack=None, threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5
+        )
         self.caches = TenantCaches(self.settings, database)
 
     @contextmanager

@@ -70,7 +70,9 @@ def main(url: str, name: str, cache: str) -> None:
     optpipe.anytime.SOLVER = "support.fake_solver"
     solve.NICER = 0  # see `not_nicer`
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    settings = Settings(database=url, cache=Path(cache), solves=2, threads=2, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
+    settings = Settings(
+        database=url, cache=Path(cache), pack=None, solves=2, threads=2, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S
+    )
     if url.startswith("postgresql"):
         work(settings, name)
         return

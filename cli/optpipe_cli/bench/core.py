@@ -67,7 +67,7 @@ def first(
     from optpipe_solver.heuristics import STREAMS
     from optpipe_solver.methods import HEURISTICS
 
-    problem = _offloading(devices, microbatches)
+    problem = offloading(devices, microbatches)
     bound = memory_bound(problem)
     rows = []
     for name in reversed(HEURISTICS):
@@ -93,8 +93,8 @@ def _ms(step: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) * 1000
 
 
-def _offloading(devices: int, microbatches: int) -> Problem:
-    """Memory for three activations. Each takes 12 ms to offload and 12 ms to reload; F + B + W take 28 ms."""
+def offloading(devices: int, microbatches: int, room: int = 3) -> Problem:
+    """Memory for `room` activations. Each takes 12 ms to offload and 12 ms to reload; F + B + W take 28 ms."""
     from optpipe.model.problem import Problem
     from optpipe.model.records import Device, Stage
 
@@ -112,7 +112,7 @@ def _offloading(devices: int, microbatches: int) -> Problem:
     return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
-        devices=(Device(activation_budget_bytes=15 * 10**9),) * devices,
+        devices=(Device(activation_budget_bytes=room * 5 * 10**9),) * devices,
         stages=tuple(stage.model_copy(update={"device": d}) for d in range(devices)),
     )
 
@@ -130,4 +130,4 @@ def _everything_offloaded(devices: int, microbatches: int) -> Schedule:
             if (j := step - warmup) >= 0:
                 program += [f"{s}R{j}", f"{s}B{j}", f"{s}W{j}"]
         programs.append(program)
-    return Schedule.parse(_offloading(devices, microbatches), programs)
+    return Schedule.parse(offloading(devices, microbatches), programs)

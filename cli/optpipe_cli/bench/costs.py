@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,16 @@ def costs(json: Json = False) -> None:
     if json:
         print_json([asdict(row) | {"error": row.error} for row in rows])
         return
-    typer.echo("| source | what | unit | published | ours | error | assumed |\n|---|---|---|---:|---:|---:|---|")
+    typer.echo(table(rows))
+
+
+def table(rows: Iterable[Check]) -> str:
+    """The comparisons as a table."""
+    lines = ["| source | what | unit | published | ours | error | assumed |\n|---|---|---|---:|---:|---:|---|"]
     for row in rows:
         cells = (row.source, row.what, row.unit, f"{row.published:g}", f"{row.ours:.4g}", f"{row.error:+.1%}", row.note)
-        typer.echo(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def checks() -> Iterator[Check]:
@@ -67,11 +73,13 @@ def parameters() -> Iterator[Check]:
         "mixtral-8x7b": 46.7,
         "qwen3-30b-a3b": 30.5,
         "qwen2.5-32b": 32.5,
+        "deepseek-v2-lite": 15.7,
+        "deepseek-v3": 671,
     }
     published |= {f"pipeoffload-{size}b": size for size in (5.8, 10.5, 18.1, 42.9, 66.6, 83.8)}
     published |= {f"optpipe-{size}b": size for size in (1.5, 3.6, 7.1, 14.2)}
     for name, billions in published.items():
-        made = _estimate(name, {}, "H200", {})
+        made = estimated(name, {}, "H200", {})
         note = "the preset's reading of a garbled table" if name.startswith("optpipe") else ""
         yield Check("its paper", f"{name}: parameters", "10^9", billions, made.parameters / BILLION, note)
 
@@ -85,7 +93,7 @@ def chronos() -> Iterator[Check]:
         (160, 4096, 70.4, 39.38),
     ):
         run = {"microbatch_size": 2, "sequence": sequence, "recompute": "cheap"}
-        made = _estimate("llama-2-70b", division, "A100", run, layers=layers)
+        made = estimated("llama-2-70b", division, "A100", run, layers=layers)
         case = f"Llama-2-70B, {layers} layers, {sequence} tokens"
         held = 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
         yield Check("ChronosPipe, Figure 1(a)", f"{case}: activations", "GB", activations, held / GB)
@@ -94,19 +102,35 @@ def chronos() -> Iterator[Check]:
 
 def chronos_largest() -> Iterator[Check]:
     """ChronosPipe, section 6.2: with 32 GB a GPU 1F1B trains 40 layers; it tried multiples of 8."""
+    note = "the preset's 4 GiB for driver, communication and allocator"
+    yield Check("ChronosPipe, Figure 9(b)", "largest model by 1F1B in 32 GB", "layers", 40, largest_model(), note)
+
+
+def largest_model(share: float = 1.0, step: int = 8, state: float = 1.0) -> int:
+    """The most layers of Llama-2-70B in 32 GB, 8 devices with 8-way tensor parallelism.
+
+    Parameters
+    ----------
+    share
+        What of 1F1B's activations the schedule holds.
+    step
+        Layers are a multiple of it.
+    state
+        What of weights, gradients and optimizer state is on the GPU.
+    """
     division, run = {"pp": 8, "tp": 8, "sequence_parallel": False}, {"microbatch_size": 2, "recompute": "cheap"}
     fitting = 0
-    for layers in range(8, 104, 8):
-        made = _estimate("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
-        if 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0]) <= made.devices[0].budget:
+    for layers in range(step, 160, step):
+        made = estimated("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
+        held = share * 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
+        if held + (state - 1) * made.devices[0].state <= made.devices[0].budget:
             fitting = layers
-    note = "the preset's 4 GiB for driver, communication and allocator"
-    yield Check("ChronosPipe, Figure 9(b)", "largest model by 1F1B in 32 GB", "layers", 40, fitting, note)
+    return fitting
 
 
 def bpipe() -> Iterator[Check]:
     """BPipe's announcement: GPT-3 13B by 1F1B on 8 devices, device 0 against device 7."""
-    made = _estimate("gpt-3-13b", {"pp": 8}, "A100", {"attention": "unfused"})
+    made = estimated("gpt-3-13b", {"pp": 8}, "A100", {"attention": "unfused"})
     first, last = (sum(made.pieces[i].activation_bytes("none") for i in made.stages[s]) for s in (0, -1))
     difference = 8 * first + made.devices[0].state - last - made.devices[-1].state
     note = "micro-batches of one sequence; unfused attention"
@@ -120,7 +144,7 @@ def dualpipe_v() -> Iterator[Check]:
 
     division = {"pp": 4, "dp": 8, "ep": 8, "zero": 1, "chunks": 2, "shape": "v"}
     run = {"microbatches": 32, "fused": False, "gradient_bytes": 2, "optimizer_bytes": 8, "expert_load": 1.18}
-    made = _estimate("qwen3-30b-a3b", division, "H200", run)
+    made = estimated("qwen3-30b-a3b", division, "H200", run)
     peaks = certify(made.problem, systems.generate("dualpipe-v", made.problem)).device
     outside = 5.84  # measured there: driver, communication, compiled code
     for device, published in ((0, 62.3), (1, 58.0)):
@@ -147,7 +171,7 @@ def offload_ratios() -> Iterator[Check]:
                 "query_groups": None,
             }
             run = {"sequence": sequence, "recompute": "cheap"}
-            made = _estimate("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
+            made = estimated("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
             layer = made.layers[1]
             work = layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
             ours = ((layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)) / work
@@ -174,7 +198,7 @@ def zero_bubble() -> Iterator[Check]:
             "query_groups": None,
         }
         run = {"sequence": 1024, "microbatch_size": size, "attention": "unfused"}
-        made = _estimate("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
+        made = estimated("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
         stage = made.problem.stages[1]
         ours = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         for op, published, found in zip("FBW", times, ours, strict=True):
@@ -182,7 +206,7 @@ def zero_bubble() -> Iterator[Check]:
             yield Check("Zero Bubble", what, "ms", published, found, "unfused attention; the preset's fractions")
 
 
-def _estimate(
+def estimated(
     model: str,
     division: dict[str, Any],
     gpu: str,

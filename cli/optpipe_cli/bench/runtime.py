@@ -40,7 +40,10 @@ def runtime(
     need("runtime")
     content: dict[str, Any] = {}
     if paced:
-        content["paced"] = show(run(paced_task(steps), RANKS), "stages that sleep, 4 ranks", None, json)
+        rows = run(paced_task(steps), RANKS)
+        content["paced"] = show(rows, "stages that sleep, 4 ranks", None, json)
+        if not json:
+            typer.echo(f"a ms more on each message: {messages_in_a_row(rows)}")
     if computed:
         task = computing_task(steps)
         content["computed"] = show(run(task, COMPUTING_RANKS), "the demo's model, 2 ranks", _plain(task), json)
@@ -124,6 +127,11 @@ def show(rows: list[Row], title: str, plain: list[float] | None, quiet: bool) ->
         {**asdict(row), **more, "loss_difference": loss}
         for row, more, loss in zip(rows, figures, differences, strict=True)
     ]
+
+
+def messages_in_a_row(rows: list[Row]) -> str:
+    """Return how much longer each schedule gets if each message takes a ms more."""
+    return ", ".join(f"{row.found_by} {row.messages_in_a_row / row.predicted_ms:+.1%}" for row in rows)
 
 
 COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predicted", "measured", "losses off by")

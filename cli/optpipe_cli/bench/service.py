@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.errors import InputError
+from optpipe_cli.options import numbers
 from optpipe_cli.output import Json, print_json
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def service(
     seconds: Annotated[float, typer.Option(help="Of load, and of events.", min=1)] = 20.0,
     clients: Annotated[int, typer.Option(help="Of event streams.", min=1, max=900)] = 500,
     reconnects: Annotated[int, typer.Option(help="Clients that are cut off.", min=1)] = 100,
+    workers: Annotated[
+        str, typer.Option(help="How many workers solve jobs of a second each, with --database.")
+    ] = "1,2,4",
     restart: Annotated[
         str | None, typer.Option(help="A command that restarts the database, to time the recovery.")
     ] = None,
@@ -58,7 +62,11 @@ def service(
         raise InputError(
             f"restart = {restart!r}: SQLite has no server to restart; expected --database postgresql://..., too"
         )
-    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, _command(restart) if restart else None))
+    counts = numbers("workers", workers, "numbers with commas between, each at least the one before") or []
+    if counts != sorted(counts) or (counts and counts[0] < 1):
+        raise InputError(f"--workers = {workers!r}: numbers with commas between, each at least the one before")
+    restarted = _command(restart) if restart else None
+    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, restarted, counts))
     if json:
         print_json([asdict(figure) | {"held": figure.held} for figure in figures])
     else:
@@ -75,15 +83,22 @@ async def measure(
     clients: int,
     reconnects: int,
     restart: Callable[[], Awaitable[None]] | None,
+    workers: Sequence[int] = (),
 ) -> list[Figure]:
     """Return all figures in the order in which they were measured."""
-    from optpipe_server.bench import failures, load
+    from optpipe_server.bench import failures, load, scaling
     from optpipe_server.bench.processes import deployment
 
     figures = []
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         url = database or f"sqlite:///{folder}/service.sqlite"
         async with deployment(Path(folder), url, TENANTS, os.cpu_count() or 1) as here:
+            if not here.sqlite:
+                rates = zip(workers, await scaling.scaling(here, workers), strict=True)
+                figures += [
+                    Figure(f"jobs of {scaling.JOB_S:g} s: {n} workers solve", None, each, "a second")
+                    for n, each in rates
+                ]
             solved = await load.saturate(here)
             killed = "the service, started again" if here.sqlite else "a worker, another one there"
             figures.append(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe_cli.bench.random_problems import random_problem
+from optpipe_cli.bench.results import Results, ResultsFile
 from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json, require_writable
 
@@ -19,35 +21,85 @@ MOMENTS = (1.0, 10.0)  # s
 OTHER_NOISE = 12_345  # seed of the noise that judges both schedules; neither search has used it
 
 
-@with_options("SolveOptions")
+@with_options("SolveOptions", each="threads")
 def solver(
-    problems: Annotated[list[Path], typer.Argument(help="Problem files.")],
-    options: SolveOptions,
+    options: list[SolveOptions],
+    problems: Annotated[list[Path] | None, typer.Argument(help="Problem files.")] = None,
+    random: Annotated[int, typer.Option(min=0, help="So many random problems, too: all kinds by turns.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
+    results: ResultsFile = None,
     json: Json = False,
 ) -> None:
-    """Measure what `solve` finds and when, start of processes included."""
+    """Measure what `solve` finds and when, start of processes included; `--threads 2,4,8`: what more threads bring."""
     from optpipe.anytime import solve
+    from optpipe.errors import InputError
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.progress import Progress, chart
 
     require_writable(svg)
-    loaded = [Problem.load(path) for path in problems]
-    rows, searches, time_limit = [], [], options.time_limit_s
-    if not json:
-        moments = "".join(f"{f'{moment:g} s':>10}" for moment in (*_moments(time_limit), time_limit))
-        typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{moments}{'bound':>10}{'gap':>7}  by")
-    for problem in loaded:
-        result = solve(problem, **options.arguments())
-        rows.append(row := _row(problem, result, _moments(time_limit)))
-        steps = [(step.time_s, step.value_ms, step.method) for step in result.history]
-        searches.append(Progress(problem.name, steps, result.lower_bound_ms or 0.0, result.time_s))
+    loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
+    if not loaded:
+        raise InputError("problems: none are given; problem files or --random 22 were expected")
+    kept = Results(results, "solver", ("problem", "sha256", "threads"), options[0].model_copy(update={"threads": None}))
+    rows: list[dict[str, Any]] = []
+    for asked in options:
+        moments = _moments(asked.time_limit_s)
         if not json:
-            typer.echo(_line(row))
+            after = "".join(f"{f'{moment:g} s':>10}" for moment in (*moments, asked.time_limit_s))
+            by = f"by{_on(asked.threads, options)}"
+            typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{after}{'bound':>10}{'gap':>7}  {by}")
+        for problem in loaded:
+            row = kept.find(problem.name, problem.sha256, asked.threads)
+            if row is None:
+                result = solve(problem, **asked.arguments())
+                row = kept.add({"sha256": problem.sha256, "threads": asked.threads} | _row(problem, result, moments))
+            rows.append(row)
+            if not json:
+                typer.echo(_line(row))
+        if random and not json:
+            typer.echo(_gaps(rows[-random:]))
     if json:
         print_json(rows)
+    elif len(options) > 1:
+        typer.echo(_by_threads(rows))
     if svg:
-        write_file(svg, chart(searches, f"Best schedule over the lower bound, {time_limit:g} s each"))
+        searches = [
+            Progress(
+                f"{row['problem']}{_on(row['threads'], options)}", row["steps"], row["bound_ms"] or 0.0, row["time_s"]
+            )
+            for row in rows
+        ]
+        write_file(svg, chart(searches, f"Best schedule over the lower bound, {options[0].time_limit_s:g} s each"))
+
+
+def _on(threads: int | None, options: list[SolveOptions]) -> str:
+    return f" on {threads} threads" if len(options) > 1 else ""
+
+
+def _by_threads(rows: list[dict[str, Any]]) -> str:
+    """The gaps by the number of threads, and how long schedules are beside those of the first number."""
+    lines = [f"{'threads':18}{'problems':>9}{'proven':>8}{'mean gap':>10}{'length':>9}"]
+    counts = list(dict.fromkeys(row["threads"] for row in rows))
+    first = {row["problem"]: row["best_ms"] for row in rows if row["threads"] == counts[0]}
+    for count in counts:
+        own = [row for row in rows if row["threads"] == count and row["gap"] is not None and first[row["problem"]]]
+        if own:
+            proven, gap = sum(row["gap"] == 0 for row in own), sum(row["gap"] for row in own) / len(own)
+            length = sum(row["best_ms"] / first[row["problem"]] for row in own) / len(own)
+            lines.append(f"{count:<18}{len(own):>9}{proven:>8}{gap:>10.1%}{length:>9.2%}")
+    return "\n".join(lines)
+
+
+def _gaps(rows: list[dict[str, Any]]) -> str:
+    """The gaps of random problems, by kind and of all."""
+    gaps = [(row["problem"].partition("-")[0], row["gap"]) for row in rows if row["gap"] is not None]
+    kinds = {kind: [gap for other, gap in gaps if other == kind] for kind, _ in gaps}
+    lines = [f"{'kind':18}{'problems':>9}{'proven':>8}{'mean gap':>10}{'largest':>9}"]
+    for kind, own in (kinds | {"all": [gap for _, gap in gaps]}).items():
+        if own:
+            proven = sum(gap == 0 for gap in own)
+            lines.append(f"{kind:18}{len(own):>9}{proven:>8}{sum(own) / len(own):>10.1%}{max(own):>9.1%}")
+    return "\n".join(lines)
 
 
 def _moments(time_limit: float) -> list[float]:
@@ -71,6 +123,8 @@ def _row(problem: Problem, result: Result, moments: list[float]) -> dict[str, An
         "method": result.method,
         "reason": result.reason,
         "notes": result.notes,
+        "time_s": result.time_s,
+        "steps": [(step.time_s, step.value_ms, step.method) for step in result.history],
     }
 
 

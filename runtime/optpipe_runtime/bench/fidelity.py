@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.model.placement import Placement, Shape
-from optpipe.schedule import ScheduleFile
+from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
@@ -103,6 +103,13 @@ class Row:
     def deviation(self) -> float:
         """The measured time relative to the predicted one, less 1."""
         return self.measured_ms / self.predicted_ms - 1
+
+    @property
+    def messages_in_a_row(self) -> float:
+        """How many ms longer a step is predicted if each message takes a ms more: the messages on the longest path."""
+        schedule = ScheduleFile.from_dict(self.file).schedule()
+        later = schedule.problem.replace(p2p_ms=schedule.problem.p2p_ms + 1)
+        return Schedule(later, schedule.programs, schedule.links).makespan_ms - schedule.makespan_ms
 
 
 def save(rows: Sequence[Row], path: Path) -> None:

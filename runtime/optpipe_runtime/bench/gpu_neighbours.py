@@ -61,7 +61,7 @@ def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[
     messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))
     own = replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages)
     executor = Executor(own, Reductions(rank.replicas, rank.device))
-    return lambda inputs, targets: executor.run(plan, Batch(inputs, targets), trace=True), messages.timer
+    return lambda inputs, targets: executor.run(plan, Batch(inputs, targets, trace=True)), messages.timer
 
 
 class Timer(Protocol):

@@ -1,4 +1,4 @@
-"""`Batch`: what a rank gives to one step, and how it is cut into micro-batches.
+"""`Batch`: what a rank gives to one step and asks of it, and how that is cut into micro-batches.
 
 Values may be tensors, torch's `BlockMask`s, anything else, and tuples, lists and dicts of these. A tensor is cut along
 its first dimension, or as a chunk spec of torch.distributed.pipelining says; every micro-batch gets what is no tensor
@@ -39,7 +39,7 @@ class ChunkSpecs:
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole batch of a step on one rank.
+    """The whole batch of a step on one rank, and what its report is to have.
 
     Attributes
     ----------
@@ -49,12 +49,16 @@ class Batch:
         Named arguments: for all stages of this rank, or by number of the stage.
     specs
         How inputs and kwargs are cut.
+    trace, outputs
+        Whether to report the time of every op, and what the last modules return.
     """
 
     inputs: Any = None
     targets: Any = None
     kwargs: Mapping[Any, Any] = field(default_factory=dict)
     specs: ChunkSpecs = field(default_factory=ChunkSpecs)
+    trace: bool = False
+    outputs: bool = False
 
     def cut_inputs(self, microbatches: int) -> list[tuple[Any, ...]]:
         return cut(self.inputs, microbatches, "inputs", self.specs.args)

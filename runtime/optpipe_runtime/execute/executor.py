@@ -11,6 +11,7 @@ from optpipe.errors import OptPipeError
 from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
+from optpipe_runtime.execute.host_updates import HostUpdates
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepRecord, StepReport
@@ -35,7 +36,7 @@ class Executor:
         self._rank, self._stages, self._device = rank, rank.stages, rank.device
         self._messages, self._pool, self._peers, self._link = rank.messages, rank.pool, rank.peers, rank.link
         self._clock = Clock(rank.device, rank.team.require_alive)
-        self._host_optimizers, self._reductions = rank.host_optimizers, reductions
+        self._host_updates, self._reductions = HostUpdates(rank, reductions), reductions
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._counted: Plan | None = None  # the last one whose bytes were counted
@@ -55,18 +56,16 @@ class Executor:
         self,
         plan: Plan,
         batch: Batch,
-        trace: bool = False,
         evaluating: bool = False,
-        outputs: bool = False,
         completed: Callable[[int], object] = lambda _: None,
         window_ended: Callable[[int], object] = lambda _: None,
     ) -> StepReport:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         The batch's inputs are needed where a route begins, its targets where one ends. With `evaluating` only losses
-        are computed; with `outputs` what the last modules return is kept for the report. `completed` is called with a
-        stage after the op by which its gradients are complete, and in a step that is in windows `window_ended` after
-        the last op of an earlier window. Bytes are counted in a traced step, and in the first by a plan.
+        are computed. `completed` is called with a stage after the op by which its gradients are complete, and in a step
+        that is in windows `window_ended` after the last op of an earlier window. Bytes are counted in a traced step,
+        and in the first by a plan.
         """
         m, replicas = self._layout.microbatches, self._rank.replicas
         given = batch.cut_inputs(m) if self._rank.takes_inputs else []
@@ -76,32 +75,34 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-        counting = not evaluating and (trace or plan is not self._counted)
-        step = StepRecord(plan, given, asked, named, evaluating, self._clock.mark if trace else _no_mark, counting)
+        counting = not evaluating and (batch.trace or plan is not self._counted)
+        step = StepRecord(
+            plan, given, asked, named, evaluating, self._clock.mark if batch.trace else _no_mark, counting
+        )
         for stage in self._stages.values():
-            stage.results = step.results if outputs else None
+            stage.results = step.results if batch.outputs else None
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
         window_ends, room = NO_WINDOWS if evaluating else self._windows_of(plan)
         try:
-            self._begin(step)
+            self._host_updates.begin(step)
             for action, certified in zip(actions, plan.certified_bytes, strict=False):
                 at = action.op
                 for message, source in action.post:
                     self._messages.post(message, source, self._specs(message))
                 for s in action.gathers:
-                    self._gather(s)
+                    self._host_updates.gather(s)
                 if action.op in room:
                     self._reductions.make_room(room[action.op])
                 self._run(step, action)
-                if counting or (trace and evaluating):
+                if counting or (batch.trace and evaluating):
                     step.gathered_bytes = max(step.gathered_bytes or 0, replicas.held_bytes())
                 if counting:
                     step.count(
                         action.op, None if action.op.kind in HOLDING_SAME else self._held_bytes(action.op), certified
                     )
-                if trace:
+                if batch.trace:
                     step.allocated.append(self._allocated_bytes())
                 done += 1
                 if action.op in plan.completing:
@@ -110,9 +111,9 @@ class Executor:
                     window_ended(action.op.stage)
                 elif evaluating and action.op in plan.closing:
                     replicas.shard(action.op.stage)
-                self._let_leave(step)
+                self._host_updates.let_leave(step)
             at = "the end of the step"
-            self._end(step)
+            self._host_updates.end(step)
         except BaseException as error:
             error.add_note(self._where(step, at, error))
             self._unfinished = actions[done:]
@@ -140,7 +141,7 @@ class Executor:
             gathered_certified_bytes=certified_gathered,
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             excess=step.excess,
-            trace=tuple(step.trace(self._clock, begun)) if trace else (),
+            trace=tuple(step.trace(self._clock, begun)) if batch.trace else (),
             outputs=[step.results[j] for j in sorted(step.results)] if step.results else None,
         )
 
@@ -167,7 +168,7 @@ class Executor:
             for message, source in action.post:
                 self._messages.post(message, source, self._specs(message))
             for gathered in action.gathers:
-                self._gather(gathered)
+                self._host_updates.gather(gathered)
             if action.receives is not None:
                 self._messages.discard(action.receives)
             if kind in (Kind.A, Kind.V):
@@ -220,28 +221,6 @@ class Executor:
             self._windows = plan.digest, windows(ops, self._rank.whole_gradients)
         return self._windows[1]
 
-    def _begin(self, step: StepRecord) -> None:
-        """Brings in the parameters that the schedule does not bring in."""
-        for s, optimizer in self._host_optimizers.items():
-            if not step.evaluating:
-                optimizer.start_step()
-            if step.evaluating or s not in step.plan.updated:
-                optimizer.synchronize()
-
-    def _end(self, step: StepRecord) -> None:
-        """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
-        until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
-        if step.evaluating or not self._host_optimizers:
-            return
-        self._reductions.finish()
-        self._let_leave(step)
-        for s, optimizer in self._host_optimizers.items():
-            if s not in step.plan.updated:
-                optimizer.gradients_out()
-                optimizer.update()
-        for optimizer in self._host_optimizers.values():
-            optimizer.wait_update()
-
     def _where(self, step: StepRecord, at: Op | str, error: BaseException) -> str:
         """Says at which op the host was, and which op's copy failed, if one did."""
         where = f"rank {self._rank.team.name} was at {_named(at) if isinstance(at, Op) else at}"
@@ -262,14 +241,20 @@ class Executor:
             self._make_room(step, action.op)
             return
         if kind in OPTIMIZER:
-            self._update(step, action.op)
+            self._host_updates.run(step, action.op)
             return
         stage, ends = self._stages[s], self._layout.after(s, j) is None
         if kind == Kind.F and s not in step.begun:
             self._begin_stage(step, stage)
-        received = self._take(step, action.receives) if action.receives else step.inputs[j] if kind == Kind.F else ()
-        if kind == Kind.F and s in self._host_optimizers:
-            self._host_optimizers[s].wait_in()
+        wait = None
+        if action.receives:
+            asked = step.mark()
+            received = self._take(step, action.receives)
+            wait = asked, step.mark()
+        else:
+            received = step.inputs[j] if kind == Kind.F else ()
+        if kind == Kind.F:
+            self._host_updates.wait_in(s)
         if kind in BACKWARD:
             stage.activation(j).wait()  # before the time of the op starts
         if action.to is not None:
@@ -319,7 +304,7 @@ class Executor:
         del received
         if action.sends is not None and action.to is not None:
             self._messages.send(action.sends, made, action.to, self._sent_specs(action.op))
-        step.times.append((action.op, start, step.mark(), copies))
+        step.times.append((action.op, start, step.mark(), wait, copies))
 
     def _begin_stage(self, step: StepRecord, stage: StageRunner) -> None:
         """Before the first F of a stage: waits until its parameters are whole. These and the batch are no
@@ -340,33 +325,6 @@ class Executor:
         step.awaited = None
         return received
 
-    def _update(self, step: StepRecord, op: Op) -> None:
-        """G, U or P: the stage's optimizer on the host. While the stage's gradients are being reduced over the
-        replicas, its G and U are put off, and G passes the shared link on."""
-        optimizer, start = self._host_optimizers[op.stage], step.mark()
-        copies: list[Handle] = []
-        run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
-        with self._link.in_order(op):
-            if op.kind != Kind.P and (op.stage in step.put_off or not self._reductions.ended(op.stage)):
-                step.put_off.setdefault(op.stage, []).append((run, copies))
-            else:
-                copies += run()
-        step.times.append((op, start, step.mark(), copies))
-
-    def _let_leave(self, step: StepRecord) -> None:
-        """Runs the G and U that were put off, of stages whose reductions have ended. Waits for none: replicas that run
-        other schedules could wait for each other for ever."""
-        for s in [s for s in step.put_off if self._reductions.ended(s)]:
-            for run, copies in step.put_off.pop(s):
-                copies += run()
-
-    def _gather(self, s: int) -> None:
-        """Begins to gather a stage, once its shards are those after the last update."""
-        if s in self._host_optimizers and self._rank.replicas.ranks(s):
-            self._host_optimizers[s].parameters_in()
-            self._host_optimizers[s].wait_in()
-        self._rank.replicas.gather(s)
-
     def _make_room(self, step: StepRecord | None, op: Op) -> None:
         """A or V: makes or frees room for what another rank evicts."""
         start = step.mark() if step else None
@@ -378,7 +336,7 @@ class Executor:
         else:
             self._peers.vacate((op.stage, op.microbatch))
         if step:
-            step.times.append((op, start, step.mark(), ()))
+            step.times.append((op, start, step.mark(), None, ()))
 
     def _held_bytes(self, op: Op) -> int:
         if op.stage in self._stages:

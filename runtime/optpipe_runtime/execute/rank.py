@@ -18,7 +18,8 @@ from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
-from optpipe_runtime.ranks.team import LostError, Team
+from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage.io import StageIO
 from optpipe_runtime.stage.runner import StageRunner
 

@@ -15,6 +15,8 @@ from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Kwargs
 
+WAITED_MS = 0.2  # taking a message that is there takes the host less
+
 
 class OpTime(NamedTuple):
     """When an op ran on this rank, and what the rank held after it.
@@ -32,6 +34,8 @@ class OpTime(NamedTuple):
         How many the certificate allows.
     allocated_bytes
         `torch.cuda.memory_allocated` on CUDA, else None.
+    message_ms
+        When the op's message came, if the op had to wait for it; else None.
     """
 
     op: Op
@@ -40,6 +44,7 @@ class OpTime(NamedTuple):
     held_bytes: int
     certified_bytes: int
     allocated_bytes: int | None
+    message_ms: float | None = None
 
 
 class Excess(NamedTuple):
@@ -131,7 +136,8 @@ class StepRecord:
         self.results: dict[int, Any] = {}  # what the last modules return, by micro-batch, if asked for
         self.losses: dict[int, Tensor] = {}
         self.awaited: Message | None = None  # while the host waits for it
-        self.times: list[tuple[Op, Any, Any, Sequence[Handle]]] = []  # op, start, end, and the copies that it issued
+        # Op, start, end, from when to when it waited for its message, and the copies that it issued.
+        self.times: list[tuple[Op, Any, Any, tuple[Any, Any] | None, Sequence[Handle]]] = []
         self.held: list[int] = []  # bytes after each op
         self.allocated: list[int | None] = []
         self.peak_bytes = 0
@@ -156,7 +162,9 @@ class StepRecord:
 
     def trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
         held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
-        for (op, start, end, copies), counted, allocated in zip(self.times, held, self.allocated, strict=False):
+        for (op, start, end, wait, copies), counted, allocated in zip(self.times, held, self.allocated, strict=False):
             spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
             starts, ends = [clock.ms(begun, a) for a, _ in spans], [clock.ms(begun, b) for _, b in spans]
-            yield OpTime(op, min(starts), max(ends), *counted, allocated)
+            waited = wait is not None and clock.ms(*wait) > WAITED_MS
+            message = clock.ms(begun, wait[1]) if wait and waited else None
+            yield OpTime(op, min(starts), max(ends), *counted, allocated, message)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+import torch
 
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.measure.trial import OpTimer, Trial
-
-log = logging.getLogger("optpipe.runtime")
+from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.split import is_compiled
 
 WARM_UP = 2  # rounds
 MOST_NAMES = 4  # in a log line
@@ -29,8 +29,9 @@ class AtB:
     trained
         How many parameters have gradients.
     share
-        The part of B's time that is gone if they are frozen. None where that is not measured: a compiled stage would be
-        compiled again.
+        The part of B's time that is gone if they are frozen; of a compiled stage while nothing is compiled, because it
+        would be compiled again. None where that is not measured: in DDP or FSDP, or if some of these gradients wait for
+        W while nothing is compiled.
     """
 
     names: tuple[str, ...]
@@ -57,18 +58,33 @@ def at_b(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> dic
         stage = trial.stage
         if stage.at_b and stage.index not in own:
             wrapped = bool(rank.replicas.ranks(stage.index))
-            share = None if wrapped or _compiled(stage.module) else _share(trial, stage.at_b, clock, repeats)
+            share = None if wrapped else _share(trial, stage.at_b, clock, repeats)
             trained = sum(parameter.requires_grad for parameter in stage.module.parameters())
             own[stage.index] = AtB(tuple(sorted(stage.at_b)), trained, share)
     return {s: found for stages in rank.cpu_group.gather(own) for s, found in stages.items()}
 
 
-def tell(found: Mapping[int, AtB]) -> None:
-    for s, stage in sorted(found.items()):
-        log.info("stage %d: %s", s, stage)
+def _share(trial: Trial, names: frozenset[str], clock: Clock, repeats: int) -> float | None:
+    if not any(map(is_compiled, trial.stage.module.modules())):
+        return _gone(trial, names, clock, repeats)
+    with torch.compiler.set_stance("force_eager"), _norms_at_b(trial.stage):
+        trial.backward(OpTimer(clock), "all")
+        return _gone(trial, names, clock, repeats) if names <= (trial.stage.at_b or frozenset()) else None
 
 
-def _share(trial: Trial, names: frozenset[str], clock: Clock, repeats: int) -> float:
+@contextmanager
+def _norms_at_b(stage: StageRunner) -> Iterator[None]:
+    """In this context the gradients of norms come at B, as in a compiled region, and `at_b` is found anew."""
+    before = stage.norms_wait, stage.at_b
+    stage.norms_wait, stage.at_b = False, None
+    try:
+        yield
+    finally:
+        stage.norms_wait, stage.at_b = before
+
+
+def _gone(trial: Trial, names: frozenset[str], clock: Clock, repeats: int) -> float:
+    """The part of B's time that is gone if the parameters of these names are frozen."""
     parameters = [p for name, p in trial.stage.module.named_parameters() if name in names and p.requires_grad]
     times = OpTimer(clock)
     for r in range(WARM_UP + repeats):
@@ -86,10 +102,3 @@ def _share(trial: Trial, names: frozenset[str], clock: Clock, repeats: int) -> f
     clock.settle()
     spreads = times.spreads()
     return max(0.0, 1 - spreads["others"].ms / spreads["all"].ms) if spreads["all"].ms else 0.0
-
-
-def _compiled(module: nn.Module) -> bool:
-    return any(
-        part._compiled_call_impl is not None or hasattr(part, "get_compiler_config") or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )

@@ -2,9 +2,10 @@
 uses.
 
 Compute and host transfers are measured one after the other, each on all ranks at the same time and equally long on all:
-faster ranks do more rounds, so that no rank is measured beside ranks that have already finished. If transfers can run
-in both directions at once, they do so here; ranks that share a link use it one after the other. The loss is part of the
-last stage. Links between ranks are measured one after the other. The time that a rank needs to hand a message over is
+faster ranks do more rounds, so that no rank is measured beside ranks that have already finished. While a transfer is
+under way its stage computes another micro-batch. If transfers can run in both directions at once, they do so here;
+ranks that share a link use it one after the other. The loss is part of the last stage. Messages are measured between
+all ranks that can be paired at a time, while the others compute. The time that a rank needs to hand a message over is
 part of the op that made it.
 
 Times are medians in ms, after a warm-up that also allocates gradients. Bytes are counted by live storages:
@@ -16,38 +17,36 @@ full as the slowest and the fullest of them."""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import compress, pairwise
-from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.lowering.plan import EvictionOrder, Message
 from optpipe_runtime.measure.at_b import AtB, at_b
+from optpipe_runtime.measure.copies import try_evictions, try_transfers
+from optpipe_runtime.measure.links import message_times
+from optpipe_runtime.measure.rounds import routes, together
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.split import main_grad
 
-WARM_UP = 2  # rounds
-MOST_ROUNDS = 1000
+log = logging.getLogger("optpipe.runtime")
+
 LAUNCHES = 3  # rounds that time the host
-LINK_ROUNDS = 3  # for each of the repeats: messages are short
 LEAST = {"offload_bytes", "evict_bytes"}  # of several measurements the least counts: what certainly leaves
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
@@ -76,6 +75,13 @@ class Measured:
     launch_bound: tuple[tuple[int, str], ...]
     at_b: Mapping[int, AtB] = field(default_factory=dict)
 
+    def tell(self) -> None:
+        """Logs what the problem does not say."""
+        for s, stage in sorted(self.at_b.items()):
+            log.info("stage %d: %s", s, stage)
+        if self.launch_bound:
+            log.warning("these times may be those of the launches on the host (stage, time): %s", self.launch_bound)
+
 
 Sizes = dict[nn.Parameter, int]  # bytes of gradients
 
@@ -90,7 +96,7 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
     layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
     named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
     trials = {
-        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in _routes(rank, s)}
+        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in routes(rank, s)}
         for s, stage in rank.stages.items()
     }
     with ExitStack() as stack:
@@ -100,9 +106,9 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
         _try_compute(rank, everything, clock, repeats)
         gradients = _gradients(rank)
         left_at_b = at_b(rank, everything, clock, repeats)
-        _try_transfers(rank, everything, clock, repeats)
-        _try_evictions(rank, trials, repeats)
-        links, handover = _links(rank, trials, clock, repeats)
+        try_transfers(rank, everything, clock, repeats)
+        try_evictions(rank, trials, repeats)
+        links, handover = message_times(rank, trials, clock, repeats)
         updates = _try_updates(rank, clock, repeats)
     clock.settle()
     counts = Counter(layout.microbatch_routes)
@@ -137,12 +143,6 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
         launch_bound=tuple(found for *_, bound in gathered for found in bound),
         at_b=left_at_b,
     )
-
-
-def _routes(rank: Rank, s: int) -> list[int]:
-    """The routes over a stage that micro-batches take; the first one if they take none."""
-    over = [r for r, route in enumerate(rank.layout.routes) if s in route]
-    return [r for r in over if r in rank.layout.microbatch_routes] or over[:1]
 
 
 Found = tuple[
@@ -186,152 +186,19 @@ def _of_all(pick: Callable[..., Any], found: Sequence[Mapping[Any, Any]], name: 
 # Measurements. All of these are collective. Inner peers do equally many rounds of what runs their modules.
 
 
-def _together(rank: Rank, once: Callable[[], object], times: Iterable[OpTimer], clock: Clock, repeats: int) -> None:
-    """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest."""
-    rank.cpu_group.minimum(0)  # earlier measurements have ended on all ranks
-    own = 0.0
-    for _ in range(WARM_UP):
-        start = time.perf_counter()
-        once()
-        clock.settle()
-        own = time.perf_counter() - start
-    for timer in times:
-        timer.clear()
-    by_peer = rank.cpu_group.gather_by_peer(own)  # all ranks begin here
-    slowest, own = max(map(max, by_peer)), max(times[rank.number] for times in by_peer)
-    for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest / own)))):
-        once()
-    clock.settle()
-
-
 def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
     def once() -> None:
         for trial in trials:
             trial.compute()
 
     times = [trial.compute_times for trial in trials]
-    _together(rank, once, times, clock, repeats)
+    together(rank, once, times, clock, repeats)
     if rank.device.type == "cuda":
         with ExitStack() as stack:
             for timer in times:
                 stack.enter_context(timer.launches())
             for _ in range(LAUNCHES):
                 once()
-
-
-def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
-    """Offloads and reloads the activations of all stages, one after the other; in full duplex one is reloaded while the
-    next is offloaded."""
-    layout, limit = rank.layout, rank.pool.limit
-    fits = [[limit is None or n * trial.host_bytes(rank.pool) <= limit for n in (1, 2)] for trial in trials]
-    by_peer = rank.cpu_group.gather_by_peer(fits)
-    one, two = ([all(found[rank.number][k][n] for found in by_peer) for k in range(len(trials))] for n in (0, 1))
-    fitting = list(compress(trials, one))
-    both_ways = layout.full_duplex and bool(fitting) and all(compress(two, one))
-    moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
-    for trial, j in moving:
-        trial.forward(j)
-    sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
-    for turn in range(max(map(len, layout.shared_links.values()), default=1)):
-        here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
-        with _first_offloaded(here if both_ways else []):
-            once = partial(_both_ways if both_ways else _one_way, here)
-            _together(rank, once, [trial.copy_times for trial, _ in here], clock, repeats)
-    for trial, j in moving:
-        trial.forget(j)
-
-
-def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
-    for trial, j in moving:
-        trial.end_out(j, trial.start_out(j))
-        trial.end_back(j, trial.start_back(j))
-
-
-def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
-    """The first activation is off the device before and after."""
-    for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
-        returning, leaving = trial.start_back(j), other.start_out(k)
-        other.end_out(k, leaving)
-        trial.end_back(j, returning)
-
-
-@contextmanager
-def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
-    for trial, j in moving[:1]:
-        trial.end_out(j, trial.start_out(j))
-    yield
-    for trial, j in moving[:1]:
-        trial.reload(j)
-
-
-def _try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
-    """Evicts the activations of one stage after the other, on the first route over it."""
-    for s, owner in enumerate(rank.layout.placement):
-        blocks = rank.io[s, _routes(rank, s)[0]].block_bytes
-        rank.cpu_group.minimum(0)  # one link at a time
-        if rank.layout.peer(owner) is None or not any(blocks):
-            continue
-        if owner == rank.number:
-            trial = trials[s][_routes(rank, s)[0]]
-            freed = {trial.evict(rank.peers) for _ in range(WARM_UP)}
-            trial.eviction_times.clear()
-            freed |= {trial.evict(rank.peers) for _ in range(repeats)}
-            trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
-        elif rank.layout.peer(owner) == rank.number:
-            activations = tuple((s, r) for r in range(WARM_UP + repeats))
-            rank.peers.start_step({owner: EvictionOrder(activations, activations)})
-            for activation in activations:
-                rank.peers.accept(owner, activation, [size for size in blocks if size])
-                rank.peers.vacate(activation)
-
-
-Handover = dict[tuple[int, str], float]  # ms by stage and name of an op's time
-
-
-def _links(
-    rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int
-) -> tuple[dict[tuple[int, int], Spread], Handover]:
-    """The time of a message from this rank to others: half of the time from when it was handed over to its answer. And
-    the time that F and B take to hand a message over and to post the next receive. One pair of ranks is measured after
-    the other. As in a step, what is sent has just been computed, and the receiver is already waiting."""
-    found: dict[tuple[int, int], Spread] = {}
-    handover: Handover = defaultdict(float)
-    placement, messages = rank.layout.placement, rank.messages
-    for route, s, after in rank.layout.neighbours():
-        here, there = placement[s], placement[after]
-        rank.cpu_group.minimum(0)  # one link at a time
-        if here == there or rank.number not in (here, there) or route not in _routes(rank, s):
-            continue
-        times, first = OpTimer(clock), rank.number == here
-        specs, rounds = rank.io[s, route].outputs, WARM_UP + LINK_ROUNDS * repeats
-        messages.start_step()
-        if not first:
-            messages.post(Message(Kind.F, after, 0), here, specs)
-        for r in range(rounds):
-            if r == WARM_UP:
-                times.clear()
-            out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
-            if first:
-                tensors = trials[s][route].outputs()
-                with times.of("handover"):
-                    messages.post(back, there, specs)
-                    messages.send(out, tensors, there, specs)
-                with times.of("answer"):
-                    messages.take(back)
-            else:
-                received = messages.take(out)
-                with times.of("handover"):
-                    if r + 1 < rounds:
-                        messages.post(Message(Kind.F, after, r + 1), here, specs)
-                    messages.send(back, received, here, specs)
-        messages.flush()
-        clock.settle()
-        op = (s, "forward_ms") if first else (after, "backward_input_ms")
-        handover[op] = max(times.spreads()["handover"].ms, handover[op])
-        if first:
-            one_way = times.spreads(0.5)["answer"]
-            found[here, there] = max(one_way, found.get((here, there), one_way))
-    return found, handover
 
 
 def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:
@@ -344,7 +211,7 @@ def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, 
             for name, copies in second.try_ops().items():
                 times.copies(name, [copies])
 
-    _together(rank, once, [times for times, _ in updates], clock, repeats)
+    together(rank, once, [times for times, _ in updates], clock, repeats)
     return {s: times.spreads() for s, (times, _) in zip(rank.host_optimizers, updates, strict=True)}
 
 
@@ -424,7 +291,7 @@ def budget(rank: Rank, gradients: Sizes) -> int:
     for s, stage in rank.stages.items():
         coming += stage.cast_bytes + rank.replicas.gradient_bytes(s)
         for parameter in rank.replicas.parameters(s):
-            if parameter.requires_grad:
+            if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
                 coming += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
     return max(0, int(0.9 * (free + cached - coming)))
 

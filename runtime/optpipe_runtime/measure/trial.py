@@ -22,6 +22,8 @@ from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
 from optpipe_runtime.stage.runner import StageRunner
 
+BESIDE = -1  # the number of a micro-batch that runs beside others
+
 
 @dataclass(frozen=True, order=True)
 class Spread:
@@ -168,6 +170,16 @@ class Trial:
         with times.of(name):
             stage.backward(0, gradients, split=True)
         stage.weight(0)
+
+    def beside(self) -> None:
+        """Runs F, B and W of a micro-batch of its own, without timing them."""
+        stage, gradients = self.stage, self._fresh_gradients()
+        stage.start_step(self._batch, self.parts)
+        stage.forward(
+            BESIDE, self._fresh_inputs(), self._targets, route=self.route, backward=Kind.B, kwargs=self._kwargs
+        )
+        stage.backward(BESIDE, gradients, split=True)
+        stage.weight(BESIDE)
 
     def outputs(self) -> Tensors:
         """What a forward gives to the next stage, newly computed."""

@@ -28,7 +28,8 @@ from torch import Tensor
 from optpipe_runtime.lowering.plan import EvictionOrder, StageMicrobatch
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_engine
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
+from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
+from optpipe_runtime.ranks.team import Team
 
 
 class _Direction(NamedTuple):

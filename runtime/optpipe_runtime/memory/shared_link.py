@@ -30,7 +30,8 @@ from optpipe.model.ops import Op
 from optpipe_runtime.lowering.link_order import LinkOrder
 from optpipe_runtime.memory.engines import CopyEngine
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.team import Team, Transfer
+from optpipe_runtime.ranks.subgroup import Transfer
+from optpipe_runtime.ranks.team import Team
 
 QUEUES = 32  # the most that CUDA gives
 DEFAULT_QUEUES = 8

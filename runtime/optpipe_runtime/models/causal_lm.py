@@ -51,8 +51,8 @@ class CausalLM:
 
     def even(self, stages: int) -> list[int]:
         """Decoder layers evenly, embedding and head to the first and to the last stage."""
-        if stages == 1:
-            return [self.layers]
+        if stages == 1 or stages > self._count:
+            return evenly(self.layers, stages)
         counts = evenly(self._count, stages)
         return [counts[0] + 1, *counts[1:-1], counts[-1] + 1]
 

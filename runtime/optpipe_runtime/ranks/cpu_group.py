@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
+from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
+from optpipe_runtime.ranks.team import Team
 
 T = TypeVar("T")
 
@@ -48,6 +49,22 @@ class Shared:
     def least(self, count: int) -> list[int]:
         """The minimum of each of the first `count` numbers over all ranks."""
         return [min(column) for column in zip(*self.rows, strict=True)][:count]
+
+
+def on_each_rank(make: Callable[[], T], gather: Callable[[Any], list[Any]], describe: Callable[[Exception], str]) -> T:
+    """See `CpuGroup.on_each_rank`. `gather` gives the values of all ranks that agree."""
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    messages = gather(None if failure is None else describe(failure))
+    if failure is not None:
+        raise failure
+    for message in messages:
+        if message is not None:
+            raise InputError(message)
+    return made
 
 
 class CpuGroup:
@@ -118,18 +135,7 @@ class CpuGroup:
 
     def on_each_rank(self, make: Callable[[], T]) -> T:
         """What `make` returns here. If it fails on any rank, the others raise an `InputError` that says so."""
-        failure: Exception | None = None
-        try:
-            made = make()
-        except Exception as error:
-            failure = error
-        messages = self.gather(None if failure is None else self._team.describe(failure))
-        if failure is not None:
-            raise failure
-        for message in messages:
-            if message is not None:
-                raise InputError(message)
-        return made
+        return on_each_rank(make, self.gather, self._team.describe)
 
     def all_equal(self, number: int | None) -> bool:
         """Whether every rank gives the same number of at most 63 bits. None is equal to nothing."""

@@ -15,10 +15,15 @@ from optpipe_runtime.ranks.grid import ranks_of
 from optpipe_runtime.ranks.parts import dimensions
 
 
+class Told(nn.Module):
+    """A stage of which the caller knows with whom its ops communicate. Its parts may hold other groups, for what runs
+    between two steps."""
+
+
 def require_inner(s: int, module: nn.Module, inner: Collection[int], replicas: Collection[int] = ()) -> None:
     """Raises `InputError` if a stage's ops communicate with ranks that are not its inner peers: these may run another
     schedule. DTensors may also be spread over `replicas`, by `fully_shard`, which communicates between the steps."""
-    for name, ranks in _communicating(module):
+    for name, ranks in () if isinstance(module, Told) else _communicating(module):
         if not ranks <= set(inner) and not ranks <= set(replicas):
             known = f"of which inner has {sorted(inner)}" if len(inner) > 1 else "which all must run one schedule"
             raise InputError(

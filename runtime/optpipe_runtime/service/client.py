@@ -1,4 +1,4 @@
-"""`ScheduleClient`: asks the solver service for schedules while the training runs, and never makes a step wait.
+"""`ScheduleClient`: asks for schedules while the training runs, and never makes a step wait.
 
     client = ScheduleClient("http://127.0.0.1:8000", problem)  # on one rank; the ranks agree among themselves
     if offer := client.poll():  # between two iterations; takes microseconds
@@ -9,6 +9,10 @@
 One daemon thread does all waiting. Every schedule is checked here before it is offered, because the service may be
 wrong. If the service is away, slow or wrong, there is nothing to poll, the log has one warning for the outage, and the
 training goes on with the schedule it has.
+
+Without a service the search runs on this host, and begins with what a cache has:
+
+    client = ScheduleClient(None, problem, cache=optpipe_cache.Cache(path))
 """
 
 from __future__ import annotations
@@ -18,17 +22,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Unpack
 
-from optpipe.errors import InputError
+from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.schedule import Schedule
-from optpipe_runtime.service.connection import ServiceConnection, api_key, base_url
+from optpipe_runtime.service.connection import ServiceConnection, api_key, service_url
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
+from optpipe_runtime.service.local_search import HERE, LocalSearch
 from optpipe_runtime.service.outages import Backoff, Outages
 from optpipe_runtime.service.remote_search import RemoteSearch
 
@@ -42,12 +47,6 @@ class ClientOptions(SolveOptions):
     """What a client asks of its searches, which run beside a training."""
 
     time_limit_s: TimeLimit = 600.0
-
-    def for_training(self) -> ClientOptions:
-        """The same, for a training, whose stages are what they are. Raises InputError if other stages may be chosen."""
-        if self.placements == "all":
-            raise InputError("placements = 'all': a training has its stages already, 'keep' was expected")
-        return self
 
 
 @dataclass(frozen=True)
@@ -76,23 +75,30 @@ class Offer:
 
 
 class ScheduleClient:
-    """Follows one problem on the service.
+    """Follows one problem, on a service or on this host.
 
     Parameters
     ----------
     url
-        The address of the service.
+        The address of the service; None: OPTPIPE_URL of the environment. Without that, or with a cache, the search runs
+        on this host.
     problem
-        What to find schedules for.
+        What to find schedules for. Without a name, its job is called by what started the training, such as
+        `slurm-4711` (SLURM_JOB_ID) or `torchrun-a7` (TORCHELASTIC_RUN_ID).
     warm_start
         The schedule that the training runs now: the search starts there, and only better schedules are offered.
     key
         The service's API key, by default OPTPIPE_KEY of the environment.
+    cache
+        Without a service: solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known
+        there, and what it finds is kept there. The service has a cache of its own.
     connect_timeout_s, read_timeout_s
         How long to wait for a connection, and for data.
     backoff_s
         After a failure the next try waits from the first number of seconds, doubled each time, up to the second, with
         jitter, and at least as long as the service asks for.
+    wanted
+        Which of the better schedules to offer; by default each.
     options
         `ClientOptions`, of the search. Threads and memory are at most those of the service's worker.
 
@@ -105,22 +111,30 @@ class ScheduleClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | None,
         problem: Problem,
         *,
         warm_start: Schedule | None = None,
         key: str | None = None,
+        cache: ScheduleCache | None = None,
         connect_timeout_s: float = 2.0,
         read_timeout_s: float = 45.0,
         backoff_s: tuple[float, float] = (0.5, 30.0),
+        wanted: Callable[[Schedule], bool] = lambda _: True,
         **options: Unpack[SolveArguments],
     ) -> None:
-        url = base_url(url)
-        self._backoff_s, self._outages = backoff_s, Outages(url)
-        self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
-        asked, backoff = ClientOptions.of("ScheduleClient", options), Backoff(*backoff_s)
-        self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._found)
-        self._version = 0
+        asked = ClientOptions.of("ScheduleClient", options)
+        url = service_url(url, cache)
+        self._backoff_s, self._outages = backoff_s, Outages(url or HERE)
+        self._connection: ServiceConnection | None = None
+        self._search: RemoteSearch | LocalSearch
+        if url is None:
+            self._search = LocalSearch(asked, cache, self._found)
+        else:
+            backoff = Backoff(*backoff_s)
+            self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
+            self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._found)
+        self._version, self._wanted = 0, wanted
         self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
         self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
         self._following = 0  # the number of the problem that is searched
@@ -191,7 +205,7 @@ class ScheduleClient:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        async with self._connection:
+        async with self._connection or nullcontext():
             telling = asyncio.create_task(self._tell())
             await self._closing.wait()
             if self._searching is not None:
@@ -216,8 +230,9 @@ class ScheduleClient:
         self._searched = number
 
     def _found(self, schedule: Schedule, job: str, seq: int) -> None:
-        self._version += 1
-        self._newest.append((self._following, Offer(self._version, schedule, job, seq)))
+        if self._wanted(schedule):
+            self._version += 1
+            self._newest.append((self._following, Offer(self._version, schedule, job, seq)))
 
     def _adopt(self, incumbent: tuple[str, int], content: dict[str, Any]) -> None:
         self._adoptions[incumbent] = content
@@ -226,6 +241,8 @@ class ScheduleClient:
     async def _tell(self) -> None:
         """Tells adoptions, one after the other, until the service has taken or refused each; after `close` until none
         is left."""
+        if self._connection is None:
+            return
         backoff = Backoff(*self._backoff_s)
         while self._adoptions or not self._closing.is_set():
             await self._to_tell.wait()

@@ -23,6 +23,7 @@ import httpcore  # noqa: F401
 import httpx
 
 from optpipe.errors import InputError
+from optpipe.known import ScheduleCache
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 
 LONGEST_REQUEST = 2**20  # bytes that the service accepts
@@ -30,14 +31,16 @@ LONGEST_ANSWER = 2**18  # bytes; the problem decides how long an answer with a s
 LONGEST_EVENT = 2**18
 LONGEST_WAIT_S = 300.0  # whatever Retry-After says
 EVENT_S = 0.01  # between two events: a flood of them would take the interpreter from the training
-KEY_VARIABLE = "OPTPIPE_KEY"
+KEY_VARIABLE, URL_VARIABLE = "OPTPIPE_KEY", "OPTPIPE_URL"
+RUNS = {"SLURM_JOB_ID": "slurm", "TORCHELASTIC_RUN_ID": "torchrun"}  # who started the training, by its variable
+UNNAMED = ("", "none")  # the second is torchrun's without --rdzv-id
 
 
 class ServiceConnection:
     """HTTP requests to one service, from one event loop. Times are seconds."""
 
     def __init__(self, url: str, key: str | None, connect_s: float, read_s: float) -> None:
-        self._url, self._has_key = base_url(url), key is not None
+        self._url, self._has_key = url, key is not None
         self._read_s, self._reply_s = read_s, connect_s + read_s
         self._headers = {"Accept-Encoding": "identity", **({} if key is None else {"Authorization": f"Bearer {key}"})}
         self._timeout = httpx.Timeout(read_s, connect=connect_s)
@@ -161,19 +164,40 @@ def _seconds(retry_after: str) -> float:
     return min(max(wanted, 0.0), LONGEST_WAIT_S)
 
 
-def base_url(url: str) -> str:
-    """The address of a service, without a slash at its end. Raises `InputError` for anything else."""
+def service_url(given: str | None, cache: ScheduleCache | None = None) -> str | None:
+    """The address of the service, the one given or the environment's, without a slash at its end.
+
+    None, with a cache or if neither is there: the search runs on this host. Raises `InputError` for a text that is no
+    address, and for one beside a cache.
+    """
+    if given is None:
+        named = os.environ.get(URL_VARIABLE)
+        return base_url(named, URL_VARIABLE) if named and cache is None else None
+    if cache is not None:
+        raise InputError(f"url = {given[:100]!r}: with a cache None was expected, the service has its own")
+    return base_url(given)
+
+
+def base_url(url: str, name: str = "url") -> str:
+    """The address without a slash at its end. Raises `InputError`, about `name`, for a text that is none."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
         parts = httpx.URL("")
     if parts.userinfo:
         raise InputError(
-            f"url: must be http://HOST:PORT without a name or password; the service takes an API key, in {KEY_VARIABLE}"
+            f"{name}: must be http://HOST:PORT without a name or password; the service takes an API key, in "
+            f"{KEY_VARIABLE}"
         )
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise InputError(f"url = {url[:100]!r}: must be http://HOST:PORT")
+        raise InputError(f"{name} = {url[:100]!r}: must be http://HOST:PORT")
     return url.rstrip("/")
+
+
+def run_name() -> str:
+    """What the cluster calls this training, such as `slurm-4711`; "" if nothing has started it that gives it a name."""
+    found = ((who, os.environ.get(variable, "")) for variable, who in RUNS.items())
+    return next((f"{who}-{name}" for who, name in found if name not in UNNAMED), "")[:200]
 
 
 def api_key(given: str | None) -> str | None:

@@ -19,7 +19,7 @@ from optpipe.model.problem import Problem
 from optpipe.options import Placements, SolveOptions
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_runtime.service.answers import IncumbentAnswer, IncumbentEvent, JobAnswer, JobState, parse
-from optpipe_runtime.service.connection import LONGEST_REQUEST, ServiceConnection
+from optpipe_runtime.service.connection import LONGEST_REQUEST, ServiceConnection, run_name
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 from optpipe_runtime.service.outages import Backoff, Outages
 
@@ -115,7 +115,7 @@ class RemoteSearch:
         however often it is sent."""
         if self._submission is None:
             request: dict[str, Any] = {
-                "problem": self._problem.to_dict(),
+                "problem": self._content(),
                 **self._options.model_dump(mode="json", exclude_none=True),
             }
             body = json.dumps(request).encode()
@@ -129,13 +129,16 @@ class RemoteSearch:
         self._job, self._seen, self._posed, self._submission = job.id, 0, True, None
         self._problem_version = job.problem_version
 
+    def _content(self) -> dict[str, Any]:
+        """The problem, whose name is the job's in the service."""
+        content = self._problem.to_dict()
+        return {**content, "name": content["name"] or run_name()}
+
     async def _pose(self, job: str) -> None:
         """Gives the job this problem; the search goes on from the best schedule that the service has. A job that cannot
         change its problem is cancelled, and another takes its place."""
         try:
-            answer = await self._connection.request(
-                "POST", f"/v1/jobs/{job}/problem", {"problem": self._problem.to_dict()}
-            )
+            answer = await self._connection.request("POST", f"/v1/jobs/{job}/problem", {"problem": self._content()})
             self._problem_version = parse(JobAnswer, answer).problem_version
             self._posed = True
         except RefusedError as refusal:
@@ -158,7 +161,7 @@ class RemoteSearch:
             answer = await self._connection.request(
                 "GET", f"/v1/jobs/{job}/incumbents/{event.seq}", longest=self._longest
             )
-            schedule = self._verified(parse(IncumbentAnswer, answer))
+            schedule = verified(parse(IncumbentAnswer, answer), self._problem, self._options.placements)
         except InvalidAnswerError:
             self._seen = event.seq  # do not fetch it again
             raise
@@ -169,22 +172,6 @@ class RemoteSearch:
             self._best, self._best_ms = schedule, value_ms
             self._found(schedule, job, event.seq)
         return True
-
-    def _verified(self, incumbent: IncumbentAnswer) -> Schedule:
-        """The schedule, checked on this client's own problem. Raises `InvalidAnswerError` if it is not valid."""
-        told, problem = incumbent.schedule, self._problem
-        if told.placement and self._options.placements == "keep":
-            raise InvalidAnswerError("a schedule for other stages than the problem's")
-        try:
-            placed = told.placement.apply(problem) if told.placement else problem
-            programs = (device.program for device in told.devices)
-            schedule = Schedule.parse(placed, programs, told.links, told.method, told.placement)
-            wrong = check(placed, schedule)
-        except InputError as error:
-            wrong = [str(error)]
-        if wrong:
-            raise InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
-        return schedule
 
     def _value_ms(self, schedule: Schedule) -> float:
         """What the search minimizes, computed here."""
@@ -197,6 +184,23 @@ class RemoteSearch:
             log.info("the solver service at %s has finished its search", self._url)
         else:
             log.warning("the solver service at %s ended its search as %s: %s", self._url, end.state, end.reason)
+
+
+def verified(incumbent: IncumbentAnswer, problem: Problem, placements: Placements) -> Schedule:
+    """The schedule, checked on the client's own problem. Raises `InvalidAnswerError` if it is not valid."""
+    told = incumbent.schedule
+    if told.placement and placements == "keep":
+        raise InvalidAnswerError("a schedule for other stages than the problem's")
+    try:
+        placed = told.placement.apply(problem) if told.placement else problem
+        programs = (device.program for device in told.devices)
+        schedule = Schedule.parse(placed, programs, told.links, told.method, told.placement)
+        wrong = check(placed, schedule)
+    except InputError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
+    return schedule
 
 
 def longest_answer(problem: Problem, placements: Placements = "keep") -> int:

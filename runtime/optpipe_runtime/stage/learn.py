@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -46,7 +47,7 @@ def learn(
     io = StageIO(tuple(Spec.of(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     stage.at_b = None
     if route <= min(stage.io, default=route):  # a route learned before decides for all
-        stage.norms_wait, stage.calls = True, Calls(stage.module)
+        stage.norms_wait, stage.whole, stage.calls = True, False, Calls(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
         copies, asked, named = clones((inputs, target or (), dict(kwargs)))
         changed = buffers.watch(stage.module)
@@ -76,10 +77,14 @@ def _with_blocks(
     assert stage.calls is not None
     before = computed_at_once()
     stage.noting = stage.calls.note
-    try:
-        running, activation = _run(
-            stage, io, inputs, target, route, kwargs, None
-        )  # its graph lives as long as `running`
+    try:  # the graph lives as long as `running`
+        running, activation = _run(stage, io, inputs, target, route, kwargs, None)
+    except Exception as error:
+        if not _must_stay_whole(error):
+            raise
+        stage.abandon()
+        stage.whole = True
+        running, activation = _run(stage, io, inputs, target, route, kwargs, None)
     finally:
         stage.noting = None
     stage.calls.walked |= computed_at_once() != before
@@ -103,6 +108,12 @@ def _with_blocks(
     _, activation = _run(stage, io, inputs, target, route, kwargs, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
+
+
+def _must_stay_whole(error: Exception) -> bool:
+    """Whether a module was compiled with fullgraph=True, so that a region of it cannot end in the middle."""
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and isinstance(error, dynamo.Unsupported)
 
 
 def _run(

@@ -25,7 +25,17 @@ from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, tensors_in
 from optpipe_runtime.stage.replay import Replay
-from optpipe_runtime.stage.split import Calls, Casts, Delayed, Splitting, WeightQueue, accumulated, delaying
+from optpipe_runtime.stage.split import (
+    Calls,
+    Casts,
+    Delayed,
+    Splitting,
+    WeightQueue,
+    accumulated,
+    added_at_once,
+    delaying,
+    main_grad,
+)
 from optpipe_runtime.stage.split.mode import Note
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -54,7 +64,7 @@ class StageRunner:
     gradient does not wait for W; it is None before the first B. `results` are what the module returned where the route
     ends, by micro-batch, if they are to be kept; else None. `calls` are the modules and functions that `learn`
     found called; while it runs, `noting` notes them. `norms_wait` tells whether layer norms leave their weight
-    gradients to W.
+    gradients to W, `whole` whether compiled regions must not end at ops that could.
     """
 
     def __init__(
@@ -73,7 +83,7 @@ class StageRunner:
         self._loss_fn, self._loss_scale = loss or (None, 1.0)
         self.io: dict[int, StageIO] = {}
         self.replay = Replay(module, device)
-        self.norms_wait = True
+        self.norms_wait, self.whole = True, False
         self.calls: Calls | None = None
         self.at_b: frozenset[str] | None = None
         self.noting: Note | None = None
@@ -143,7 +153,7 @@ class StageRunner:
         running.again = self._again(running, microbatch, inputs, target, kwargs)
         if io.changes_inputs:
             inputs, target, kwargs = clones((inputs, target, dict(kwargs)))
-        with torch.no_grad(), Splitting(self.norms_wait, self._casts):
+        with torch.no_grad(), self._mode():
             return self._detached(running, self.outputs(io, inputs, target, kwargs, microbatch))
 
     @torch.no_grad()
@@ -187,12 +197,20 @@ class StageRunner:
         if edges:
             given = dict(zip(io.needed, gradients, strict=True))
             before = self._gradient_states() if split and self.at_b is None else None
+            named = dict(self.module.named_parameters()) if before is not None else {}
+            in_buffers = {name: parameter for name, parameter in named.items() if main_grad(parameter) is not None}
             # Checkpoints run forwards in a backward, so it splits ops as F does.
-            with self._splitting(running), self._without_autocast(), running.queue.filling(), in_place_errors():
+            with (
+                self._splitting(running),
+                self._without_autocast(),
+                running.queue.filling(),
+                in_place_errors(),
+                added_at_once(in_buffers) as added,
+            ):
                 torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
             if before is not None:
                 states = self._gradient_states()
-                self.at_b = frozenset(name for name, state in states.items() if state != before[name])
+                self.at_b = frozenset(added.union(name for name, state in states.items() if state != before[name]))
         if not split:
             self._run(running.queue)
         return self._input_gradients(running)
@@ -302,7 +320,7 @@ class StageRunner:
             yield
 
     def _mode(self) -> Splitting:
-        return Splitting(self.norms_wait, self._casts, self.noting)
+        return Splitting(self.norms_wait, self._casts, self.noting, self.whole)
 
     def _run(self, queue: WeightQueue) -> None:
         with self._without_autocast():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from sqlalchemy import ColumnElement, Update, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Update, bindparam, delete, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from optpipe_cache import StoredRow
+from optpipe_cache import Retention, StoredRow
+from optpipe_cache.storage import Cells
 from optpipe_server.database.engine import Database
 from optpipe_server.database.tables import schedules
 
@@ -25,10 +26,11 @@ class TableStorage:
         with self._database.read() as db:
             return db.execute(_ENTRY, self._of(problem_sha256=problem_sha256, objective=objective)).scalar_one_or_none()
 
-    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
-        wanted = self._of(structure=structure, objective=objective) | {"cells": cells, "most": most}
+    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
+        wanted = self._of(structure=structure, objective=objective) | {"most": most}
+        found, where = (_SIMILAR, {}) if cells is None else (_SIMILAR_IN_CELLS, {"cells": cells})
         with self._database.read() as db:
-            return [(row.problem_sha256, row.features) for row in db.execute(_SIMILAR, wanted)]
+            return [(row.problem_sha256, row.features) for row in db.execute(found, wanted | where)]
 
     def _of(self, **values: str) -> dict[str, object]:
         return {"tenant": self._tenant, **values}
@@ -60,11 +62,22 @@ class TableStorage:
             self._of_tenant, schedules.c.problem_sha256 == problem_sha256, schedules.c.objective == objective
         )
 
-    def prune(self, keep: int) -> int:
+    def prune(self, kept: Retention) -> int:
         key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
-        others = select(*key.clauses).where(self._of_tenant).order_by(*_LAST_USED).offset(keep)
+        others = select(*key.clauses).where(self._of_tenant).order_by(*_LAST_USED).offset(kept.most)
+        old = or_(key.in_(others), schedules.c.used < kept.since)
         with self._database.write() as db:
-            return db.execute(delete(schedules).where(self._of_tenant, key.in_(others))).rowcount
+            return db.execute(delete(schedules).where(self._of_tenant, old)).rowcount
+
+
+def prune_schedules(database: Database, kept: Retention) -> int:
+    """Delete the schedules of all tenants that were not used for so many days; return how many were deleted."""
+    old = schedules.c.used < kept.since
+    with database.read() as db:
+        if db.execute(select(schedules.c.tenant).where(old).limit(1)).first() is None:
+            return 0
+    with database.write() as db:
+        return db.execute(delete(schedules).where(old)).rowcount
 
 
 _LAST_USED = schedules.c.used.desc(), schedules.c.problem_sha256
@@ -78,6 +91,7 @@ def _where(*names: str) -> list[ColumnElement[bool]]:
 _ENTRY = select(schedules.c.entry).where(*_where("tenant", "problem_sha256", "objective"))
 _SIMILAR = (
     select(schedules.c.problem_sha256, schedules.c.features)
-    .where(*_where("tenant", "structure", "objective"), schedules.c.cell.in_(bindparam("cells", expanding=True)))
+    .where(*_where("tenant", "structure", "objective"))
     .limit(bindparam("most"))
 )
+_SIMILAR_IN_CELLS = _SIMILAR.where(schedules.c.cell.in_(bindparam("cells", expanding=True)))

@@ -1,4 +1,4 @@
-"""Incumbents: append-only and numbered; among those of one problem each is better than the one before.
+"""Incumbents and bounds: append-only; among those of one problem each is better than the one before.
 
 Both `jobs` and `leases` use this.
 """
@@ -12,10 +12,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from optpipe.anytime import Result
+from optpipe.evaluate.objective import raises
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe_server.database.engine import now
-from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
+from optpipe_server.database.tables import Level, Source, bounds, incumbents, jobs, log, problems
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
@@ -42,22 +43,38 @@ def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], a
     A schedule that is no better than the last one for the same problem is not stored: it may be the one that the search
     began with.
     """
-    last = best_ms(db, job)
-    if last is not None and row["value_ms"] >= last:
+    last = last_figures(db, job)
+    if last is not None and row["value_ms"] >= last.value_ms:
         return
     of_job = {"job": job.id, "seq": job.last_seq + 1, "problem_version": job.problem_version, "attempt": attempt}
     db.execute(insert(incumbents), {**of_job, **row, "found_at": now()})
-    update_job(db, job, last_seq=job.last_seq + 1, **best_values(result, job.lower_bound_ms))
+    update_best(db, job, result, last_seq=job.last_seq + 1, value_ms=row["value_ms"])
 
 
-def best_ms(db: Connection, job: Row[Any]) -> float | None:
-    """Return the value of the job's best schedule for its current problem; None if it has none."""
+def last_figures(db: Connection, job: Row[Any]) -> Any:
+    """Return value, makespan and span of the job's best schedule for its current problem; None if it has none."""
     last = (
         incumbents.c.job == job.id,
         incumbents.c.seq == job.last_seq,
         incumbents.c.problem_version == job.problem_version,
     )
-    return db.execute(select(incumbents.c.value_ms).where(*last)).scalar_one_or_none()
+    figures = incumbents.c.value_ms, incumbents.c.makespan_ms, incumbents.c.span_ms
+    return db.execute(select(*figures).where(*last)).one_or_none()
+
+
+def update_best(db: Connection, job: Row[Any], result: Result, **values: Any) -> None:
+    """Update what is known of the problem of a job that this transaction holds, and other columns. Keep a bound that is
+    higher than the last one."""
+    known = best_values(result, job.lower_bound_ms)
+    update_job(db, job, **known, **values)
+    bound, before = known["lower_bound_ms"], job.lower_bound_ms
+    if bound is not None and (before is None or raises(bound, before)):
+        add_bound(db, job.id, job.problem_version, bound, now())
+
+
+def add_bound(db: Connection, job_id: str, problem_version: int, lower_bound_ms: float, at: str) -> None:
+    of_job = {"job": job_id, "problem_version": problem_version, "lower_bound_ms": lower_bound_ms}
+    db.execute(insert(bounds), {**of_job, "found_at": at})
 
 
 def update_job(db: Connection, job: Row[Any], **values: Any) -> None:
@@ -67,8 +84,8 @@ def update_job(db: Connection, job: Row[Any], **values: Any) -> None:
 
 def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
     """Return the columns that say what is known of a problem, by a result and by a former bound."""
-    bounds = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
-    result = replace(result, lower_bound_ms=max(bounds, default=None))
+    known = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
+    result = replace(result, lower_bound_ms=max(known, default=None))
     return {"status": result.status, "lower_bound_ms": result.lower_bound_ms, "gap": result.gap}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -13,8 +11,9 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe_server.database.engine import Database, now
+from optpipe_server.database.engine import now
 from optpipe_server.database.incumbents import (
+    add_bound,
     add_log_line,
     append,
     best_values,
@@ -23,19 +22,21 @@ from optpipe_server.database.incumbents import (
     storable_text,
     update_job,
 )
+from optpipe_server.database.job_queries import JobQueries
 from optpipe_server.database.job_statements import (
-    INCUMBENT,
-    INCUMBENTS,
-    JOB_WITH_LAST,
-    JOB_WITH_PROBLEM,
-    JOB_WITHOUT_PROBLEM,
-    LAST_PREFIX,
     LOCK_TENANT,
     NEW_JOB,
 )
-from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems
-
-MOST_LISTED = 200
+from optpipe_server.database.tables import (
+    OPEN,
+    Source,
+    State,
+    adoptions,
+    idempotency,
+    incumbents,
+    jobs,
+    problems,
+)
 
 
 class ConflictError(Exception):
@@ -73,15 +74,8 @@ class InitialResult:
         return "done" if self.best.status == "optimal" and options.ends_when_proven else "queued"
 
 
-class Jobs:
-    """The jobs of all tenants.
-
-    A method with a parameter `tenant` finds that tenant's jobs only. The others are for callers that have found the job
-    by one of these.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class Jobs(JobQueries):
+    """The jobs of all tenants: what clients read of them, and what they do with them."""
 
     def submitted(self, tenant: str, key: str, body_sha256: str) -> str | None:
         """Return the id of the job submitted under this idempotency key. Raises `ConflictError` if its body was another
@@ -142,6 +136,7 @@ class Jobs:
                 options=job.options.model_dump_json(),
                 priority=job.priority,
                 last_seq=1 if first else 0,
+                value_ms=first["value_ms"] if first else None,
                 created_at=at,
                 ended_at=None if state == "queued" else at,
                 **best_values(initial.best),
@@ -160,6 +155,8 @@ class Jobs:
                         insert(incumbents),
                         {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first},
                     )
+                if initial.best.lower_bound_ms is not None:
+                    add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
@@ -169,71 +166,6 @@ class Jobs:
         """
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
             db.execute(LOCK_TENANT, {"tenant": tenant})
-
-    def job(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """Return a job with its current problem in the column `problem`."""
-        with self._database.read() as db:
-            return db.execute(JOB_WITH_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
-
-    def job_without_problem(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """Return a job without its problem."""
-        with self._database.read() as db:
-            return db.execute(JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
-
-    def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
-        """Return a job without its problem, and its last incumbent or None, both as of the same moment."""
-        with self._database.read() as db:
-            job = db.execute(JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
-        if job is None or not job.last_seq:
-            return job, None
-        return job, SimpleNamespace(
-            **{column.name: job._mapping[f"{LAST_PREFIX}{column.name}"] for column in INCUMBENT.selected_columns}
-        )
-
-    def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-        """Return a job of any tenant, and its incumbents numbered above `after` without their programs.
-
-        None is missing of the incumbents that the job's `last_seq` counts.
-        """
-        with self._database.read() as db:
-            job = db.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
-        return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
-
-    def page(self, tenant: str, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
-        """Return up to `limit` jobs without their problems, newest first, all submitted before the job of number
-        `before`."""
-        query = select(jobs).where(jobs.c.tenant == tenant)
-        if state is not None:
-            query = query.where(jobs.c.state == state)
-        if before is not None:
-            query = query.where(jobs.c.number < before)
-        with self._database.read() as db:
-            return db.execute(query.order_by(jobs.c.number.desc()).limit(limit)).all()
-
-    def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
-        """Return the incumbents numbered above `after`, in order, each with its adoption and without its programs."""
-        with self._database.read() as db:
-            return db.execute(INCUMBENTS, {"job": job_id, "after": after}).all()
-
-    def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
-        """Return one incumbent with its programs and its problem."""
-        with self._database.read() as db:
-            return db.execute(INCUMBENT, {"job": job_id, "seq": seq}).one_or_none()
-
-    def versions(self, job_ids: Collection[str]) -> dict[str, int]:
-        """Return the versions of these jobs by id; purged jobs are missing."""
-        with self._database.read() as db:
-            return {
-                row.id: row.version
-                for row in db.execute(select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(job_ids)))
-            }
-
-    def log(self, job_id: str, after: int, limit: int) -> Sequence[Row[Any]]:
-        """Return the lines of the job's log numbered above `after`, oldest first."""
-        with self._database.read() as db:
-            return db.execute(
-                select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
-            ).all()
 
     def cancel(self, tenant: str, job_id: str) -> None:
         """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
@@ -329,11 +261,14 @@ class Jobs:
                 losses=0,
                 ended_at=None if state in OPEN else at,
                 **({} if state == "running" else {"worker": None, "lease_until": None}),
-                **best_values(initial.best),
+                value_ms=None,
+                **best_values(initial.best if first is None else Result("unknown")),
             )
             add_log_line(db, job_id, job.attempt, f"problem {version}: the costs have changed")
             if first is not None:
                 append(db, _locked(db, tenant, job_id), initial.best, first, 0)
+            elif initial.best.lower_bound_ms is not None:
+                add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
 
     def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
         """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
@@ -355,32 +290,6 @@ class Jobs:
         """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
         with self._database.write() as db:
             db.execute(delete(jobs).where(jobs.c.id == _locked(db, tenant, job_id).id))
-
-    def queue(self, tenant: str) -> tuple[Sequence[tuple[str, str | None]], int, int]:
-        """Return the tenant's running jobs (id and worker), how many of its jobs wait, and how many jobs of others will
-        run before the first of these."""
-        own = (jobs.c.tenant == tenant, jobs.c.state == "queued")
-        order = jobs.c.priority.desc(), jobs.c.number
-        with self._database.read() as db:
-            query = select(jobs.c.id, jobs.c.worker).where(jobs.c.tenant == tenant, jobs.c.state == "running")
-            running = [(row.id, row.worker) for row in db.execute(query.order_by(jobs.c.number))]
-            waiting = db.execute(select(func.count()).where(*own)).scalar_one()
-            first = db.execute(select(jobs.c.priority, jobs.c.number).where(*own).order_by(*order).limit(1)).first()
-            if first is None:
-                return running, 0, 0
-            sooner = (jobs.c.priority > first.priority) | (
-                (jobs.c.priority == first.priority) & (jobs.c.number < first.number)
-            )
-            ahead = db.execute(select(func.count()).where(jobs.c.state == "queued", sooner)).scalar_one()
-            return running, waiting, ahead
-
-    def count(self) -> dict[State, int]:
-        """Count the jobs of all tenants by state."""
-        with self._database.read() as db:
-            return {
-                row.state: row.n
-                for row in db.execute(select(jobs.c.state, func.count().label("n")).group_by(jobs.c.state))
-            }
 
 
 CANCELLED = "the job was cancelled"

@@ -11,24 +11,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, select, update
+from sqlalchemy import Connection, Row, case, delete, func, or_, select, tuple_, update
 
 from optpipe.anytime import Result
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import raises
+from optpipe.evaluate.objective import gap, length_ms, raises
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule
+from optpipe_cache import Retention
 from optpipe_server.database.engine import Database, clock_s, now
 from optpipe_server.database.incumbents import (
+    add_bound,
     add_log_line,
     append,
-    best_ms,
-    best_values,
     incumbent_values,
+    last_figures,
     problem_and_last_incumbent,
     storable_text,
+    update_best,
     update_job,
 )
 from optpipe_server.database.jobs import CANCELLED, options_of
@@ -37,6 +39,7 @@ from optpipe_server.database.tables import Level, State, jobs
 FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
 LEASE_S = 15.0
 LONGEST_S = 60.0  # of any lease
+PRUNED_AT_ONCE = 100  # jobs
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
 MOST_LOSSES = 5  # of workers, after which a job goes on; one that crashes its worker each time has to end
 
@@ -134,6 +137,21 @@ class Leases:
             append(db, job, result, row, claim.attempt)
             return True
 
+    def raise_bound(self, claim: Claim, lower_bound_ms: float) -> bool:
+        """Commit a bound, if it is higher than the last one; safe to repeat.
+
+        Returns False if the job has another problem by now. Raises `LostError`.
+        """
+        with self._locked(claim) as (db, job):
+            if job.problem_version != claim.problem_version:
+                return False
+            if job.lower_bound_ms is None or raises(lower_bound_ms, job.lower_bound_ms):
+                last = last_figures(db, job)
+                length = length_ms(last, claim.options.objective) if last else None
+                update_job(db, job, lower_bound_ms=lower_bound_ms, gap=gap(length, lower_bound_ms))
+                add_bound(db, job.id, job.problem_version, lower_bound_ms, now())
+            return True
+
     def note(self, claim: Claim, text: str, level: Level = "info") -> None:
         """Add a line to the job's log. Raises `LostError`."""
         with self._locked(claim) as (db, _job):
@@ -177,7 +195,8 @@ class Leases:
             )
             if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
                 return False
-            best = best_ms(db, job)
+            last = last_figures(db, job)
+            best = last and last.value_ms
             if best is None:  # what is not stored does not count
                 result = replace(result, schedule=None, status="infeasible" if state == "infeasible" else "unknown")
             elif state != "cancelled":
@@ -192,7 +211,10 @@ class Leases:
                 "lease_until": None,
             }
             stands = best is not None and (result.value_ms is None or raises(result.value_ms, best))
-            update_job(db, job, **over, **({} if stands else best_values(result, job.lower_bound_ms)))
+            if stands:
+                update_job(db, job, **over)
+            else:
+                update_best(db, job, result, **over)
             add_log_line(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
             return True
 
@@ -253,6 +275,20 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
                     db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values
                 )
     return reaped
+
+
+def prune(database: Database, kept: Retention) -> int:
+    """Delete jobs that are over and not kept, of each tenant; return how many were deleted, at most so many at once."""
+    last = func.row_number().over(partition_by=jobs.c.tenant, order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
+    over = select(jobs.c.number, jobs.c.ended_at, last.label("place")).where(jobs.c.ended_at.is_not(None)).subquery()
+    not_kept = or_(over.c.place > kept.most, over.c.ended_at < kept.since)
+    with database.read() as db:
+        old = db.execute(select(over.c.number, over.c.ended_at).where(not_kept).limit(PRUNED_AT_ONCE)).all()
+    if not old:
+        return 0
+    with database.write() as db:  # not those that go on or have ended again meanwhile
+        found = tuple_(jobs.c.number, jobs.c.ended_at).in_([tuple(row) for row in old])
+        return db.execute(delete(jobs).where(found)).rowcount
 
 
 def _fence(claim: Claim) -> tuple[Any, ...]:

@@ -58,6 +58,7 @@ jobs = Table(
     Column("cancel_requested", Boolean, nullable=False, default=False),
     # What is known of the current problem.
     Column("status", String(16), nullable=False, default="unknown"),  # of the best schedule
+    Column("value_ms", Float),  # of its last incumbent: what the search minimizes
     Column("lower_bound_ms", Float),
     Column("gap", Float),
     Column("last_seq", Integer, nullable=False, default=0),  # number of the last incumbent
@@ -102,6 +103,15 @@ incumbents = Table(
     Column("value_ms", Float, nullable=False),  # what the search minimizes: one of them, or its percentile
     Column("found_at", String(40), nullable=False),
     Column("programs", Text, nullable=False),  # `optpipe.process.child.Programs` as JSON
+)
+
+bounds = Table(
+    "bounds",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("problem_version", Integer, primary_key=True),
+    Column("lower_bound_ms", Float, primary_key=True),  # each is higher than the one before
+    Column("found_at", String(40), nullable=False),
 )
 
 adoptions = Table(

@@ -27,7 +27,7 @@ log = structlog.get_logger("optpipe.server")
 MODULE = "optpipe_server.compare_process"
 AT_ONCE = 2
 OF_A_TENANT = 1
-EXTRA_S = 30.0  # for methods that need no search, and for processes to start and end
+EXTRA_S = 120.0  # for methods that need no search, and for processes to start and end on a busy machine
 
 
 class CompareProcesses:

@@ -1,15 +1,20 @@
-"""Problems by formula: the models and GPUs that are known, and what one costs on the other (`optpipe.transformer`)."""
+"""Problems without a profile: by formula, of the models and GPUs that are known (`optpipe.transformer`), and of what
+another program has measured (`optpipe.measured`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from optpipe.errors import InputError
+from optpipe.measured.convert import Run as MeasuredRun
+from optpipe.measured.convert import problem_of
+from optpipe.measured.estimate import Given
 from optpipe.model.problem import Problem
-from optpipe.model.records import Record
+from optpipe.model.records import Bytes, Items, Name, Record
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run
@@ -64,6 +69,47 @@ class EstimateReply(Record):
     reserved_bytes: list[int]
 
 
+class MeasuredFile(Record):
+    """A file that the other program wrote; of `primus`, each of the folder."""
+
+    name: Name
+    text: str
+
+
+class MeasuredBody(Record):
+    """`POST /v1/problem-from/{form}`: the files, and what they do not say. An activation's bytes are those of all
+    stages, or of each."""
+
+    files: Annotated[Items[MeasuredFile], Field(min_length=1, max_length=MOST_STAGES + 1)]
+    activation_bytes: Annotated[Items[Bytes], Field(min_length=1)] | None = None
+    activation_budget_bytes: Bytes | None = None
+    weight_share: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)] | None = None
+    devices: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] | None = None
+    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] = 1
+    shape: Literal["looped", "v"] = "looped"
+
+
+class MeasuredTimes(Record):
+    """Median and interquartile range of `count` times, in ms."""
+
+    ms: float
+    iqr_ms: float
+    count: int
+
+
+class MeasuredReply(Record):
+    """The problem, the times of each stage's F, B, W or BW and of a message, how long a step took and how long its
+    order takes by these times, and what is not known, with what the problem has instead."""
+
+    problem: Problem
+    stages: list[dict[str, MeasuredTimes]]
+    message: MeasuredTimes | None
+    measured_ms: float | None
+    replayed_ms: float | None
+    unknown: list[str]
+
+
 _PRESETS: dict[str, Any] = {
     "models": [
         {
@@ -114,6 +160,35 @@ def _estimated(asked: EstimateBody) -> dict[str, Any]:
         "workspace_bytes": [device.workspace for device in made.devices],
         "reserved_bytes": [device.reserved for device in made.devices],
     }
+
+
+@router.post(
+    "/problem-from/{form}",
+    openapi_extra=body(MeasuredBody, examples.MEASURED),
+    responses=responses(200, MeasuredReply, examples.PROBLEM_FROM, 422),
+)
+async def problem_from(form: str, request: Request, context: Context) -> Response:
+    """The problem of what another program has measured: torch-trace, primus, megatron-timers or csv."""
+    sent = await request.body()
+    return _json(
+        await context.service.checks.run(
+            context.tenant, lambda: _measured(form, parse(MeasuredBody, sent, "problem-from"))
+        )
+    )
+
+
+def _measured(form: str, sent: MeasuredBody) -> dict[str, Any]:
+    found = problem_of(
+        form,
+        [(file.name, file.text) for file in sent.files],
+        Given(sent.activation_bytes, sent.activation_budget_bytes, sent.weight_share),
+        MeasuredRun(sent.microbatches, sent.devices, sent.chunks, sent.shape),
+    )
+    if (stages := len(found.problem.stages)) > MOST_STAGES:
+        raise InputError(f"problem-from: the files have {stages} stages: expected up to {MOST_STAGES} here")
+    if (count := found.problem.microbatches) > MOST_MICROBATCHES:
+        raise InputError(f"problem-from: the files have {count} micro-batches: expected up to {MOST_MICROBATCHES} here")
+    return found.to_dict()
 
 
 def _json(content: dict[str, Any]) -> Response:

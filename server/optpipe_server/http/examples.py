@@ -54,6 +54,7 @@ INCUMBENT = {
 WHOLE = {**INCUMBENT, "schedule": SCHEDULE}
 SAID = {"step": 120, "measured_iteration_ms": 9.2, "adopted_at": AT}
 INCUMBENTS = {"incumbents": [{**INCUMBENT, "adoption": SAID}]}
+BOUNDS = {"bounds": [{"problem_version": 1, "lower_bound_ms": 8.0, "found_at": AT}]}
 SUMMARY = {
     "id": ID,
     "version": 2,
@@ -65,6 +66,7 @@ SUMMARY = {
     "options": _OPTIONS.model_dump(),
     "priority": 0,
     "status": "feasible",
+    "value_ms": 9.0,
     "lower_bound_ms": 8.0,
     "gap": 0.11,
     "attempt": 0,
@@ -101,6 +103,16 @@ TIMELINE = {
     ],
 }
 ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+NODES = {
+    "format": "optpipe.primus/1",
+    "pp_size": 1,
+    "vpp_size": 1,
+    "micro_batches": 1,
+    "first_pp_stage_rank": 0,
+    "last_pp_stage_rank": 0,
+    "directions": [[{"F": [None, None, None, None], "B": [None, None, None, None]}]],
+    "table": [[["F", 0, 0, None], ["BW", 0, 0, None]]],
+}
 TRACE = {
     "traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "name": "0F0", "cat": "forward", "ts": 0.0, "dur": 1000.0}],
     "displayTimeUnit": "ms",
@@ -133,6 +145,26 @@ ESTIMATED = {
     "state_bytes": [30000000000],
     "workspace_bytes": [1000000000],
     "reserved_bytes": [4294967296],
+}
+MEASURED = {
+    "files": [
+        {
+            "name": "ops.csv",
+            "text": "stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,BW,0,3,5\n1,F,0,1,2\n1,BW,0,2,3\n",
+        }
+    ],
+    "activation_bytes": [1000],
+    "activation_budget_bytes": 2000,
+    "weight_share": 0.5,
+}
+_ONCE = {"iqr_ms": 0.0, "count": 1}
+PROBLEM_FROM = {
+    "problem": PROBLEM,
+    "stages": [{"F": {"ms": 1.0, **_ONCE}, "BW": {"ms": 2.0, **_ONCE}}],
+    "message": {"ms": 0.0, **_ONCE},
+    "measured_ms": 5.0,
+    "replayed_ms": 5.0,
+    "unknown": ["what stays saved from B until W: the whole activation; edit saved_for_weight_bytes"],
 }
 WORKBENCH = {
     "rows": [

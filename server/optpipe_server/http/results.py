@@ -20,7 +20,17 @@ from optpipe_server.http.bodies import AdoptionBody
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.openapi import body, responses
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
+from optpipe_server.http.views import (
+    adoption_view,
+    bound_view,
+    etag,
+    incumbent_text,
+    job_url,
+    listed_view,
+    log_view,
+    text,
+    uses,
+)
 from optpipe_server.metrics import ADOPTIONS
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
@@ -48,6 +58,13 @@ async def list_incumbents(
         job_id, lambda job: context.service.jobs.incumbents(job.id, min(after, job.last_seq))
     )
     return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
+
+
+@router.get("/bounds", responses=responses(200, schemas.Bounds, examples.BOUNDS, 404))
+async def list_bounds(job_id: JobId, context: Context) -> Response:
+    """The lower bounds as they rose."""
+    found = await context.query_job(job_id, lambda job: context.service.jobs.bounds(job.id))
+    return json_reply(text({"bounds": [bound_view(bound) for bound in found]}))
 
 
 @router.get(
@@ -193,24 +210,32 @@ def _timeline(incumbent: Row[Any]) -> str:
     response_class=Response,
     responses={
         **responses(200, None, None, 404, 409, 422),
-        200: {"description": "OK", "content": {"text/csv": {"schema": {"type": "string"}, "example": examples.ROWS}}},
+        200: {
+            "description": "OK",
+            "content": {
+                "text/csv": {"schema": {"type": "string"}, "example": examples.ROWS},
+                "text/plain": {"schema": {"type": "string"}, "example": "--pipeline-model-parallel-size 2\n"},
+                "application/json": {"schema": {"type": "object"}, "example": examples.NODES},
+            },
+        },
     },
 )
 async def export(
     job_id: JobId,
     context: Context,
     to: Annotated[
-        Literal["torch-csv", "torch-comms", "torch-comms-waits"], Query(description="The form to write.")
+        Literal["torch-csv", "torch-comms", "torch-comms-waits", "megatron", "primus"],
+        Query(description="The form to write."),
     ] = "torch-csv",
     seq: WhichSeq = None,
     without_offload: Annotated[bool, Query(description="Leave out offloads, drops and reloads.")] = False,
 ) -> Response:
-    """A schedule as rows that PyTorch's pipelining reads."""
+    """A schedule as rows that PyTorch's pipelining reads, as Megatron's arguments, or as Primus' table (JSON)."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
     rows = await context.service.pictures.run(
         context.tenant, lambda: export_schedule(_schedule(incumbent), to, without_offload)
     )
-    return Response(rows, media_type="text/csv")
+    return Response(rows, media_type={"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv"))
 
 
 def _schedule(incumbent: Row[Any]) -> Schedule:

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
 
-from optpipe_server.database.jobs import MOST_LISTED, ConflictError, StaleError
+from optpipe_server.database.job_queries import MOST_LISTED
+from optpipe_server.database.jobs import ConflictError, StaleError
 from optpipe_server.database.tables import State
 from optpipe_server.http import examples, schemas
 from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission

@@ -66,6 +66,20 @@ class Incumbents(Record):
     incumbents: list[ListedIncumbent]
 
 
+class KnownBound(Record):
+    """No schedule for this version of the problem is shorter."""
+
+    problem_version: int
+    lower_bound_ms: float
+    found_at: str
+
+
+class Bounds(Record):
+    """Oldest first. A bound that is higher by less than a thousandth is there only with a schedule or the job's end."""
+
+    bounds: list[KnownBound]
+
+
 class JobSummary(Record):
     """A job without its schedules."""
 
@@ -79,6 +93,7 @@ class JobSummary(Record):
     options: SolveOptions  # as submitted; a worker gives a search fewer threads or less memory if it has no more
     priority: int
     status: Status  # of the best schedule
+    value_ms: float | None  # of the best schedule: what the search minimizes
     lower_bound_ms: float | None
     gap: float | None
     attempt: int  # how often a worker has claimed it

@@ -74,7 +74,7 @@ class Service:
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
-        self.reaper = Reaper(self.database, self.supervisor.held)
+        self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
         await self.query(self.reaper.start)
         self.supervisor.start()
         self._feeding = asyncio.create_task(self.job_updates.run())

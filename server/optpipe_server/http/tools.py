@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import Field
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.model.problem import Problem
-from optpipe.model.records import Record
+from optpipe.evaluate.objective import gap, length_ms
+from optpipe.formats.convert import schedule_from
+from optpipe.model.records import Name, Record
 from optpipe.options import CompareOptions, ObjectiveOption, TimeLimit
 from optpipe.process.protocol import CompareRequest
 from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check, timed_ops
@@ -47,6 +48,14 @@ class ScheduleBody(ProblemBody):
         )
 
 
+class ImportBody(ProblemBody):
+    """The text of a file in another program's form: rows of PyTorch's actions if its `name` ends with .csv, otherwise
+    lists of op texts."""
+
+    name: Name
+    text: str
+
+
 class CompareBody(ProblemBody, CompareOptions):
     """`POST /v1/compare`."""
 
@@ -65,6 +74,13 @@ class CheckReply(Record):
     valid: bool
     wrong: list[str]
     devices: list[schemas.DeviceUse] | None
+
+
+class ImportReply(CheckReply):
+    """The schedule of the file, and what `/v1/check` says of it. `schedule` is null if its ops have no times; `wrong`
+    tells why."""
+
+    schedule: ScheduleFile | None
 
 
 class SimulationReply(Record):
@@ -109,13 +125,16 @@ class CompareReply(Record):
 
 class CacheHit(Record):
     """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`); `terms`
-    is what each feature adds to it."""
+    is what each feature adds to it. `gap` says by which share a schedule could be shorter at most; it and the bound are
+    null unless it is `exact` and a bound is known."""
 
     exact: bool
+    source: Literal["cache", "pack"]
     distance: float
     terms: dict[str, float]
     status: str
     lower_bound_ms: float | None
+    gap: float | None
     makespan_ms: float
     span_ms: float
     schedule: ScheduleFile
@@ -163,10 +182,12 @@ _ROW = {
 _COMPARED = {"problem": "", "options": CompareOptions().model_dump(), "k": [0.5], "rows": [_ROW]}
 _KNOWN = {
     "exact": False,
+    "source": "cache",
     "distance": 0.05,
     "terms": {"memory": 0.03, "forward": 0.02},
     "status": "feasible",
     "lower_bound_ms": None,
+    "gap": None,
     "makespan_ms": 9.0,
     "span_ms": 9.0,
 }
@@ -181,8 +202,31 @@ async def check_schedule(request: Request, context: Context) -> Response:
     )
 
 
+@router.post(
+    "/import",
+    openapi_extra=body(ImportBody, {"problem": examples.PROBLEM, "name": "theirs.csv", "text": examples.ROWS}),
+    responses=responses(200, ImportReply, {**_CHECKED, "schedule": examples.SCHEDULE}, 422),
+)
+async def import_schedule(request: Request, context: Context) -> Response:
+    """A schedule that another program wrote, such as PyTorch's pipelining, as a document, and whether it is valid."""
+    sent = await request.body()
+    return _json(await context.service.checks.run(context.tenant, lambda: _imported(parse(ImportBody, sent, "import"))))
+
+
+def _imported(sent: ImportBody) -> str:
+    schedule = schedule_from(sent.text, sent.problem, sent.name)
+    try:
+        document = ScheduleFile.of(schedule).model_copy(update={"ops": None}).to_json()
+    except ScheduleError:
+        document = "null"
+    return f'{text(_judged(schedule))[:-1]},"schedule":{document}}}'
+
+
 def _checked(sent: ScheduleBody) -> dict[str, Any]:
-    schedule = sent.read()
+    return _judged(sent.read())
+
+
+def _judged(schedule: Schedule) -> dict[str, Any]:
     wrong = check(schedule.problem, schedule)
     try:
         devices = uses(certify(schedule.problem, schedule))
@@ -263,17 +307,19 @@ def _looked_up(context: Context, lookup: LookupBody) -> str:
         hit = context.service.caches.of(context.tenant).lookup(lookup.problem, lookup.objective)
     except InputError as error:  # not the client's mistake
         raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
-    return f'{{"hit":{_known(lookup.problem, hit) if hit else "null"}}}'
+    return f'{{"hit":{_known(lookup, hit) if hit else "null"}}}'
 
 
-def _known(problem: Problem, hit: Hit) -> str:
+def _known(lookup: LookupBody, hit: Hit) -> str:
     schedule = hit.schedule
     figures = {
         "exact": hit.exact,
+        "source": hit.source,
         "distance": hit.distance,
         "terms": hit.terms,
         "status": hit.status,
         "lower_bound_ms": hit.lower_bound_ms,
+        "gap": gap(length_ms(schedule, lookup.objective), hit.lower_bound_ms),
         "makespan_ms": schedule.makespan_ms,
         "span_ms": schedule.span_ms,
     }

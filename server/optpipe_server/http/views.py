@@ -18,7 +18,7 @@ from optpipe_server.database.tables import OPEN
 # fmt: off
 _JOB_FIELDS = (
     "id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "priority",
-    "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at",
+    "status", "value_ms", "lower_bound_ms", "gap", "attempt", "crashes", "created_at",
     "started_at", "ended_at",
 )
 _INCUMBENT_FIELDS = (
@@ -132,6 +132,10 @@ def listed_view(incumbent: Row[Any]) -> dict[str, Any]:
     """An incumbent in short form with its adoption, which may be recorded later."""
     adoption = {name: getattr(incumbent, name) for name in ("step", "measured_iteration_ms", "adopted_at")}
     return {**incumbent_view(incumbent), "adoption": adoption if incumbent.step is not None else None}
+
+
+def bound_view(bound: Row[Any]) -> dict[str, Any]:
+    return {name: getattr(bound, name) for name in ("problem_version", "lower_bound_ms", "found_at")}
 
 
 def log_view(lines: Sequence[Row[Any]]) -> list[dict[str, Any]]:

@@ -3,14 +3,15 @@
 import { theme } from "/page/picture/theme.js";
 import { ms } from "/page/picture/words.js";
 
-/** @typedef {import("./api.js").Incumbent} Incumbent */
+/** @typedef {import("./api.js").Incumbent} Incumbent
+ * @typedef {import("./api.js").Bound} Bound */
 
 const HEIGHT = 230;
 
 /** Draws incumbents as a line of steps, and the bound.
  * @param {HTMLElement} plot
  * @param {Incumbent[]} incumbents of the job's current problem
- * @param {{at: number, value: number}[]} bounds as they were told, in s since `since`
+ * @param {Bound[]} bounds of it
  * @param {number} until in s since `since`
  * @param {number} since ms, as `Date.parse` has it
  * @param {number | null} chosen an incumbent's number
@@ -18,7 +19,9 @@ const HEIGHT = 230;
 export async function drawConvergence(plot, incumbents, bounds, until, since, chosen) {
   const colours = theme();
   if (!plot.classList.contains("js-plotly-plot")) plot.replaceChildren();
-  const at = incumbents.map(({ found_at }) => Math.max(0, (Date.parse(found_at) - since) / 1000));
+  const seconds = (/** @type {{found_at: string}} */ { found_at }) => Math.max(0, (Date.parse(found_at) - since) / 1000);
+  const at = incumbents.map(seconds);
+  const known = bounds.map(({ lower_bound_ms }) => lower_bound_ms);
   const values = incumbents.map(({ value_ms }) => value_ms);
   const end = Math.max(until, ...at, 1e-3);
   const last = values.length ? [values[values.length - 1]] : [];
@@ -27,8 +30,8 @@ export async function drawConvergence(plot, incumbents, bounds, until, since, ch
       type: "scatter",
       mode: "lines",
       name: "bound",
-      x: [...bounds.map((bound) => bound.at), ...(bounds.length ? [end] : [])],
-      y: [...bounds.map(({ value }) => value), ...bounds.slice(-1).map(({ value }) => value)],
+      x: [...bounds.map(seconds), ...(bounds.length ? [end] : [])],
+      y: [...known, ...known.slice(-1)],
       line: { shape: "hv", color: colours.limit, dash: "dash", width: 1.6 },
       hovertemplate: "bound %{y:.6g} ms<extra></extra>",
     },
@@ -63,7 +66,7 @@ export async function drawConvergence(plot, incumbents, bounds, until, since, ch
     yaxis: { ...axis, ticksuffix: " ms", nticks: 5, rangemode: "normal" },
   };
   plot.setAttribute("role", "img");
-  const bound = bounds.length ? `, bound ${ms(bounds[bounds.length - 1].value)}` : "";
+  const bound = bounds.length ? `, bound ${ms(known[known.length - 1])}` : "";
   plot.setAttribute(
     "aria-label",
     `Best schedule over time: ${incumbents.length} found${last.length ? `, the best takes ${ms(last[0])}` : ""}${bound}.`,

@@ -1,5 +1,5 @@
 // @ts-check
-// Moving an op to another place of its device's program: with the mouse, or Alt and an arrow key. What it breaks is
+// Moving an op to another place of its device's program: with the mouse, a finger, or Alt and an arrow key. What it breaks is
 // asked of the service while the op is still held.
 import { OUTWARD } from "/page/picture/data.js";
 import { element } from "/page/picture/panel.js";
@@ -113,16 +113,13 @@ export function edit(shown, edited, signal) {
     },
     { signal },
   );
-  window.addEventListener(
-    "keydown",
-    (event) => {
-      if (event.key === "Escape" && dragged) {
-        let_go();
-        edited.cancel();
-      }
-    },
-    { signal },
-  );
+  const give_up = () => {
+    if (!dragged) return;
+    let_go();
+    edited.cancel();
+  };
+  window.addEventListener("pointercancel", give_up, { signal }); // a finger that scrolls the page
+  window.addEventListener("keydown", (event) => event.key === "Escape" && give_up(), { signal });
   plot.addEventListener(
     "keydown",
     (event) => {

@@ -28,6 +28,7 @@ import {
 /**
  * @typedef {import("./api.js").Job} Job
  * @typedef {import("./api.js").Incumbent} Incumbent
+ * @typedef {import("./api.js").Bound} Bound
  */
 
 const OPEN = ["queued", "running"];
@@ -49,9 +50,9 @@ export async function showJob(place, id, signal) {
   const lines = element("ol", "");
   const log = element("div", "log", lines);
   const failed = element("div", "");
-  /** @type {{job: Job | null, incumbents: Incumbent[], bounds: {at: number, value: number}[], version: number,
-   *   drawn: string, lastLine: number, shown: import("/page/picture/picture.js").Shown | null}} */
-  const state = { job: null, incumbents: [], bounds: [], version: 0, drawn: "nothing", lastLine: 0, shown: null };
+  /** @type {{job: Job | null, incumbents: Incumbent[], bounds: Bound[], drawn: string, lastLine: number,
+   *   shown: import("/page/picture/picture.js").Shown | null}} */
+  const state = { job: null, incumbents: [], bounds: [], drawn: "nothing", lastLine: 0, shown: null };
 
   const which = choice([[BEST, "the best"]], BEST, () => draw());
   const beside = choice([["", "nothing"]], "", () => draw());
@@ -137,32 +138,25 @@ export async function showJob(place, id, signal) {
       curve.replaceChildren(element("p", "quiet", "Neither a schedule nor a bound is known."));
       return;
     }
-    const own = incumbents.filter(({ problem_version }) => problem_version === job.problem_version);
+    const ofProblem = (/** @type {{problem_version: number}} */ each) => each.problem_version === job.problem_version;
     const since = sinceOf(job);
     const until = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - since) / 1000;
     const seq = which.value === BEST ? (job.best?.seq ?? null) : Number(which.value);
-    await drawConvergence(curve, own, bounds, until, since, seq);
+    await drawConvergence(curve, incumbents.filter(ofProblem), bounds.filter(ofProblem), until, since, seq);
   };
   onThemeChange(redrawCurve, signal);
   new ResizeObserver(redrawCurve).observe(curve);
 
   /** @param {Job} job */
   const changed = async (job) => {
-    const [{ incumbents }, told] = await Promise.all([
+    const [{ incumbents }, { bounds }, told] = await Promise.all([
       get(`${url}/incumbents?after=0`, signal),
+      get(`${url}/bounds`, signal),
       get(`${url}/log?after=${state.lastLine}&limit=${LINES}`, signal),
     ]);
-    if (job.problem_version !== state.version) {
-      state.bounds = [];
-      state.version = job.problem_version;
-    }
-    const bound = job.lower_bound_ms;
-    if (bound !== null && state.bounds[state.bounds.length - 1]?.value !== bound) {
-      const now = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - sinceOf(job)) / 1000;
-      state.bounds.push({ at: state.bounds.length ? now : 0, value: bound });
-    }
     state.job = job;
     state.incumbents = incumbents;
+    state.bounds = bounds;
     place.dataset.state = job.state;
     place.dataset.known = String(incumbents.length);
     document.title = `${nameOf(job)} · OptPipe`;

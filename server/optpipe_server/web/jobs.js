@@ -75,14 +75,12 @@ function table(jobs) {
   const head = ["Job", "State", "Best", "Gap", "Search", "Submitted"];
   const body = element("tbody", "");
   for (const job of jobs) {
-    const { gap, lower_bound_ms } = job;
-    const best = gap !== null && lower_bound_ms !== null && gap < 1 ? ms(lower_bound_ms / (1 - gap)) : "–";
     const name = link(`#/jobs/${job.id}`, nameOf(job), "job");
     const cells = [
       element("span", "two", name, element("small", "", job.id.slice(0, 8))),
       badge(job),
-      best,
-      gapBar(gap),
+      job.value_ms === null ? "–" : ms(job.value_ms),
+      gapBar(job.gap),
       `${job.options.method} · ${duration(job.options.time_limit_s)}`,
       age(job.created_at),
     ];

@@ -10,13 +10,12 @@ import { ask, follow, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
 import { card, choice, dialog, download, field, fill, notice, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
+import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
 
 /**
  * @typedef {import("./sketches.js").Row} Row
  * @typedef {import("./edit.js").Move} Move
  * @typedef {import("/page/picture/data.js").Document} Document
- * @typedef {{key: string, name: string, min: number, max: number, step: number, value: number,
- *   text: (value: number, all: Record<string, number>) => string}} Slider
  */
 
 const AFTER_MS = 120; // without another movement of a slider
@@ -24,69 +23,12 @@ const HELD_MS = 60; // of an op that is held
 const SEARCH_S = 10;
 const SEARCHED = "the search";
 const MOST_FORWARDS = 512; // stages times micro-batches
-const NO_LINK = 3;
-const ACTIVATION = 1e9; // bytes of one micro-batch on one device
-
-/** @type {Slider[]} */
-const SLIDERS = [
-  { key: "p", name: "Devices", min: 2, max: 16, step: 1, value: 4, text: String },
-  { key: "m", name: "Micro-batches", min: 2, max: 64, step: 1, value: 8, text: String },
-  { key: "v", name: "Chunks a device", min: 1, max: 4, step: 1, value: 1, text: String },
-  { key: "f", name: "F, forward", min: 1, max: 20, step: 0.5, value: 10, text: ms },
-  { key: "b", name: "B, input gradient", min: 1, max: 20, step: 0.5, value: 10, text: ms },
-  { key: "w", name: "W, weight gradient", min: 1, max: 20, step: 0.5, value: 8, text: ms },
-  { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (value) => `${value}% of what 1F1B needs` },
-  {
-    key: "k",
-    name: "Link",
-    min: 0.1,
-    max: NO_LINK,
-    step: 0.05,
-    value: 0.6,
-    text: (k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`),
-  },
-  { key: "p2p", name: "Messages", min: 0, max: 5, step: 0.1, value: 1, text: ms },
-];
-
-/** The problem that the sliders say. Chunks divide a device's work, so that makespans can be compared.
- * @param {Record<string, number>} of */
-export function problemOf({ p, m, v, f, b, w, mem, k, p2p }) {
-  const share = (/** @type {number} */ value) => value / v;
-  const moved = Math.round(ACTIVATION / v);
-  const link =
-    k >= NO_LINK
-      ? {}
-      : { offload_ms: share((k * (f + b + w)) / 2), reload_ms: share((k * (f + b + w)) / 2), offload_bytes: moved };
-  return {
-    format: "optpipe.problem/2",
-    name: `workbench-${p}x${m}`,
-    microbatches: m,
-    p2p_ms: p2p,
-    transfer_mode: "half_duplex",
-    devices: Array.from({ length: p }, () => ({ activation_budget_bytes: Math.round((mem / 100) * p * ACTIVATION) })),
-    stages: Array.from({ length: p * v }, (_, s) => ({
-      device: s % p,
-      forward_ms: share(f),
-      backward_input_ms: share(b),
-      backward_weight_ms: share(w),
-      activation_bytes: moved,
-      saved_for_weight_bytes: Math.round(moved / 2),
-      ...link,
-    })),
-  };
-}
 
 /** @param {HTMLElement} place
  * @param {URLSearchParams} query
  * @param {AbortSignal} signal */
 export async function showWorkbench(place, query, signal) {
-  /** @type {Record<string, number>} */
-  const values = {};
-  for (const { key, value, min, max } of SLIDERS) {
-    const asked = query.get(key);
-    const given = asked === null ? NaN : Number(asked);
-    values[key] = Number.isFinite(given) ? Math.min(max, Math.max(min, given)) : value;
-  }
+  const values = valuesOf(query);
   let own = query.get("stages") !== "given"; // whether each schedule has the stages that it is for
   let method = query.get("method") ?? "";
   /** @type {Move[]} */

@@ -1,8 +1,8 @@
 """Two threads beside those that solve.
 
-`Heartbeat` renews the leases and reads what clients have requested. `Watchdog` ends searches that are late or hold too
-much memory. They are two because the first waits for the database, which may be slow or away, and the second never
-does.
+`Heartbeat` renews the leases, reads what clients have requested, and tells bounds that have risen. `Watchdog` ends
+searches that are late or hold too much memory. They are two because the first waits for the database, which may be slow
+or away, and the second never does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Running = Callable[[], Collection[Solve]]
 
 
 class Heartbeat(threading.Thread):
-    """Renews the leases of all running jobs every `every_s` seconds, and reads the clients' requests more often."""
+    """Renews the leases of all running jobs every `every_s` seconds; reads the clients' requests, and tells bounds,
+    more often."""
 
     def __init__(self, leases: Leases, running: Running, every_s: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -73,6 +74,13 @@ class Heartbeat(threading.Thread):
         self.last_answer = time.monotonic()
         for solve, claim in held.items():
             solve.apply_changes(claim, None if claim.job_id in lost else changes.get(claim.job_id))
+        for solve, claim in held.items():
+            try:
+                solve.tell_bound(claim)
+            except DATABASE_AWAY:
+                raise
+            except Exception:
+                log.exception("a bound was not told")
 
 
 class Watchdog(threading.Thread):

@@ -1,4 +1,4 @@
-"""`Reaper`: frees the jobs whose worker is gone. Several processes may run one at the same time."""
+"""`Reaper`: frees the jobs whose worker is gone, and deletes old ones. Several processes may run one at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 
 import structlog
 
+from optpipe_cache import Retention
+from optpipe_cache.retention import ALL
 from optpipe_server import metrics
-from optpipe_server.database import Database, reap
+from optpipe_server.database import Database, prune, prune_schedules, reap
 from optpipe_server.work.retry import DATABASE_AWAY, first_line
 
 log = structlog.get_logger("optpipe.work")
@@ -19,16 +21,20 @@ STOPPING_S = 2.0
 
 class Reaper:
     """A thread that looks for expired leases every `every_s` seconds, except those of the jobs `held` by its own
-    process.
+    process. It deletes jobs that are over and schedules in the database where `kept` says so, the latter by days only.
 
     For a SQLite file, which one process has, start it before the supervisor: jobs that are running then belong to a
     process that has ended.
     """
 
     def __init__(
-        self, database: Database, held: Callable[[], Collection[str]] = tuple, every_s: float = EVERY_S
+        self,
+        database: Database,
+        held: Callable[[], Collection[str]] = tuple,
+        every_s: float = EVERY_S,
+        kept: Retention = ALL,
     ) -> None:
-        self._database, self._held, self._every_s = database, held, every_s
+        self._database, self._held, self._every_s, self._kept = database, held, every_s, kept
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
 
@@ -54,5 +60,9 @@ class Reaper:
             for job_id in reap(self._database, everything, self._held()):
                 metrics.REAPED.inc()
                 log.warning("its worker is gone", job=job_id)
+            if self._kept.limited and (old := prune(self._database, self._kept)):
+                log.info("deleted jobs that were over", jobs=old, keep=self._kept.keep, days=self._kept.days)
+            if self._kept.days is not None and (unused := prune_schedules(self._database, self._kept)):
+                log.info("deleted schedules that were not used", schedules=unused, days=self._kept.days)
         except DATABASE_AWAY as error:
             log.warning("the database is away", error=first_line(error))

@@ -21,7 +21,6 @@ from optpipe.anytime import Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.process import process_tree
 from optpipe.process.niceness import NICER
-from optpipe.schedule import Found
 from optpipe_server import metrics
 from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
@@ -38,6 +37,7 @@ FIRST_TO_GO = 500  # added to the kernel's score of whom to kill when memory is 
 # A search that still runs so long after its time is ended with its process tree: its own time limit and the one of
 # `improve` have failed.
 LATE_S = 5.0
+RISE = 1e-3  # a bound that rises by a smaller share is told with the next schedule, or at the end
 
 _NOT_RUNNING = float("inf")  # stands for a time when no search runs
 
@@ -75,6 +75,7 @@ class Solve:
         self._best = Result("unknown", objective=claim.options.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
             self._best = merged(self._best, Result.of(claim.best, claim.options))
+        self._told_ms = claim.lower_bound_ms or 0.0  # the last bound that was committed without a schedule
         self._before_s, self._began = claim.spent_s, _NOT_RUNNING
         self._log = log.bind(job=claim.job_id, attempt=claim.attempt)
         with self._lock:
@@ -111,6 +112,18 @@ class Solve:
             self.end("late", of=search)
         elif message := self._memory_limit.exceeded(search.mark):
             self.end("crashed", message, of=search)
+
+    def tell_bound(self, claim: Claim) -> None:
+        """Commit the search's bound if it has risen since it was last told; called often."""
+        search = self._search
+        if search is None or claim is not self.claim:
+            return
+        bound = search.known.lower_bound_ms
+        if bound is None or bound <= self._told_ms * (1 + RISE):
+            return
+        with suppress(LostError):  # which `apply_changes` will hear
+            if self._leases.raise_bound(claim, bound) and claim is self.claim:
+                self._told_ms = bound
 
     def apply_changes(self, claim: Claim, changes: RequestedChanges | None) -> None:
         """Do what the client has requested for this claim; None means that another worker has the job.
@@ -287,9 +300,8 @@ class Solve:
         if best.schedule is None:
             return
         try:
-            status: Found = "optimal" if best.status == "optimal" else "feasible"
             self._environment.caches.of(claim.tenant).add(
-                best.schedule, status, best.lower_bound_ms, claim.options.objective, verified=True
+                best.schedule, best.found_status, best.lower_bound_ms, claim.options.objective, verified=True
             )
         except (OptPipeError, *DATABASE_AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))

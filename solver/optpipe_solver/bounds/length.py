@@ -24,6 +24,11 @@ from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 from optpipe_solver.bounds.weights import weights
 
 
+def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
+    """Return the best bound in ms that needs no search, of `trivial_bound` and `memory_bound`."""
+    return max(trivial_bound(problem, objective), memory_bound(problem, objective))
+
+
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule of the problem falls below, whatever the memory.
 
@@ -231,6 +236,7 @@ class _Paths(NamedTuple):
     arrives: Floats  # (D,) until a forward reaches each device
     leaves: Floats  # (D,) from its last input gradient to the end
     returns: Floats  # (D,) from its last input gradient to the end of that micro-batch's first stage
+    reaches: dict[tuple[int, int], float]  # until a forward reaches the stage
     round_trip: dict[tuple[int, int], float]  # from a forward's start to its input gradient's end
     after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
     back: dict[tuple[int, int], float]  # from an input gradient's end to the end of the first stage
@@ -249,6 +255,7 @@ def shortest_paths(problem: Problem) -> _Paths:
     device, ms = problem.costs.device, shortest_times(problem)
     arrives = np.full(len(problem.devices), np.inf)
     leaves, returns = arrives.copy(), arrives.copy()
+    reaches: dict[tuple[int, int], float] = {}
     round_trip: dict[tuple[int, int], float] = {}
     after: dict[tuple[int, int], float] = {}
     home: dict[tuple[int, int], float] = {}
@@ -266,12 +273,13 @@ def shortest_paths(problem: Problem) -> _Paths:
             rest = max(ms[Kind.W, s], rest + (back[k] - back[k - 1] if k else 0.0))
             arrives[device[s]] = min(arrives[device[s]], on[k])
             leaves[device[s]] = min(leaves[device[s]], rest)
+            reaches[r, s] = on[k]
             after[r, s] = rest
             home[r, s] = back[k] + ms[Kind.W, route[0]]
             returns[device[s]] = min(returns[device[s]], home[r, s])
             round_trip[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
         longest = max(longest, on[-1] + last + rest)
-    return _Paths(np.isfinite(arrives), arrives, leaves, returns, round_trip, after, home, one_entry, longest)
+    return _Paths(np.isfinite(arrives), arrives, leaves, returns, reaches, round_trip, after, home, one_entry, longest)
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import Frame, Ready, Request
 
 # With more, CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule.
 MOST_FORWARDS = 200
@@ -15,6 +15,8 @@ class CpSatEngine:
     """Solves the whole problem with CP-SAT."""
 
     name = "cpsat"
+    most_threads: int | None = None
+    open_ended = False
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
@@ -29,6 +31,7 @@ class CpSatEngine:
         # Loads ortools, which takes a second and cannot share a process with highspy.
         from optpipe_solver.cpsat.whole_problem import WholeProblemSearch
 
+        emit(Ready())
         WholeProblemSearch(request, emit).run()
 
 

@@ -21,15 +21,15 @@ from optpipe.lift import lift
 from optpipe.model.ops import Kind
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.process.protocol import Bound, Frame, Request
+from optpipe.prune import prune
 from optpipe.schedule import Schedule
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
 from optpipe_solver.cpsat.variables import Order, Window
-from optpipe_solver.prune import prune
 
 METHOD = "cpsat"
 # Ticks, as `grid.FINEST`, where bounds are proven. With 2^38 of them CP-SAT 9.15 refutes solutions.
@@ -52,7 +52,7 @@ class WholeProblemSearch:
         self.grid, self.fine_grid = Grid.of(self.problem), Grid.of(self.problem, FINE)
         self.budget = Budget(request.time_limit_s, request.threads)
         self.best = BestGridSchedule(request, emit)
-        self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
+        self._bound = lower_bound(self.problem, request.objective)
         self._bound_lock = threading.Lock()  # bounds come from a thread of CP-SAT's
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class WholeProblemSearch:
         It starts at the bound of the rounded problem, of which some schedules may be shorter than any of the problem.
         """
         until, grid = self.budget.left() - seconds, self.fine_grid.relaxed
-        least = ceil(max(trivial_bound(grid.rounded), memory_bound(grid.rounded)) * (1 - FLOAT_NOISE))
+        least = ceil(lower_bound(grid.rounded) * (1 - FLOAT_NOISE))
         model = self._model(grid, "ranks")
         known = model.variables.incumbent.end
         most = known - 1

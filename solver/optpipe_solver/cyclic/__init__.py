@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import Frame, Ready, Request
 
 FEWEST = 2  # micro-batches that can repeat
 
@@ -14,6 +14,8 @@ class CyclicEngine:
     """Unrolls periodic patterns, then improves the best of them window by window."""
 
     name = "cyclic"
+    most_threads: int | None = None
+    open_ended = False
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
@@ -26,6 +28,7 @@ class CyclicEngine:
         # Loads ortools, which takes a second and cannot share a process with highspy.
         from optpipe_solver.cyclic.pattern_search import search
 
+        emit(Ready())
         return search(request, emit)
 
 

@@ -11,6 +11,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND
 from optpipe.process.protocol import Frame, Request
+from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
@@ -19,7 +20,6 @@ from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, s
 from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.lns.improve import improvements
-from optpipe_solver.prune import prune
 
 METHOD = "cyclic"
 LARGEST_K = 4

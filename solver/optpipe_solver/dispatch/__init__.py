@@ -12,6 +12,8 @@ class DispatchEngine:
     """Finds schedules of one route, with and without transfers and recomputes."""
 
     name = "dispatch"
+    most_threads: int | None = 1
+    open_ended = True
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
@@ -23,8 +25,10 @@ class DispatchEngine:
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
         """Emits better and better schedules until time is up; returns the seconds used by its own count of work."""
+        from optpipe.evaluate.jit import compile_at_once
         from optpipe_solver.dispatch.search import search
 
+        compile_at_once()
         return search(request, emit)
 
 

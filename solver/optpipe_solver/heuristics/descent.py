@@ -14,7 +14,7 @@ from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 
 def descend(
@@ -40,11 +40,12 @@ def descend(
         nothing has made the schedule shorter for long. Whoever iterates decides when it is enough.
     """
     lengths_ms: dict[Policy, float] = {}
+    by_policy = PolicySchedules(problem, method)
 
     def schedules(policy: Policy) -> Iterator[Schedule]:
         if policy in lengths_ms:
             return
-        schedule = schedule_by_policy(problem, policy, method, deadline)
+        schedule = by_policy.schedule(policy, deadline)
         lengths_ms[policy] = length_ms(schedule, objective)
         if schedule:
             yield schedule

@@ -10,6 +10,7 @@ from math import ceil
 from time import monotonic
 from typing import Protocol
 
+from optpipe.dispatch.memory_shares import CHOICES, memory_shares
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.ops import Kind
@@ -17,7 +18,6 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems
 from optpipe_solver.heuristics.descent import descend
-from optpipe_solver.heuristics.memory_shares import CHOICES, memory_shares
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.policy_schedules import is_large

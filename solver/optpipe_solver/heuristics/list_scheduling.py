@@ -25,19 +25,25 @@ F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 
 class ListScheduler(SchedulingState):
-    """One run of the clock; `rows` and `starts` are its result."""
+    """Schedules of one problem, one after the other; `rows` and `starts` are the last one."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        super().__init__(problem, policy)
-        self.weights: list[deque[tuple[int, int]]] = [deque() for _ in problem.devices]
-        self.splits = [policy.split and not takes for takes in self.takes[W]]  # or W might wait for memory forever
-        self.in_flight = [0] * len(problem.stages)
-        self.returning = [False] * len(problem.stages)  # whether a stage has begun with its backwards
-        self.admitted = 0
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._splits = [not takes for takes in self.takes[W]]  # or W might wait for memory forever
         self.transfers = Transfers(self)
 
-    def run(self, deadline: float = NEVER) -> bool:
+    def begin(self, policy: Policy) -> None:
+        super().begin(policy)
+        self.transfers.begin()
+        self.weights: list[deque[tuple[int, int]]] = [deque() for _ in self.problem.devices]
+        self.splits = [policy.split and can for can in self._splits]
+        self.in_flight = [0] * len(self.problem.stages)
+        self.returning = [False] * len(self.problem.stages)  # whether a stage has begun with its backwards
+        self.admitted = 0
+
+    def run(self, policy: Policy, deadline: float = NEVER) -> bool:
         """Run to the end of the iteration. False if the deadline, a moment of `time.monotonic`, passes before."""
+        self.begin(policy)
         for j, route in enumerate(self.route):
             heapq.heappush(self.forwards[self.device[route[0]]].setdefault(route[0], []), (self.rank[j], j))
         touched = set(range(len(self.held)))
@@ -45,7 +51,8 @@ class ListScheduler(SchedulingState):
             for d in touched:
                 self.transfers.start_on(d)
             for d in touched:
-                self._compute(d)
+                if not self.busy[d]:
+                    self._compute(d)
             if not self.events:
                 return True
             touched = set()
@@ -95,9 +102,7 @@ class ListScheduler(SchedulingState):
         self.transfers.drop(d)
 
     def _compute(self, d: int) -> None:
-        """Start the best op if the device is idle."""
-        if self.busy[d]:
-            return
+        """Start the best op on an idle device."""
         if self._fills(d) and self._start_forward(d):
             return
         if self._start_backward(d) or self._start_forward(d) or not self.weights[d]:

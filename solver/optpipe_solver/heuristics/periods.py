@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.lift import TOLERANCE_MS
 from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, Kind
-from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe_solver import plan
 
 
@@ -63,7 +63,7 @@ def _period(table: Table, start: Floats, few: int) -> Period | None:
     when, own = start[order], table[order, MICROBATCH].astype(np.int64)
     op = _codes(table[order])
     first_stage = table[order, STAGE] == table[order[0], STAGE] if len(order) else np.zeros(0, np.bool_)
-    leaves = when[first_stage & np.isin(table[order, KIND], list(BACKWARD))]
+    leaves = when[first_stage & of_kinds(table[order], *BACKWARD)]
     leaves = leaves[leaves < when[first_stage & (table[order, KIND] == Kind.F)].max(initial=0.0)]  # while others enter
     for size in range(1, min(plan.REPEAT_MICROBATCHES, few // 3) + 1):
         for i in sorted(range(len(leaves) - size), key=lambda i: abs(2 * i + size - few)):

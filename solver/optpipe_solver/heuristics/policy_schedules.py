@@ -1,8 +1,9 @@
-"""The schedule that a policy leads to, by list scheduling."""
+"""The schedules that policies lead to, by list scheduling."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -19,37 +20,68 @@ from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
 
 
-def schedule_by_policy(problem: Problem, policy: Policy, method: str, deadline: float = NEVER) -> Schedule | None:
-    """Return a schedule that fits if any schedule does.
+class PolicySchedules:
+    """Schedules of one problem, each by a policy; what the problem alone tells is computed once.
 
-    Of many micro-batches only some are scheduled, and a period of theirs is repeated, where that is valid. None if the
-    deadline, a moment of `time.monotonic`, passes before the schedule is there.
+    Parameters
+    ----------
+    method
+        The name that the schedules bear.
     """
-    timed = _alike(problem) if policy.alike else problem
-    few = _enough_for_a_period(timed)
-    large = is_large(problem) and len(problem.all_routes) == 1
-    if large and few * plan.REPEAT_GAIN < problem.microbatches:
-        short = _run(timed.model_copy(update={"microbatches": few, "microbatch_routes": None}), policy, deadline)
-        if short is None:
+
+    def __init__(self, problem: Problem, method: str) -> None:
+        self._problem, self._method = problem, method
+        self._schedulers: dict[tuple[bool, bool], ListScheduler] = {}  # with equal times, with few micro-batches
+
+    def schedule(self, policy: Policy, deadline: float = NEVER) -> Schedule | None:
+        """Return a schedule that fits if any schedule does.
+
+        Of many micro-batches only some are scheduled, and a period of theirs is repeated, where that is valid. None if
+        the deadline, a moment of `time.monotonic`, passes before the schedule is there.
+        """
+        problem = self._problem
+        if self._repeats(policy):
+            short = self._run(policy, deadline, few=True)
+            if short is None:
+                return None
+            longer = lengthened(*short, problem.microbatches)
+            schedule = self._lifted(policy, *longer) if longer else None
+            if schedule and not check(problem, schedule):  # a repeated period may need more memory than its first run
+                return schedule
+        found = self._run(policy, deadline)
+        return self._lifted(policy, *found) if found else None
+
+    def _repeats(self, policy: Policy) -> bool:
+        problem = self._problem
+        if not is_large(problem) or len(problem.all_routes) > 1:
+            return False
+        return _enough_for_a_period(self._timed(policy)) * plan.REPEAT_GAIN < problem.microbatches
+
+    def _timed(self, policy: Policy) -> Problem:
+        """The problem with the times that count for the policy."""
+        return self._alike if policy.alike else self._problem
+
+    @cached_property
+    def _alike(self) -> Problem:
+        return _alike(self._problem)
+
+    def _run(self, policy: Policy, deadline: float, few: bool = False) -> tuple[Table, Floats] | None:
+        if (policy.alike, few) not in self._schedulers:
+            timed = self._timed(policy)
+            shorter = {"microbatches": _enough_for_a_period(timed), "microbatch_routes": None}
+            self._schedulers[policy.alike, few] = ListScheduler(timed.model_copy(update=shorter) if few else timed)
+        scheduler = self._schedulers[policy.alike, few]
+        if not scheduler.run(policy, deadline):
             return None
-        longer = lengthened(*short, problem.microbatches)
-        schedule = _retimed(problem, lift_table(timed, *longer, method)) if longer else None
-        if schedule and not check(problem, schedule):  # a repeated period may need more memory than its first run
-            return schedule
-    found = _run(timed, policy, deadline)
-    return _retimed(problem, lift_table(timed, *found, method)) if found else None
+        return np.array(scheduler.rows, dtype=np.int32).reshape(-1, 5), np.array(scheduler.starts)
+
+    def _lifted(self, policy: Policy, table: Table, start: Floats) -> Schedule:
+        return _retimed(self._problem, lift_table(self._timed(policy), table, start, self._method))
 
 
 def is_large(problem: Problem) -> bool:
     """Whether list scheduling takes longer than about half a second."""
     return len(problem.stages) * problem.microbatches > plan.REPEAT_FORWARDS
-
-
-def _run(problem: Problem, policy: Policy, deadline: float) -> tuple[Table, Floats] | None:
-    scheduler = ListScheduler(problem, policy)
-    if not scheduler.run(deadline):
-        return None
-    return np.array(scheduler.rows, dtype=np.int32).reshape(-1, 5), np.array(scheduler.starts)
 
 
 def _retimed(problem: Problem, schedule: Schedule) -> Schedule:

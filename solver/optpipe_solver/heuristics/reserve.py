@@ -19,6 +19,8 @@ Peak = Callable[[int, int], int]
 class Reserve:
     """Device memory and pinned host memory of every device, as promised to the micro-batches in flight.
 
+    `begin` comes before the first promise, and takes all of them back.
+
     Parameters
     ----------
     base
@@ -27,7 +29,7 @@ class Reserve:
 
     def __init__(self, problem: Problem, base: Sequence[dict[int, Relief]]) -> None:
         costs = problem.costs
-        devices, m = len(problem.devices), problem.microbatches
+        devices = len(problem.devices)
         self._limit: list[int] = costs.activation_budget.tolist()
         self._host_limit: list[int] = costs.host_memory.tolist()
         self._bytes = stage_bytes(problem)
@@ -43,11 +45,6 @@ class Reserve:
             {s: self._bytes[s].recomputed_peak if r.recompute else self._bytes[s].peak for s, r in reliefs.items()}
             for reliefs in base
         ]
-        self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
-        self._holds = [[0] * m for _ in range(devices)]
-        self._hosts = [[0] * m for _ in range(devices)]
-        self._total, self._host_total = [0] * devices, [0] * devices
-        self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
         self._largest = [  # upper bounds of `_peak`
             max((sum(peaks[s] for s in own[d]) for peaks, own in zip(self._peaks, self._own, strict=True)), default=0)
             for d in range(devices)
@@ -56,6 +53,15 @@ class Reserve:
             max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True))
             for d in range(devices)
         ]
+
+    def begin(self) -> None:
+        """Nothing is promised."""
+        devices, m = len(self._limit), len(self._route)
+        self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
+        self._holds = [[0] * m for _ in range(devices)]
+        self._hosts = [[0] * m for _ in range(devices)]
+        self._total, self._host_total = [0] * devices, [0] * devices
+        self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
         self.active: list[int] = []
 
     def settled(self, stage: int, relief: Relief) -> tuple[int, int]:

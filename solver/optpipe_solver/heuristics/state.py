@@ -24,11 +24,14 @@ Event = tuple[float, int, int, int, int, int]  # moment (ms), rows so far, code,
 
 
 class SchedulingState:
-    """The clock, its events, the ops that have started, and what each device holds and waits for."""
+    """The clock, its events, the ops that have started, and what each device holds and waits for.
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        self.problem, self.policy = problem, policy
-        costs, m, devices = problem.costs, problem.microbatches, len(problem.devices)
+    What belongs to the problem is computed once; each schedule of it begins with `begin`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        costs, m = problem.costs, problem.microbatches
         instant = 10 * grain(np.array([costs.ms.sum() * m]))  # what takes no time takes this, to show what came first
         self.ms: list[list[float]] = np.maximum(costs.ms, instant).tolist()
         self.device: list[int] = costs.device.tolist()
@@ -47,15 +50,22 @@ class SchedulingState:
         self.base = [reliefs(problem, route) for route in problem.all_routes]
         self.memory = [d.activation_budget_bytes for d in problem.devices]
         self.reserve = Reserve(problem, self.base)
+        passing = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
+        left = np.bincount(costs.device, weights=passing, minlength=len(problem.devices))
+        self._forwards: list[int] = left.astype(int).tolist()
+
+    def begin(self, policy: Policy) -> None:
+        """Go back to the time before the first op."""
+        self.policy = policy
+        m, devices = self.problem.microbatches, len(self.problem.devices)
+        self.reserve.begin()
         self.held = [0] * devices  # bytes, those of the running op included
         self.busy = [False] * devices
         self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]  # by stage: rank, j
         self.backwards: list[list[tuple[int, int, int]]] = [[] for _ in range(devices)]  # gradient is there: rank, j, s
         self.coming: list[list[float]] = [[] for _ in range(devices)]  # when the next gradients arrive
         self.rank = [m + j for j in range(m)]  # micro-batches in the order in which they were admitted
-        passing = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
-        left = np.bincount(costs.device, weights=passing, minlength=devices)
-        self.forwards_left: list[int] = left.astype(int).tolist()
+        self.forwards_left = self._forwards.copy()
         self.begun = [0.0] * m  # when a micro-batch would have begun, had it run at full speed to where it is
         self.relief: dict[tuple[int, int], Relief] = {}  # of activations between forward and backward
 

@@ -38,6 +38,10 @@ class Transfers:
         self._link: list[int] = problem.costs.link.tolist()
         self._devices_on = [[d for d in devices if self._link[d] == n] for n in range(max(self._link) + 1)]
         self._half_duplex = problem.transfer_mode == "half_duplex"
+
+    def begin(self) -> None:
+        """Go back to the time before the first op."""
+        devices = range(len(self._link))
         self._busy = {O: [False] * len(self._devices_on), R: [False] * len(self._devices_on)}
         self._away: dict[Key, Away] = {}
         self._leaving: list[deque[tuple[float, Key]]] = [deque() for _ in devices]  # since when

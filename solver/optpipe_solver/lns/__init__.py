@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import Frame, Ready, Request
 
 
 class LnsEngine:
     """Improves any schedule, window by window."""
 
     name = "lns"
+    most_threads: int | None = None
+    open_ended = True
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
@@ -22,6 +24,7 @@ class LnsEngine:
         # Loads ortools, which takes a second and cannot share a process with highspy.
         from optpipe_solver.lns.improve import improve
 
+        emit(Ready())
         return improve(request, emit)
 
 

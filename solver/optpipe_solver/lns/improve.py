@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
 from optpipe.process.protocol import Frame, Request
+from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
@@ -17,7 +18,6 @@ from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.lns.choice import PATIENCE, WindowChoice
-from optpipe_solver.prune import prune
 
 METHOD = "lns"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import Frame, Ready, Request
 from optpipe_solver.milp.size import MOST_OPS, count_ops
 
 
@@ -14,6 +14,8 @@ class MilpEngine:
     """Solves a small problem whole; of a larger one the best schedule, window by window."""
 
     name = "milp"
+    most_threads: int | None = None
+    open_ended = False
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name. Otherwise
@@ -39,6 +41,7 @@ class MilpEngine:
         # Imported only in the engine's process: the portfolio asks `unsupported` alone.
         from optpipe_solver.milp.solve import solve
 
+        emit(Ready())
         solve(request, emit)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from optpipe.evaluate.objective import TOLERANCE, Objective, reaches
 from optpipe.lift import lift
 from optpipe.model.arrays import Floats
+from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.milp.backend import minimize, most_rows, smallest_model
 from optpipe_solver.milp.model import Model
@@ -26,7 +27,6 @@ from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.surroundings import OpenWindow, Surroundings
 from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.task import Limits, Task
-from optpipe_solver.prune import prune
 
 METHOD = "milp+lns"
 FIRST = 40  # compute ops that the first windows open

@@ -14,7 +14,7 @@ from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Note, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.milp.backend import is_licensed, minimize, most_rows, smallest_model
@@ -102,7 +102,7 @@ class _Search:
             best.offer(next(STREAMS["adaoffload"](self._problem, objective)))
         if best.schedule is None:
             return
-        bound = max(trivial_bound(self._problem, objective), memory_bound(self._problem, objective))
+        bound = lower_bound(self._problem, objective)
 
         def report(ongoing: bool = True) -> None:
             self.report(f"{search.summary}; {best.value:.6g} ms", ongoing)

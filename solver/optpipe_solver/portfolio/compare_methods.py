@@ -27,7 +27,7 @@ from optpipe.process.protocol import (
 )
 from optpipe.schedule import Schedule
 from optpipe_solver import heuristics, systems
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import HEURISTICS
 from optpipe_solver.systems.variants import is_system
@@ -74,9 +74,7 @@ def frames_of(name: str, request: CompareRequest, bounds_ms: dict[str, float]) -
         return [Note(method=name, text=f"{type(error).__name__}: {error}")]
     placed = schedule.problem
     if placed.sha256 not in bounds_ms:
-        bounds_ms[placed.sha256] = max(
-            trivial_bound(placed, request.objective), memory_bound(placed, request.objective)
-        )
+        bounds_ms[placed.sha256] = lower_bound(placed, request.objective)
     return [
         Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]),
         Incumbent(method=name, schedule=Programs.of(schedule)),

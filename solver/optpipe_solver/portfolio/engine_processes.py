@@ -31,17 +31,32 @@ class EngineProcess:
     start: Schedule | None  # the warm start
     deadline: float  # a moment of `time.monotonic` at which it is stopped; `STOPPED` from then on
     allotted_s: float
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)  # to load, then to search
     spent_s: float | None = None  # of its time, by its own count
     gained: bool = False  # whether a schedule of its became the best
     report: Note | None = None  # its last, on how a search of it ended or how far it is
     overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property
+    def stopped(self) -> bool:
+        return self.deadline == STOPPED
+
+    def begins(self, deadline: float) -> None:
+        """Its time begins now, unless it is stopped."""
+        self.began = time.monotonic()
+        if not self.stopped:
+            self.deadline = deadline
+
+    def goes_on(self, until: float) -> None:
+        """Let it run until then at least, unless it is stopped."""
+        if not self.stopped:
+            self.deadline = max(self.deadline, until)
+
+    @property
     def ended_early(self) -> bool:
         """Whether it ended by itself with more than half of its time left: it knew nothing more to do."""
         spent_s = time.monotonic() - self.began if self.spent_s is None else self.spent_s
-        return self.deadline < STOPPED and spent_s < self.allotted_s / 2
+        return not self.stopped and spent_s < self.allotted_s / 2
 
 
 class EngineProcesses:
@@ -69,7 +84,7 @@ class EngineProcesses:
 
     def stop(self, process: EngineProcess) -> None:
         """Stop an engine; `messages` still gives what it said before."""
-        if process.deadline < STOPPED:
+        if not process.stopped:
             process.overdue = time.monotonic() > process.deadline
             process.deadline = STOPPED
             process.child.stop()
@@ -104,7 +119,7 @@ class EngineProcesses:
 
         Pages that processes share count for each of them.
         """
-        return {process: _resident(process.child.pid) for process in self.running if process.deadline < STOPPED}
+        return {process: _resident(process.child.pid) for process in self.running if not process.stopped}
 
 
 def own_memory_bytes() -> int:

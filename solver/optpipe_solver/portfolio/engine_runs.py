@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from optpipe.errors import OptPipeError
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Request
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
 from optpipe.schedule import Schedule
-from optpipe_solver import plan
+from optpipe_solver import engines, plan
 from optpipe_solver.methods import MILP
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
@@ -31,17 +31,23 @@ class EngineRuns:
         self._request, self._state, self._limit, self._emit = request, state, limit, emit
         self._planned = list(planned)
         self._processes = EngineProcesses()
-        self._parallel = min(plan.PARALLEL, request.threads) if request.method == "auto" else 1
+        self._parallel = plan.side_by_side(request.threads) if request.method == "auto" else 1
         share = 1 - plan.heuristics_share(limit.seconds)
         self._counted = limit.counted and request.method != MILP
         self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if self._counted else 1)
         self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
         self._started = 0
+        self._any_ready = False  # whether an engine's search has begun
         self._exhausted: dict[str, Schedule | None] = {}  # the schedule from which an engine found nothing more to do
 
     @property
     def running(self) -> bool:
         return bool(self._processes.running)
+
+    @property
+    def loading(self) -> bool:
+        """Whether engines were started, and the first of them is yet to be ready."""
+        return self.running and not self._any_ready
 
     def unfinished(self, engine: str) -> bool:
         """Whether an engine that was asked for by name is yet to run, or to end."""
@@ -50,16 +56,17 @@ class EngineRuns:
         return self._request.method == engine and (planned or running)
 
     def start_next(self, beside_heuristics: bool) -> None:
-        """Start planned runs as long as fewer than `plan.PARALLEL` searches are under way.
+        """Start planned runs as long as fewer than `plan.side_by_side` searches are under way.
 
-        Heuristics that still run count as one of them. Each run has its share of the threads that are free.
+        Heuristics that still run count as one of them. Each run has its share of the threads that are free, or as many
+        as its engine can use.
         """
         running, request = self._processes.running, self._request
         free = self._parallel - len(running) - beside_heuristics
         threads = request.threads - sum(process.threads for process in running)
         threads -= beside_heuristics * (request.threads // self._parallel)
         while free > 0 and self._planned:
-            if self._left_s() <= plan.ENGINE_START_S:
+            if self._left_s() <= plan.ENGINE_END_S:
                 self._drop_planned()
                 return
             able = [run for run in self._planned if self.may_gain(run.engine)]
@@ -71,6 +78,7 @@ class EngineRuns:
             if run.repeat:
                 self._planned.append(run)
             own_threads = max(1, -(-threads // free))
+            own_threads = min(own_threads, engines.load(run.engine).most_threads or own_threads)
             self.start(run, self._allotted_s(run), own_threads)
             free, threads = free - 1, threads - own_threads
 
@@ -85,17 +93,26 @@ class EngineRuns:
         return min(share_s, all_s) if self._planned else all_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
-        """Start an engine; the time that it needs to start and to end is part of what it is allotted."""
+        """Start an engine; what it is allotted begins when it is ready, and has the time that it needs to end.
+
+        Where the clock counts, one that makes no plan for its time is stopped at the end of its share, or goes on while
+        it gains.
+        """
+        goes_on = not self._counted and engines.load(run.engine).open_ended
+        limit_s = max(allotted_s - plan.ENGINE_END_S, allotted_s / 2)
         asked = {
             "method": run.engine,
-            "time_limit_s": max(allotted_s - plan.ENGINE_START_S, allotted_s / 2),
+            "time_limit_s": plan.NO_LIMIT_S if goes_on else limit_s,
             "threads": threads,
             "seed": (self._request.seed + self._started) % 2**31,
         }
-        deadline = self._limit.until(allotted_s * (plan.COUNTED_TIMEOUT if self._counted else 1.0))
         self._started += 1
         start = None if run.from_scratch else self._state.start_for(run.engine)
+        deadline = self._limit.until(plan.LOADING_S + self._longest_s(allotted_s))
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
+
+    def _longest_s(self, allotted_s: float) -> float:
+        return allotted_s * (plan.COUNTED_TIMEOUT if self._counted else 1.0)
 
     def may_gain(self, engine: str) -> bool:
         """Whether an engine never ended early, or there is a better schedule to start from since it did."""
@@ -126,7 +143,9 @@ class EngineRuns:
                 wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
             except OptPipeError as error:
                 wrong = str(error)
-            process.gained = process.gained or self._state.best_ms < before_ms
+            if self._state.best_ms < before_ms:
+                process.gained = True
+                process.goes_on(self._limit.until(process.allotted_s))
             if wrong:
                 self._emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
         elif isinstance(message, Bound):
@@ -144,27 +163,30 @@ class EngineRuns:
         elif isinstance(message, OptPipeError):
             self._emit(Note(text=f"{engine} failed: {message}"))
             self._cancel(engine)
+        elif isinstance(message, Ready):
+            self._any_ready = True
+            process.begins(self._limit.until(self._longest_s(process.allotted_s)))
         elif isinstance(message, End):
             process.spent_s, process.overdue = message.spent_s, False
         elif message is None:
             self._ended(process)
 
     def _ended(self, process: EngineProcess) -> None:
-        spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_START_S
+        spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_END_S
         self._uncounted_s -= min(process.allotted_s, spent_s)
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))
         elif process.overdue and not process.report:
             self._report_missing("time was up before it could say how its search ended")
-        if process.gained:
+        if process.gained and not process.stopped:
             self._repeat_next(process.engine)
         if process.ended_early:
             self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
 
     def _repeat_next(self, engine: str) -> None:
-        """Let an engine that gained run again at once: win-stay, lose-shift (Robbins 1952).
+        """Let an engine that gained be the first of those that repeat: win-stay, lose-shift (Robbins 1952).
 
-        Beside it the others have their turns. Where one search runs at a time, those that do not repeat come first.
+        One that was stopped had gone on for as long as it gained.
         """
         again = next(
             (run for run in self._planned if run.repeat and run.engine == engine and not run.from_scratch), None
@@ -172,7 +194,7 @@ class EngineRuns:
         if again is not None:
             self._planned.remove(again)
             others = (n for n, run in enumerate(self._planned) if run.repeat)
-            self._planned.insert(0 if self._parallel > 1 else next(others, len(self._planned)), again)
+            self._planned.insert(next(others, len(self._planned)), again)
 
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""

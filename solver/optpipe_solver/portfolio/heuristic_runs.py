@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.process.protocol import Note, Request
+from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS
@@ -39,6 +40,7 @@ class HeuristicRuns:
         passes = len(problem.stages) * problem.microbatches
         self._ops = 3 * passes * (plan.JITTER_WORK if request.jitter else 1)  # handled for one schedule
         self._with_published = request.method in ("auto", *ENGINES)
+        self._chunked = len(problem.stages) > len(problem.devices)
 
     def streams(self) -> Streams:
         """The schedules of what the request names, a heuristic or a system; else of every heuristic.
@@ -53,20 +55,34 @@ class HeuristicRuns:
             names.sort(key=lambda name: name != "naive")
         return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
 
-    def run(self, streams: Streams, share: float) -> Iterator[None]:
-        """Offer schedules for a share of the time, and beyond it while they still gain; yield after each.
+    def run(self, streams: Streams, share: float, are_alone: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Offer schedules for a share of the time, and beyond it while they still gain or are alone; yield after each.
 
         Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
-        policies bring. Behind the first round come the published systems, unless that takes half of the time. A
-        heuristic that is behind the best of them runs in some of the rounds only.
+        policies bring. Behind the first round come the published systems, unless that takes half of the time; where
+        devices have several stages, for which there are few and good ones, behind the first schedule. A heuristic that
+        is behind the best of them runs in some of the rounds only.
         """
         limit, state = self._limit, self._state
         began, until = time.monotonic(), limit.until(limit.left_s * (1.0 if limit.counted else share))
         ops, max_ops = 0, share * limit.seconds * plan.OPS_PER_S
         shortest_ms = dict.fromkeys(streams, NEVER)
+        published = iter(self.published() if self._with_published else ())
 
         def is_over() -> bool:
-            return state.best is not None and (time.monotonic() > until or (limit.counted and ops > max_ops))
+            if state.best is None:
+                return False
+            late = time.monotonic() > until
+            return late or ops > max_ops if limit.counted else late and not are_alone()
+
+        def try_published() -> Iterator[None]:
+            nonlocal ops, published
+            for _ in published:
+                ops += self._ops
+                yield
+                if limit.left_s < limit.seconds / 2:
+                    published = iter(())
+                    return
 
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
@@ -83,12 +99,9 @@ class HeuristicRuns:
                 else:
                     shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
                 yield
-            if number == 0 and self._with_published:
-                for _ in self.published():
-                    ops += self._ops
-                    yield
-                    if limit.left_s < limit.seconds / 2:
-                        break
+                if self._chunked:
+                    yield from try_published()
+            yield from try_published()
             if is_over() or not streams:
                 return
 
@@ -104,6 +117,16 @@ class HeuristicRuns:
         if wrong:
             self._emit(Note(text=f"{name} gives no schedule: {wrong}"))
         return None if wrong else schedule
+
+    def by_simple_rules(self) -> Iterator[None]:
+        """Offer what a compiled list scheduler finds by rules in some 50 ms; the engine `dispatch` goes on from it."""
+
+        def found() -> Iterator[Schedule]:
+            if schedule := by_rules(self._request.problem, None, self._request.objective):
+                yield schedule
+
+        self._next("dispatch", found())
+        yield
 
     def published(self) -> Iterator[None]:
         """Offer each published system for these stages once, so that none that fits is better than the answer.

@@ -21,7 +21,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import plan
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.methods import ENGINES
 from optpipe_solver.portfolio.partitions import SHAPES, PartitionDescent, mismatch, partition_of_stages
@@ -156,7 +156,7 @@ class PlacementSearch:
 
     def _candidate(self, placement: Placement, placed: Problem) -> Candidate:
         objective = self.request.objective
-        return Candidate(placement, placed, max(trivial_bound(placed, objective), memory_bound(placed, objective)))
+        return Candidate(placement, placed, lower_bound(placed, objective))
 
     def _take_warm_start(self) -> None:
         """Make a warm start that names a placement that placement's first schedule."""
@@ -176,17 +176,20 @@ class PlacementSearch:
         own.best = own.best or programs
 
     def _look(self, candidates: list[Candidate], share: float) -> None:
-        """Run a heuristic on each candidate, then the published systems for its stages.
+        """Run a heuristic on each candidate, then what the engine `dispatch` would begin with, then the published
+        systems for its stages.
 
-        The problem's own stages and the lowest bounds come first, should time run out. Published systems stop when half
-        of all the time is over.
+        The problem's own stages and the lowest bounds come first, should time run out. All but the heuristic stops when
+        half of all the time is over. A short search does not wait until rules are compiled.
         """
         portfolios = []
         for candidate in sorted(candidates, key=lambda candidate: (candidate is not self.unplaced, candidate.bound_ms)):
             portfolios.append(self._search(candidate, self._heuristic("adaoffload"), share / len(candidates)))
         if self.request.method in ("auto", *ENGINES):
-            searched = (portfolio for portfolio in portfolios if portfolio)
-            for _ in chain.from_iterable(portfolio.heuristics.published() for portfolio in searched):
+            searched = [portfolio.heuristics for portfolio in portfolios if portfolio]
+            ruled = searched if self.request.time_limit_s >= plan.RULES_S else []
+            steps = [heuristics.by_simple_rules() for heuristics in ruled]
+            for _ in chain(*steps, *(heuristics.published() for heuristics in searched)):
                 if self.left_s < self.request.time_limit_s / 2:
                     return
 
@@ -217,7 +220,7 @@ class PlacementSearch:
         for handled in descent.steps:
             ops += handled
             over = ops > seconds * plan.OPS_PER_S if counted else time.monotonic() > until
-            if over or self.left_s < plan.ENGINE_START_S:
+            if over or self.left_s < plan.ENGINE_END_S:
                 return
 
     def _ranked(self) -> list[Candidate]:

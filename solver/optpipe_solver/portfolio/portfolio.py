@@ -58,7 +58,7 @@ class Portfolio:
             self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
         runs = EngineRuns(request, planned, state, limit, self.emit)
         share = plan.heuristics_share(limit.seconds) if planned else 1.0
-        heuristics = self.heuristics.run(self.heuristics.streams(), share)
+        heuristics = self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
         trying = True  # whether heuristics have something left to try
         try:
             while not (state.optimal and not runs.unfinished(methods.MILP)) and limit.left_s > 0:
@@ -101,11 +101,11 @@ class Portfolio:
         problem, programs = self.request.problem, self.request.warm_start.model_copy(update={"placement": None})
         wrong: str | None
         try:
-            given = programs.schedule(problem, "warm start")
+            given = programs.schedule(problem, programs.method or "warm start")
             wrong = self.state.offer(given)
             if wrong and (divided := in_all_parts(given)) is not None:
                 wrong = self.state.offer(divided)
-            if wrong and (repaired := repair(problem, given)) is not None:
+            if wrong and (repaired := repair(problem, given, self.request.objective)) is not None:
                 wrong = self.state.offer(repaired)
         except OptPipeError as error:
             wrong = str(error)
@@ -113,9 +113,17 @@ class Portfolio:
             self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
 
     def supports(self, engine: str) -> bool:
-        """Whether an engine can work on the problem; emits a note if it was asked for by name and cannot."""
-        alone = engine == self.request.method
-        reason = engines.load(engine).unsupported(self.request.problem, alone=alone)
-        if reason and engine in ENGINES and alone:
-            self.emit(Note(text=f"{engine} does not apply: {reason}"))
+        """Whether an engine can work on the problem.
+
+        Emits a note if it was asked for by name and cannot, or if the problem allows what no engine makes.
+        """
+        problem, alone = self.request.problem, engine == self.request.method
+        reason = engines.load(engine).unsupported(problem, alone=alone)
+        if engine in ENGINES and alone:
+            allowed = {"pairs": problem.overlap_factor is not None, "evictions": problem.costs.can_evict.any()}
+            never = " and no ".join(what for what, is_allowed in allowed.items() if is_allowed)
+            if reason:
+                self.emit(Note(text=f"{engine} does not apply: {reason}"))
+            elif never:
+                self.emit(Note(text=f"{engine} makes no {never}: some heuristics and published schedules do"))
         return reason is None

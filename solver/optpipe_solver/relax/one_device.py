@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -14,19 +15,24 @@ from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.length import Measure, measures, shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
-from optpipe_solver.relax.states import DONE, FIRST, FULL, expand
+from optpipe_solver.relax import one_stage, several_stages
+from optpipe_solver.relax.layout import DONE, FULL, QUEUES, Known, OneStage
+from optpipe_solver.relax.queues import Trip
 
-ROWS = 300_000  # states of one device
-BUCKETS = 2**18
+ROWS = 2**20  # states of one device
+CELLS = 2**25  # their columns
+BUCKETS = 2**20
 POPS = 1_000  # states taken between two looks at the clock
-MOST_MICROBATCHES = 64
+MOST_MICROBATCHES = 512
 
 
 def devices(problem: Problem) -> list[int]:
-    """The devices that the search knows: those that micro-batches pass on one stage and one route."""
+    """The devices that the search knows: those that micro-batches pass on one stage and one route, and those that they
+    pass on several stages of one route where all activations stay."""
     if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES:
         return []
-    return [d for d, passes in enumerate(_passes(problem)) if len(passes) == 1]
+    problem = without_evictions(problem)
+    return [d for d, passes in enumerate(_passes(problem)) if len(passes) == 1 or _all_stay(problem, passes)]
 
 
 def _passes(problem: Problem) -> list[list[tuple[int, int]]]:
@@ -37,15 +43,41 @@ def _passes(problem: Problem) -> list[list[tuple[int, int]]]:
     return found
 
 
+def _all_stay(problem: Problem, passes: list[tuple[int, int]]) -> bool:
+    """Whether these are passes on one route, from which no activation can leave or be computed again."""
+    stages = [problem.stages[s] for _, s in passes]
+    return len({r for r, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
+
+
 def bounds(problem: Problem, d: int, objective: Objective = "makespan", rows: int = ROWS) -> Iterator[float]:
     """Yield rising bounds in ms on a schedule's length, from device d alone.
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
-    from the end of a forward here to the start of its input gradient. The last bound is what this pipeline takes,
-    if `rows` states suffice.
+    from the end of an op here to the start of what needs it here. But some do one micro-batch after the other there
+    (`Queue`). The last bound is what this pipeline takes, if `rows` states and `CELLS` suffice.
     """
     problem = without_evictions(problem)
-    ((r, s),) = _passes(problem)[d]
+    passes = _passes(problem)[d]
+    m = int((problem.costs.route == passes[0][0]).sum())
+    search: Callable[[Known, int], float]
+    if len(passes) == 1:
+        search = partial(one_stage.expand, _one_stage(problem, *passes[0], m, objective))
+        same = one_stage.same(m)
+    else:
+        device = several_stages.of(problem, passes, m, objective)
+        search, same = partial(several_stages.expand, device), several_stages.same(device)
+    begins = float(shortest_paths(problem).arrives[d]) if objective == "makespan" else 0.0
+    count, table = np.zeros(6, dtype=np.int64), np.full(BUCKETS, -1, dtype=np.int64)
+    begin, chain, heap = (np.empty(rows, dtype=np.int64) for _ in range(3))
+    known = Known(np.empty(CELLS), begin, np.empty(rows), chain, table, heap, same, count)
+    while not (count[DONE] or count[FULL]):
+        least = float(search(known, POPS))
+        if least == np.inf:  # no schedule fits
+            return
+        yield begins + least
+
+
+def _one_stage(problem: Problem, r: int, s: int, m: int, objective: Objective) -> OneStage:
     paths, ms, held, stage = (
         shortest_paths(problem),
         shortest_times(problem),
@@ -53,38 +85,24 @@ def bounds(problem: Problem, d: int, objective: Objective = "makespan", rows: in
         problem.stages[s],
     )
     way = max(0.0, paths.round_trip[r, s] - float(ms[Kind.F, s] + ms[Kind.B, s]))
-    begins, rest = 0.0, float(ms[Kind.W, s])  # of its span
-    if objective == "makespan":
-        begins, rest = float(paths.arrives[d]), float(paths.leaves[d])
+    rest = paths.after[r, s] if objective == "makespan" else float(ms[Kind.W, s])
     times = np.array([*ms[[Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R], s], way, rest])
-    m = int((problem.costs.route == r).sum())
     lines = (1 if problem.transfer_mode == "half_duplex" else 2) if stage.can_offload else 0
-    memory = problem.devices[d].activation_budget_bytes
+    memory = problem.devices[stage.device].activation_budget_bytes
     parts = sorted(held.parts, reverse=True) if stage.can_offload else []
     present = np.array([held.stays - gone for gone in accumulate(parts, initial=0)][::-1], dtype=np.int64)
-    size = [memory, held.forward, held.recompute, held.backward, held.checkpoint, held.waiting]
+    size = [memory, held.forward, held.recompute, held.backward, held.checkpoint, held.waiting, held.weight]
     shares, worth, less = _worth(measures(memory, [held]), held, present, times, again=stage.can_recompute)
-    states = np.empty((rows, FIRST + 2 * m))
-    search = (
-        times,
-        np.array([m, lines, stage.can_recompute], dtype=np.int64),
-        np.array(size, dtype=np.int64),
-        present,
-        shares,
-        worth,
-        less,
-        states,
-        np.empty(rows),
-        np.empty(rows, dtype=np.int64),
-        np.full(BUCKETS, -1, dtype=np.int64),
-        np.empty(rows, dtype=np.int64),
-        count := np.zeros(5, dtype=np.int64),
-    )
-    while not (count[DONE] or count[FULL]):
-        least = float(expand(*search, POPS))
-        if least == np.inf:  # no schedule fits
-            return
-        yield begins + least
+    rules = np.array([m, lines, stage.can_recompute], dtype=np.int64)
+    return OneStage(times, _queues(problem, r, s), rules, np.array(size, dtype=np.int64), present, shares, worth, less)
+
+
+def _queues(problem: Problem, r: int, s: int) -> Floats:
+    """Return `queues` of `expand`: the device that takes longest for one micro-batch, and the one with most work."""
+    at, last = problem.all_routes[r].index(s), 2 * len(problem.all_routes[r]) - 1
+    found = Trip(problem, r).queues(at, last - at)
+    chosen = {max(found), max(found, key=lambda queue: queue[::-1])} if found else set()
+    return np.array([*sorted(chosen), *[(0.0, 0.0)] * QUEUES][:QUEUES])
 
 
 def _worth(

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
-from sqlalchemy import select, update
-from support.chain import chain
+from sqlalchemy import Connection, func, select, update
+from support.chain import chain, gpipe
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
+from support.service import running, settings_in
 
 from optpipe.anytime import Result
 from optpipe.options import SolveOptions
-from optpipe_server.database import Database, InitialResult, Jobs, Leases, reap
+from optpipe_cache import Cache, Retention
+from optpipe_cache.retention import ALL
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap
+from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim, LostError
-from optpipe_server.database.tables import jobs
+from optpipe_server.database.tables import incumbents, jobs, schedules
 
 
 def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
@@ -140,6 +147,79 @@ def test_everything_reaps_all_running_jobs(database: Database) -> None:
     claimed(database)
     assert reap(database, everything=True) == [running]
     assert [row(database, each).state for each in (running, waiting)] == ["queued", "queued"]
+
+
+def test_of_each_tenant_the_jobs_that_ended_last_are_kept(database: Database) -> None:
+    over = [submit(database, tenant) for tenant in ("a", "b", "a", "a")]
+    leases = Leases(database, "w")
+    for _ in over:
+        claim = leases.claim()
+        assert claim is not None
+        leases.finish(claim, "done", found(FAST), 1.0)
+    waiting = submit(database, "a")
+    assert prune(database, Retention(4)) == 0
+    assert prune(database, Retention(1)) == 2
+    with database.read() as db:
+        assert set(db.execute(select(jobs.c.id)).scalars()) == {over[1], over[3], waiting}
+        assert db.execute(select(func.count()).select_from(incumbents)).scalar_one() == 3, "one of each job"
+    assert prune(database, Retention(0)) == 2
+
+
+def test_jobs_and_schedules_are_kept_for_some_days(database: Database) -> None:
+    old, new, waiting = (submit(database) for _ in range(3))
+    leases = Leases(database, "w")
+    for _ in (old, new):
+        claim = leases.claim()
+        assert claim is not None
+        leases.finish(claim, "done", found(FAST), 1.0)
+    caches = [Cache(TableStorage(database, tenant)) for tenant in ("a", "b")]
+    for cache, forward in zip(caches, (1.0, 2.0), strict=True):
+        cache.add(gpipe(chain(forward=forward)), "feasible")
+    before = (datetime.now(UTC) - timedelta(days=8)).isoformat()
+    with database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id == old).values(ended_at=before))
+        db.execute(update(schedules).where(schedules.c.tenant == "b").values(used=before))
+    assert prune(database, Retention(days=9)) == prune_schedules(database, Retention(days=9)) == 0
+    assert prune(database, Retention(days=7)) == prune_schedules(database, Retention(days=7)) == 1
+    with database.read() as db:
+        assert set(db.execute(select(jobs.c.id)).scalars()) == {new, waiting}
+    assert [len(cache.entries()) for cache in caches] == [1, 0]
+
+
+@pytest.mark.parametrize("kept", [Retention(0), Retention(days=7), ALL], ids=["none", "days", "all"])
+def test_a_service_deletes_what_it_does_not_keep(tmp_path: Path, kept: Retention) -> None:
+    """On SQLite also when it starts."""
+    settings = replace(settings_in(tmp_path), kept=kept)
+    with closing(Database(settings.database)) as database:
+        submit(database)
+        leases, claim = claimed(database)
+        leases.finish(claim, "done", found(FAST), 1.0)
+        Cache(TableStorage(database, A)).add(gpipe(chain()), "feasible")
+        before = (datetime.now(UTC) - timedelta(days=8)).isoformat()
+        with database.write() as db:
+            db.execute(update(jobs).values(ended_at=before))
+            db.execute(update(schedules).values(used=before))
+    with running(settings):
+        pass
+    with closing(Database(settings.database)) as database, database.read() as db:
+        left = [db.execute(select(func.count()).select_from(table)).scalar_one() for table in (jobs, schedules)]
+    assert left == [1 if kept is ALL else 0, 0 if kept.days else 1]
+
+
+def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = submit(database)
+    leases, claim = claimed(database)
+    leases.finish(claim, "done", found(FAST), 1.0)
+    write = database.write
+
+    def after_another_problem() -> AbstractContextManager[Connection]:
+        monkeypatch.setattr(database, "write", write)
+        Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
+        return write()
+
+    monkeypatch.setattr(database, "write", after_another_problem)
+    assert prune(database, Retention(0)) == 0
+    assert row(database, job_id).state == "queued"
 
 
 def test_a_reaped_job_goes_on_where_it_was(database: Database) -> None:

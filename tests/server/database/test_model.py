@@ -164,6 +164,21 @@ class Model(RuleBasedStateMachine):
         if kept:
             job.add(result)
 
+    @rule(claim=claims, worker=st.sampled_from(["v", "w"]), bound=bounds)
+    def raise_bound(self, claim: Claim, worker: str, bound: float) -> None:
+        job = self.holds(claim, worker)
+        told_ms = bound * min(schedule.makespan_ms for schedule in SCHEDULES[claim.problem.sha256])
+        try:
+            kept = self.workers[worker].raise_bound(claim, told_ms)
+        except LostError:
+            assert job is None
+            return
+        assert job is not None
+        assert kept == (job.version == claim.problem_version)
+        if kept and (job.bound is None or told_ms > job.bound):
+            job.learn_bound(told_ms)
+            job.changes += 1
+
     @rule(target=claims, claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def reload(self, claim: Claim, worker: str, spent: float) -> object:
         job = self.holds(claim, worker)
@@ -367,7 +382,7 @@ class Model(RuleBasedStateMachine):
             assert {*there} == {job_id for job_id, job in self.known.items() if job.tenant == tenant}
             assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
             for job_id, job in there.items():
-                self.known[job_id].is_as(job, self.jobs.incumbents(job_id))
+                self.known[job_id].is_as(job, self.jobs.incumbents(job_id), self.jobs.bounds(job_id))
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=pytest.mark.soak)])

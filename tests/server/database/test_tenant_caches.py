@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.chain import chain, gpipe, one_by_one
 
-from optpipe_cache import Cache
+from optpipe_cache import Cache, Retention
 from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.settings import LOCAL
@@ -17,7 +17,7 @@ from optpipe_server.tenant_caches import TenantCaches
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tenants_find_their_own_schedules_unless_they_share(database: Database, tmp_path: Path, shared: bool) -> None:
-    caches = TenantCaches(Settings(cache=tmp_path / "mine", shared_cache=shared), database)
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", pack=None, shared_cache=shared), database)
     caches.of("a").add(gpipe(chain()), "feasible")
     assert (caches.of("b").lookup(chain()) is not None) == shared
     assert (caches.of("b").lookup(chain(scale=2.0)) is not None) == shared
@@ -28,8 +28,24 @@ def test_tenants_find_their_own_schedules_unless_they_share(database: Database, 
     assert caches.of("a").lookup(chain(offload=None)) is None
 
 
-def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
+def test_all_tenants_find_what_the_release_has(database: Database, tmp_path: Path) -> None:
     caches = TenantCaches(Settings(cache=tmp_path / "mine"), database)
+    for tenant in ("a", LOCAL):
+        hit = caches.of(tenant).lookup(chain(m=4))
+        assert hit is not None
+        assert hit.source == "pack"
+        assert caches.of(tenant).entries() == []
+
+
+def test_days_count_for_the_user_s_own_file(database: Database, tmp_path: Path) -> None:
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", kept=Retention(days=0)), database)
+    caches.of(LOCAL).add(gpipe(chain()), "feasible")
+    caches.of(LOCAL).add(gpipe(chain(forward=2.0)), "feasible")
+    assert caches.of(LOCAL).entries() == []
+
+
+def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", pack=None), database)
     ready = threading.Barrier(8)
     kept: list[bool] = []
 

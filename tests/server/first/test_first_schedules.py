@@ -24,17 +24,22 @@ from support.strategies import problems
 import optpipe_server.first_schedule_process
 import optpipe_server.first_schedules
 from optpipe.errors import InputError
+from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
+from optpipe.process.protocol import End, Frame, Request
 from optpipe.schedule import Schedule, check
+from optpipe_server import warm_process
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.warm_process import WarmProcess
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
+MODULE = optpipe_server.first_schedule_process.MODULE
 
 
 class TenantView:
@@ -47,7 +52,8 @@ class TenantView:
         self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None, **options: Any
     ) -> InitialResult:
         start = self.first_schedules.find(self.tenant, problem, SolveOptions(method=method, **options), warm_start)
-        assert start.best.schedule is None or check(problem, start.best.schedule) == []
+        if found := start.best.schedule:
+            assert check(found.placement.apply(problem) if found.placement else problem, found) == []
         return start
 
     def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
@@ -71,6 +77,7 @@ def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView
     settings = Settings(
         f"sqlite:///{folder / 'jobs.sqlite'}",
         folder / "cache.sqlite",
+        pack=None,
         first_schedule_processes=processes,
         first_schedule_s=SOON_S,
     )
@@ -116,8 +123,10 @@ def alone(tmp_path: Path) -> Iterator[TenantView]:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantView]:
-    with opened(tmp_path_factory.mktemp("real")) as view:
-        yield view()
+    with pytest.MonkeyPatch.context() as patched:  # `views` may be there already
+        patched.setattr(optpipe_server.first_schedule_process, "MODULE", MODULE)
+        with opened(tmp_path_factory.mktemp("real")) as view:
+            yield view()
 
 
 @given(problem=problems(beyond=True), memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]))
@@ -205,9 +214,8 @@ def test_a_cached_optimum_answers_only_what_it_is_the_optimum_of(view, options, 
 
 
 def test_with_all_placements_a_system_runs_on_its_own_stages_and_nothing_bounds_the_others(real):
+    assert real.start(AMPLE, "zb-v", placements="all").best.schedule.placement == Placement(chunks=2, shape="v")
     tight = chain(memory=1)
-    start = real.start(tight, "zb-v", placements="all")
-    assert start.best.schedule is None or start.best.schedule.placement is not None
     with pytest.raises(InputError, match="needs "):
         real.start(tight, "zb-v")
     start = real.start(tight, "auto", placements="all")
@@ -339,3 +347,39 @@ def test_close_ends_all_waits(alone):
         alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 3
     assert alone.start().best.schedule is None  # and who comes later
+
+
+@pytest.fixture
+def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WarmProcess, Path]]:
+    """A process, and the file that it waits for before it is ready."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("ODD_FIRST_PROCESS_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("ODD_FIRST_PROCESS_LOADS_UNTIL", str(gate))
+    process = WarmProcess("support.odd_first_process")
+    yield process, gate
+    process.close()
+
+
+def test_a_process_that_still_loads_goes_on_for_the_next_request(loading: tuple[WarmProcess, Path]) -> None:
+    process, gate = loading
+    told: list[Frame] = []
+    request, child = Request(problem=TIGHT, method="good"), process.ensure_running()
+    assert not process.ask(request, time.monotonic() + 0.1, told.append)
+    assert told == []
+    gate.touch()
+    assert process.ask(request, time.monotonic() + SOON_S, told.append)
+    assert process.ensure_running() is child
+    assert isinstance(told[-1], End)
+
+
+def test_a_process_that_never_gets_ready_is_replaced(
+    loading: tuple[WarmProcess, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = loading
+    monkeypatch.setattr(warm_process, "LOADING_S", 0.0)
+    child = process.ensure_running()
+    assert not process.ask(Request(problem=TIGHT, method="good"), time.monotonic() + 0.1, list[Frame]().append)
+    assert child is not None
+    assert child.ended
+    assert process.ensure_running() is not child

@@ -17,6 +17,8 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
 
+from optpipe.formats.convert import export_schedule
+from optpipe.measured.convert import problem_from
 from optpipe.model.placement import rechunk
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, certify, check
@@ -46,7 +48,7 @@ def server(serving: tuple[str, Server]) -> Server:
 
 @pytest.fixture
 def client(serving: tuple[str, Server]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving[0], timeout=120, trust_env=False) as client:
+    with httpx.Client(base_url=serving[0], timeout=240, trust_env=False) as client:
         yield client
 
 
@@ -93,6 +95,77 @@ def test_a_schedule_with_a_placement_is_checked_on_the_placed_problem(client: ht
     wide = chain(m=4).replace(devices=[AMPLE.devices[0]] * 64, stages=stages, layers=[layer] * 512)
     many = {"problem": wide.to_dict(), "schedule": {**sent["schedule"], "placement": {"chunks": 8, "shape": "looped"}}}
     assert "stages" in refused(client.post("/v1/check", json=many), 422)
+
+
+def test_a_schedule_of_pytorch_is_imported(client: httpx.Client) -> None:
+    """The same document and the same refusals as `import_schedule`."""
+    sent = {"problem": AMPLE.to_dict(), "name": "s.csv", "text": export_schedule(gpipe(AMPLE), "torch-comms")}
+    reply = client.post("/v1/import", json=sent).json()
+    assert (reply["valid"], reply["wrong"]) == (True, [])
+    assert ScheduleFile.from_json(json.dumps(reply["schedule"])).schedule().programs == gpipe(AMPLE).programs
+    assert client.post("/v1/import", json={**sent, "problem": TIGHT.to_dict()}).json()["wrong"] == check(
+        TIGHT, gpipe(TIGHT)
+    )
+    stuck = client.post("/v1/import", json={**sent, "name": "s", "text": "0BW0 0F0 0F1 0BW1\n1F0 1BW0 1F1 1BW1"}).json()
+    assert (stuck["valid"], stuck["schedule"]) == (False, None)
+    assert refused(client.post("/v1/import", json={**sent, "text": "0F0\n1X0"}), 422).startswith(
+        "s.csv, line 2: '1X0' is no action of PyTorch's pipelining"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("primus", {"weight_share": 0.4}),
+        ("csv", {"activation_bytes": [3, 5], "activation_budget_bytes": 9}),
+        ("megatron-timers", {"microbatches": 2, "devices": 1, "chunks": 3, "shape": "v"}),
+        ("torch-trace", {}),
+    ],
+)
+def test_a_problem_of_measurements(client: httpx.Client, form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The same as by `problem_from`."""
+    primus = Path(__file__).parents[3] / "examples" / "traces" / "primus-8x16"
+    table = "stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,BW,0,3,5\n1,F,0,1,2\n1,BW,0,2,3\n"
+    log = " forward-compute:\n   rank 0: 3.0\n backward-compute:\n   rank 0: 5.0\n"
+    times = {"ts": 0, "dur": 3000, "tid": 1, "ph": "X", "cat": "user_annotation"}
+    trace = json.dumps({"traceEvents": [{**times, "name": "PP:0F0"}, {**times, "name": "PP:0B0", "ts": 4000}]})
+    texts = {"csv": table, "megatron-timers": log, "torch-trace": trace}
+    (tmp_path / "t").write_text(texts.get(form, ""))
+    path = primus if form == "primus" else tmp_path / "t"
+    files = sorted(primus.glob("*.json")) if form == "primus" else [path]
+    sent = {"files": [{"name": file.name, "text": file.read_text()} for file in files], **options}
+    reply = client.post(f"/v1/problem-from/{form}", json=sent)
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == problem_from(form, path, **options).to_dict()
+
+
+TABLE = "stage,op,microbatch,duration_ms\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "message"),
+    [
+        ("cvs", "", "form = 'cvs': one of torch-trace, primus, megatron-timers, csv is expected; did you mean csv?"),
+        ("csv", "stage,op\n", "f, line 1: no column microbatch"),
+        ("torch-trace", "{}", "f: no trace of torch.profiler"),
+        ("primus", "{}", "config.json is missing"),
+        ("megatron-timers", "", "microbatches is missing"),
+        pytest.param(
+            "csv",
+            TABLE + "".join(f"{s},F,0,1\n{s},BW,0,1\n" for s in range(257)),
+            "problem-from: the files have 257 stages: expected up to 256 here",
+            id="many stages",
+        ),
+        (
+            "csv",
+            TABLE + "0,F,4096,1\n0,BW,4096,1\n",
+            "problem-from: the files have 4097 micro-batches: expected up to 4096 here",
+        ),
+    ],
+)
+def test_measurements_that_cannot_be_used(client: httpx.Client, form: str, text: str, message: str) -> None:
+    sent = {"files": [{"name": "f", "text": text}]}
+    assert refused(client.post(f"/v1/problem-from/{form}", json=sent), 422).startswith(message)
 
 
 def test_a_simulation_has_the_timeline_whether_it_fits_or_not(client: httpx.Client) -> None:
@@ -152,16 +225,13 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
     assert lookup(AMPLE) is None
     server.service.caches.of(LOCAL).add(best, "optimal", best.makespan_ms)
     hit = lookup(AMPLE)
-    assert (hit["exact"], hit["distance"], hit["status"]) == (True, 0.0, "optimal")
+    assert (hit["exact"], hit["source"], hit["distance"], hit["status"]) == (True, "cache", 0.0, "optimal")
     assert hit["makespan_ms"] == hit["lower_bound_ms"] == best.makespan_ms
+    assert hit["gap"] == 0.0
     assert ScheduleFile.model_validate(hit["schedule"]).schedule().programs == best.programs
     hit = lookup(near)
-    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["makespan_ms"]) == (
-        False,
-        "feasible",
-        None,
-        gpipe(near).makespan_ms,
-    )
+    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["gap"]) == (False, "feasible", None, None)
+    assert hit["makespan_ms"] <= gpipe(near).makespan_ms
     assert hit["distance"] > 0
     assert hit["distance"] == pytest.approx(sum(hit["terms"].values()))
     assert lookup(AMPLE, objective="span") is None

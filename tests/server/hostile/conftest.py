@@ -32,7 +32,7 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         )
         address, server = stack.enter_context(running(settings))
         key = {"Authorization": f"Bearer {server.service.keys.create('taking', SCOPES)}"}
-        yield stack.enter_context(httpx.Client(base_url=address, timeout=120, trust_env=False, headers=key))
+        yield stack.enter_context(httpx.Client(base_url=address, timeout=240, trust_env=False, headers=key))
 
 
 @pytest.fixture(scope="module")

@@ -288,10 +288,10 @@ def test_paths(call: Call, few: int, taking: httpx.Client, over: str) -> None:
         f"{over}%2f",
     ]
     for odd in some(odds, 3 * few, call):
-        path = call.path.replace("{job_id}", odd).replace("{seq}", "1")
+        path = call.path.replace("{job_id}", odd).replace("{form}", odd).replace("{seq}", "1")
         reply = taking.request(call.method, path, json=call.body)
         sound(reply)
-        assert reply.status_code in (404, 405)
+        assert reply.status_code in (404, 405, *([422] if "{form}" in call.path else []))
         if "{seq}" in call.path:
             sound(
                 taking.request(call.method, call.path.replace("{job_id}", over).replace("{seq}", odd), json=call.body)

@@ -55,7 +55,7 @@ def test_the_service_follows_its_description(examples: int, least: int, taking: 
             case.path_parameters["job_id"] = over
         if "wait" in (case.query or {}):
             case.query["wait"] = 0  # nothing will happen
-        response = case.call(base_url=str(taking.base_url), headers=headers, timeout=120)
+        response = case.call(base_url=str(taking.base_url), headers=headers, timeout=240)
         # The body of a stream is described as the text it is; schemathesis would have each event be one.
         stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
         case.validate_response(

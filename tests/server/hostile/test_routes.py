@@ -32,7 +32,7 @@ def keys(shared: tuple[str, Server]) -> Keys:
 @pytest.fixture(scope="module")
 def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
     """A client that sends exactly the headers it is given."""
-    with httpx.Client(base_url=shared[0], timeout=120, trust_env=False) as client:
+    with httpx.Client(base_url=shared[0], timeout=240, trust_env=False) as client:
         yield client
 
 
@@ -43,7 +43,7 @@ def tenant(shared: tuple[str, Server], keys: Keys) -> Iterator[Callable[[], http
 
     def made() -> httpx.Client:
         key = keys.create(f"tenant-{next(_numbers)}", SCOPES)
-        clients.append(httpx.Client(base_url=shared[0], timeout=120, trust_env=False, headers=bearer(key)))
+        clients.append(httpx.Client(base_url=shared[0], timeout=240, trust_env=False, headers=bearer(key)))
         return clients[-1]
 
     yield made

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select
-from sqlalchemy.exc import OperationalError
 from support.chain import gpipe
 from support.processes import over
 from support.work import Work, problem, sound, until
@@ -141,17 +140,13 @@ def test_a_worker_stopped_for_longer_than_its_lease_cannot_write(
 def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> None:
     """Stop the worker while it has no transaction open.
 
-    A process stopped in a transaction would keep SQLite's lock; PostgreSQL ends such a transaction after a while.
+    A process stopped in a transaction would keep SQLite's lock, so it is stopped while the test has that lock;
+    PostgreSQL ends such a transaction after a while.
     """
-    while True:
+    with database.write() as db:
+        db.execute(select(jobs))
         os.kill(worker.process.pid, signal.SIGSTOP)
-        try:
-            with database.write() as db:
-                db.execute(select(jobs))
-        except OperationalError:
-            os.kill(worker.process.pid, signal.SIGCONT)
-        else:
-            return
+        os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)  # until all threads have stopped
 
 
 def rows(database: Database) -> list[object]:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
 
 
 @on_sqlite
+def test_a_bound_that_rises_is_told_while_the_search_goes_on(work: Work) -> None:
+    length = gpipe(problem()).makespan_ms
+    rising = work.submit("bounds")
+    with work.supervisor():
+        until(lambda: (work.job(rising).lower_bound_ms or 0.0) > 0.8 * length)
+        assert work.job(rising).state == "running"
+        work.jobs.cancel(LOCAL, rising)
+        job = work.ended(rising)
+    assert (job.value_ms, job.lower_bound_ms) == (length, pytest.approx(0.9 * length))
+    told = [bound.lower_bound_ms for bound in work.jobs.bounds(rising)]
+    assert told[-1] == job.lower_bound_ms
+    assert all(above > below * (1 + solve.RISE) for below, above in pairwise(told))
+
+
 def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     crashed, at_once = work.submit("crash later"), work.submit("crash")
     before = metrics.CRASHES._value.get()

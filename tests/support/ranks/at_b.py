@@ -25,10 +25,25 @@ class Blended(nn.Module):
         return x + functional.linear(torch.ones(20 * BATCH, WIDTH), torch.tanh(self.raw)).sum() / BATCH
 
 
+class Normed(nn.Module):
+    """nn.LayerNorm itself would not be compiled, being torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(self.norm(x))
+        return made
+
+
 def profiled() -> tuple[dict[int, AtB], list[str], list[bool]]:
     """What is found, what is logged, and what is trained afterwards."""
     rank = dist.get_rank()
-    stage = [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), Blended())][rank]
+    stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Normed()), nn.Sequential(nn.Linear(WIDTH, WIDTH), Blended())][rank]
+    if rank == 0:
+        stage[1].compile(backend="eager")
     x = torch.ones(2 * BATCH, WIDTH)
     with heard() as logged, Pipeline({rank: stage}, [0, 1], functional.mse_loss, 2) as pipe:
         pipe.profile(x, x, 10**9, repeats=3)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, pipeline
+from optpipe_runtime import Pipeline, step_runner
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.ranks.parts import local
 from support.ranks import inner
@@ -49,7 +49,7 @@ def profiled(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
     groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
     with Pipeline(modules, placement, loss_fn, m, **groups) as pipe:
         with (
-            replaced(pipeline, require_budget=lambda rank: None),
+            replaced(step_runner, require_budget=lambda rank: None),
             replaced(
                 torch.cuda,
                 mem_get_info=lambda device: (FREE, FREE),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from optpipe import Problem
 from optpipe.evaluate import timeline
+from optpipe_cache import Cache
 from optpipe_runtime import Follower, Pipeline, Profiler, clock
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
@@ -31,11 +33,13 @@ class Written:
 def follow(
     placement: list[int],
     microbatches: int,
-    url: str,
+    url: str | None,
     steps: int,
     every: int,
     begun: bool = False,
     until: int | None = None,
+    cache: Path | None = None,
+    method: str = "auto",
 ) -> tuple[list[float | None], list[int], Any]:
     """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before
     anything is measured. The losses seen here, each step's version, what rank 0's writer got."""
@@ -46,7 +50,13 @@ def follow(
     with (
         Pipeline(modules, placement, loss_fn, microbatches) as pipe,
         Follower(
-            pipe, url, activation_budget_bytes=10**9, writer=writer if rank == 0 else None, every=every
+            pipe,
+            url,
+            activation_budget_bytes=10**9,
+            writer=writer if rank == 0 else None,
+            every=every,
+            cache=Cache(cache) if cache else None,
+            method=method,
         ) as follower,
     ):
         if begun:
@@ -140,7 +150,7 @@ def compiled() -> bool:
     """Whether what checks schedules has been compiled when the first one is loaded."""
     with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 1) as pipe:
         pipe.load(one_at_a_time(pipe.layout.unmeasured()))
-    return timeline._longest_path._compiled
+    return timeline._longest_path._compiled is not None
 
 
 def script(text: str) -> tuple[Problem, Problem]:

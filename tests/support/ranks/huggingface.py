@@ -30,12 +30,15 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def model(name: str) -> Any:
+def model(name: str, backend: str | None = None) -> Any:
     import transformers
 
     config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")(**SIZES | MORE[name])
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    whole = getattr(transformers, f"{name}ForCausalLM")(config)
+    for layer in whole.model.layers if backend else ():
+        layer.compile(backend=backend)
+    return whole
 
 
 def data(step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -47,9 +50,12 @@ def data(step: int) -> tuple[Tensor, dict[str, Tensor]]:
     return tokens, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
-def trained(name: str, placement: list[int]) -> tuple[list[list[float] | None], dict[str, Any]]:
-    """A step in each way: losses, and gradients of the last."""
-    whole = model(name)
+def trained(
+    name: str, placement: list[int], backend: str | None = None
+) -> tuple[list[list[float] | None], dict[str, Any], list[str]]:
+    """A step in each way: losses, gradients of the last, and whose gradients came at B; with layers that are compiled
+    one by one by a backend."""
+    whole = model(name, backend)
     stages, losses = stages_of(whole, placement), []
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,12 +69,13 @@ def trained(name: str, placement: list[int]) -> tuple[list[list[float] | None], 
                 stage.zero_grad()
             tokens, kwargs = data(step)
             losses.append(pipe.step(tokens, tokens, kwargs=kwargs).losses)
-    return losses, numbers(stages)
+        at_b = [f"{s}.{name}" for s in stages for name in pipe.at_b[s]]
+    return losses, numbers(stages), at_b
 
 
-def plain(name: str) -> tuple[list[list[float]], Any]:
+def plain(name: str, backend: str | None = None) -> tuple[list[list[float]], Any]:
     """The model's own loss, micro-batch by micro-batch."""
-    whole, losses = model(name), []
+    whole, losses = model(name, backend), []
     for step in range(3):
         whole.zero_grad()
         tokens, kwargs = data(step)

@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, as_whole, on_all_ranks, profile_layers, stages_of
+from optpipe_runtime import Follower, Pipeline, as_whole, on_all_ranks, profile_layers, stages_of
+from support.following import until
 from support.ranks import models
 from support.ranks.models import MICROBATCHES
+from support.ranks.swaps import heard
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 STEPS = 2  # before and after the change
@@ -37,42 +39,62 @@ def placed(problem: Problem, placement: Placement | None) -> Schedule:
     return Schedule.parse(made, models.in_turn([s.device for s in made.stages], "kept"), placement=placement)
 
 
-def moved(folder: str, layers: list[int]) -> tuple[Problem, list[list[float]], list[tuple[str, ...]]]:
-    """Trains in the given stages, saves, and trains on in other stages: the problem, the losses of every step, and the
-    names that were saved each time."""
+def moved(
+    folder: str, url: str
+) -> tuple[Problem, Schedule, list[list[float]], list[tuple[str, ...]], tuple[int, list[str]]]:
+    """Trains in stages that are even, saves, and trains on in those that the service has found meanwhile: the problem,
+    what was found, the losses of every step, the names that were saved each time, and, before the change, the version
+    of the schedule and the log."""
     problem = profiled()
-    other = Placement.from_dict({"chunks": 2, "shape": "v", "layers": layers})
     losses: list[list[float]] = []
     names: list[tuple[str, ...]] = []
-    for part, placement in enumerate((None, other)):
-        schedule = on_all_ranks(placed(problem, placement) if dist.get_rank() == 0 else None)
-        whole = models.model("layers")
-        if part:  # what is not loaded would show
-            for parameter in whole.parameters():
-                nn.init.zeros_(parameter)
-        stages = stages_of(whole, schedule)
-        module = as_whole(stages)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        if part:
-            saved = state(module, optimizer)
-            dcp.load(saved, checkpoint_id=folder)
-            set_state_dict(
-                module,
-                optimizer,
-                model_state_dict=saved["model"],
-                optim_state_dict=saved["optimizer"],
-                options=BY_NAME,
-            )
-        with Pipeline(stages, [s.device for s in schedule.problem.stages], models.loss_fn, MICROBATCHES) as pipe:
-            pipe.load(schedule)
-            for step in range(part * STEPS, (part + 1) * STEPS):
-                optimizer.zero_grad()
-                losses.append(pipe.step(*batch(step)).losses or [])
-                optimizer.step()
-        if not part:
-            dcp.save(state(module, optimizer), checkpoint_id=folder)
-        names.append(tuple(module.state_dict()))
-    return problem, losses, names
+    schedule = on_all_ranks(placed(problem, None) if dist.get_rank() == 0 else None)
+    stages, module, optimizer = made(schedule)
+    with (
+        heard("optpipe.follow") as logged,
+        Pipeline(stages, devices(schedule), models.loss_fn, MICROBATCHES) as pipe,
+        Follower(pipe, url, activation_budget_bytes=10**6, placements="all") as follow,
+    ):
+        pipe.load(schedule)
+        assert on_all_ranks(follow.for_next_start or schedule) == schedule, "nothing has been found yet"
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(follow.step(*batch(step)).losses or [])
+            optimizer.step()
+            if step == 0 and (others := follow._other_stages):
+                until(lambda: others.found or others._client._newest)  # the next step polls it
+        before = pipe.version, list(logged)
+        better = on_all_ranks(follow.for_next_start or schedule)
+    dcp.save(state(module, optimizer), checkpoint_id=folder)
+    names.append(tuple(module.state_dict()))
+
+    stages, module, optimizer = made(better)
+    for parameter in module.parameters():  # what is not loaded would show
+        nn.init.zeros_(parameter)
+    saved = state(module, optimizer)
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(
+        module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=BY_NAME
+    )
+    with Pipeline(stages, devices(better), models.loss_fn, MICROBATCHES) as pipe:
+        pipe.load(better)
+        for step in range(STEPS, 2 * STEPS):
+            optimizer.zero_grad()
+            losses.append(pipe.step(*batch(step)).losses or [])
+            optimizer.step()
+    names.append(tuple(module.state_dict()))
+    return problem, better, losses, names, before
+
+
+def made(schedule: Schedule) -> tuple[dict[int, nn.Module], nn.Module, torch.optim.Optimizer]:
+    """The stages of a schedule, together, and their optimizer."""
+    stages: Any = stages_of(models.model("layers"), schedule)
+    module = as_whole(stages)
+    return stages, module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def devices(schedule: Schedule) -> list[int]:
+    return [stage.device for stage in schedule.problem.stages]
 
 
 def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -13,9 +13,3 @@ def pool(count: int, folders: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     started = worker.Ranks(worker.STARTER, count, folders.mktemp("ranks"))
     yield started
     started.close()
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
-    """Two, for the whole session."""
-    yield from pool(2, tmp_path_factory)

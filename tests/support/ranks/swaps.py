@@ -181,12 +181,12 @@ def _seen(pipe: Pipeline, report: StepReport, modules: Mapping[int, nn.Module]) 
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """What the runtime says in its log meanwhile."""
+def heard(name: str = "optpipe.runtime") -> Iterator[list[str]]:
+    """What is said in a log meanwhile."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("optpipe.runtime")
+    logger = logging.getLogger(name)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

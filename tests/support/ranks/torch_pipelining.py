@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,12 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, torch_schedule
+from optpipe_runtime.bench import paced
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.memory.storage import StorageRef, storage_key
 from support.ranks.cases import Gradients, batch, loss_fn
@@ -69,6 +72,17 @@ def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
     runtime._dump_csv(str(written), format=file.form)
     found = {j: loss.item() for j, loss in enumerate(losses)}
     return Outcome(found, _gradients(modules)), written.read_text()
+
+
+def traced(file: Rows, steps: int) -> Path:
+    """A trace of some steps of these rows by torch.profiler, beside the file; without the first step."""
+    step(file)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            step(file)
+    path = file.path.with_suffix(f".trace-{dist.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    return path
 
 
 def _gradients(modules: dict[int, nn.Module]) -> Gradients:
@@ -122,6 +136,26 @@ def _offloaded(schedule: Schedule) -> Offloaded:
         runtime.host_peak_bytes,
         alive.most,
     )
+
+
+def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]:
+    """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
+    layout, rank = Layout.of(schedule.problem), dist.get_rank()
+    modules = {s: paced.Stage(times) for s, place in enumerate(layout.placement) if place == rank}
+    stages = [PipelineStage(m, s, len(layout.placement), torch.device("cpu")) for s, m in modules.items()]
+    runtime = torch_schedule(schedule, stages, paced.loss)
+    link = runtime._link
+    link.out = link.back = paced.PacedEngine(link.out, times.copy)
+    batch = torch.zeros(layout.microbatches * paced.SHAPE[0], paced.SHAPE[1], requires_grad=True)
+    found = []
+    for _ in range(1 + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        target = batch if len(layout.placement) - 1 in modules else None
+        runtime.step(*([batch] if 0 in modules else []), target=target, losses=[], return_outputs=False)
+        found.append((time.perf_counter() - began) * 1e3)
+    runtime.close()
+    return found[1:]
 
 
 def refusal(schedule: Schedule, placement: Sequence[int]) -> str:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -246,17 +242,3 @@ def checkpointed(
         if save:
             dcp.save(states(), checkpoint_id=folder)
     return losses, parameters(modules)
-
-
-def script(text: str, folder: str, arguments: Sequence[str] = ()) -> str:
-    """Runs a script that believes to begin and to end its process group, with `folder` for its files; returns what it
-    prints."""
-    begin, end, sys.argv = dist.init_process_group, dist.destroy_process_group, ["script", *arguments]
-    dist.init_process_group = dist.destroy_process_group = lambda *_: None
-    said, tempfile.tempdir = io.StringIO(), folder
-    try:
-        with contextlib.redirect_stdout(said):
-            exec(compile(text, "script", "exec"), {"__name__": "__main__"})
-    finally:
-        dist.init_process_group, dist.destroy_process_group, tempfile.tempdir = begin, end, None
-    return said.getvalue()

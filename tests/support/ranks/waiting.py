@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, train
 
-DATA_S = 0.2
+LIVE_S = 0.5  # before each step beside the search
 
 
 def for_data(plan: DemoSettings, url: str) -> DemoResult:
-    """`train`, whose data come slowly: it leaves the cores to the search, for whose end it trains."""
-    data = Training.data
+    """`train` for the end of the search."""
+    with slow_data():
+        return train(plan, url)
 
-    def slow(self: Training, step: int) -> Any:
-        time.sleep(DATA_S)
-        return data(self, step)
+
+@contextlib.contextmanager
+def slow_data() -> Iterator[None]:
+    """As if the demo's data came slowly while the search runs: training leaves the cores to it."""
+    step = Training.step
+
+    def slow(self: Training, live: bool) -> None:
+        if live:
+            time.sleep(LIVE_S)
+        step(self, live)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "data", slow)
-        return train(plan, url)
+        patch.setattr(Training, "step", slow)
+        yield

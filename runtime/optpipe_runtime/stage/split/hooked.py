@@ -8,7 +8,7 @@ graph is for a B; if a BW is to come, torch's own graph is as good and faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,19 @@ class Hooked:
             attributes.pop("weight", None)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was given this module."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _interpreted(module: nn.Module) -> Iterator[nn.Module]:
+    """The submodules that are not part of a compiled one: a region would be compiled again for another forward."""
+    if not is_compiled(module):
+        yield module
+        for part in module.children():
+            yield from _interpreted(part)
+
+
 class Calls:
     """What a stage calls: `modules` are those that `Hooked` takes, `scaling` those that end in a product with their
     weight, as RMS norms that are written out. `others` tells whether weights are used outside of them, and
@@ -61,7 +74,7 @@ class Calls:
         self.others = self.other_norms = self.walked = False
         self._by_weight = {
             id(part._parameters["weight"]): part
-            for part in module.modules()
+            for part in _interpreted(module)
             if "forward" not in vars(part) and "weight" in part._parameters
         }
 

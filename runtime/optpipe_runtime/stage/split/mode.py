@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -54,6 +54,7 @@ _NORMS: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for
     aten.layer_norm.default: layers.exported_layer_norm,
 }
 _WITH_NORMS = _WAITING | _NORMS
+_ENDING = frozenset({*LINEAR, *_WAITING, functional.multi_head_attention_forward})  # compiled regions
 
 
 def waiting(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -72,12 +73,16 @@ class Splitting(TorchFunctionMode):
     """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; norms and
     scales only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
 
-    Ops within a compiled module do not, because its graph has to stay whole. Neither do ops within vmap and its like,
-    which accept no custom autograd function. `note` is told all calls.
+    In a compiled module such an op ends the compiled region, and the next one begins after it: what lies between the
+    ops stays compiled, norms too. With `whole` it stays in its region, and its gradient comes at B. So does that of ops
+    within vmap and its like, which accept no custom autograd function. `note` is told all calls outside of regions.
     """
 
-    def __init__(self, norms: bool = True, casts: Casts | None = None, note: Note | None = None) -> None:
+    def __init__(
+        self, norms: bool = True, casts: Casts | None = None, note: Note | None = None, whole: bool = False
+    ) -> None:
         super().__init__()
+        self._whole = whole
         self._waiting = _WITH_NORMS if norms else _WAITING
         self._note = note
         self._casts = _AT_EACH_USE if casts is None or not torch.is_autocast_cache_enabled() else casts
@@ -91,21 +96,33 @@ class Splitting(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._note is not None and not _transformed():
+        if torch.compiler.is_compiling():
+            ends = not self._whole and func in _ENDING and torch.is_grad_enabled() and _trains(*args, *kwargs.values())
+            return self._interpreted(func, args, kwargs) if ends else func(*args, **kwargs)
+        if self._note is not None and not _mapped():
             self._note(func, args, kwargs)
-        if func in LINEAR and not _transformed():
+        if func in LINEAR and not _mapped():
             return layers.linear(self._casts, *args, **kwargs)
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
-        if (waits is None and not opened) or not torch.is_grad_enabled() or _transformed():
+        if (waits is None and not opened) or not torch.is_grad_enabled() or _mapped():
             return func(*args, **kwargs)
         if waits is not None:
             return waits(*args, **kwargs)
         with self:
             return _opened(func)(*args, **kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so a region that calls it ends
+    def _interpreted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = self.__torch_function__(func, (), args, kwargs)
+        return result
 
-def _transformed() -> bool:
-    return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
+
+def _trains(*arguments: Any) -> bool:
+    return any(isinstance(value, nn.Parameter) and value.requires_grad for value in arguments)
+
+
+def _mapped() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 @lru_cache

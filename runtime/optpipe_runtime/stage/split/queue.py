@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
@@ -94,7 +95,8 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
         The parameters that the function got. Take each from an attribute of `ctx`: one unpacked from `saved_tensors`
         may be an alias, whose `.grad` would be lost.
     compute
-        Returns their gradients in the same order, each a tensor or None. W calls it and adds them to `.grad`.
+        Returns their gradients in the same order, each a tensor or None. W calls it and adds them to `.grad`, or to a
+        parameter's `main_grad`.
     holds
         The tensors, saved or computed, that `compute` needs. They count as held until W.
 
@@ -113,18 +115,26 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Gradients, others: Sequence[Tensor] = ()) -> None:
-    """Adds to `.grad` what autograd would add. For a leaf it does so without autograd, whose overhead is larger than
-    the sum. No gradient shares memory with `others`."""
+    """Adds to `.grad` what autograd would add, or to the parameter's `main_grad`. For a leaf it does so without
+    autograd, whose overhead is larger than the sum. No gradient shares memory with `others`."""
     for parameter, grad in zip(parameters, gradients, strict=True):
         if grad is None:
             continue
         if not parameter.is_leaf:
             torch.autograd.backward(parameter, grad)
+        elif (buffer := main_grad(parameter)) is not None:
+            buffer.add_(grad)
         elif parameter.grad is None:
             parameter.grad = _unshared(grad.to(parameter.grad_dtype), others)
             others = (*others, parameter.grad)
         else:
             parameter.grad += grad
+
+
+def main_grad(parameter: Tensor) -> Tensor | None:
+    """The buffer in which Megatron sums a parameter's gradients, in a type of its own: its hooks add what autograd has
+    put into `.grad`, and clear that."""
+    return getattr(parameter, "main_grad", None)
 
 
 def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -141,6 +151,22 @@ def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
 def accumulated(parameter: Tensor) -> tuple[int, int]:
     """Changes whenever a gradient is added."""
     return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+@contextmanager
+def added_at_once(parameters: Mapping[str, Tensor]) -> Iterator[set[str]]:
+    """The names of those to which autograd adds a gradient in this context, also where a hook of Megatron's moves it
+    into `main_grad` and leaves no `.grad`."""
+    found: set[str] = set()
+    nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
+
+    def note(name: str) -> Callable[[Any, Any], None]:
+        return lambda _, gradients: found.add(name) if gradients[0] is not None else None
+
+    with ExitStack() as hooks:
+        for name, node in nodes.items():
+            hooks.callback(node.register_hook(note(name)).remove)
+        yield found
 
 
 def can_wait(weight: Tensor) -> bool:

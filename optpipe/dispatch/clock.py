@@ -64,6 +64,12 @@ def list_ops(
     Returns
     -------
     How many compute ops have started; not all if one would end behind `stop_ms`, or nothing that is ready fits.
+
+    Notes
+    -----
+    One function, because numba counts the references to each array anew in each call of another one: with the four
+    choices (of a reload, of an offload, of the room to keep, of an op) as functions of arrays, the search takes several
+    times as long, also where numba inlines them, and longer still with a record of the state.
     """
     stages, microbatches, devices, links = len(device), start.shape[2], len(memory), len(users)
     ready = np.full(start.shape, np.inf)  # when the input of an op is there
@@ -94,6 +100,7 @@ def list_ops(
             relieved = relieved or leaves[s, j] != 0
     done = 0
     while True:
+        # The next event.
         at = 0
         for other in range(1, links + devices):
             if look_at[other] < look_at[at]:
@@ -102,6 +109,7 @@ def list_ops(
         if now == np.inf:
             return done
         if at < links:
+            # A line ends what it carries.
             look_at[at] = np.inf
             if carried[at, 0] >= 0:
                 way, s, j = carried[at, 0], carried[at, 1] // microbatches, carried[at, 1] % microbatches
@@ -119,6 +127,7 @@ def list_ops(
                         look_at[other] = min(look_at[other], max(now, line_free_at[other]))
                 if not runs[d]:
                     look_at[links + d] = min(look_at[links + d], now)
+            # It chooses what comes back, the part that is needed soonest.
             best, best_way, best_moment = -1, -1, np.inf
             for s in users[at]:
                 if s < 0:
@@ -137,6 +146,7 @@ def list_ops(
                     look_at[at] = min(look_at[at], moment - lead_ms[s])
                 elif held[d] + part_bytes[s, coming[s, j]] <= memory[d] and moment < best_moment:
                     best, best_way, best_moment = s, 1, moment
+            # If there is nothing, it chooses what leaves, the oldest.
             if best < 0:
                 for s in users[at]:
                     if s < 0:
@@ -158,6 +168,7 @@ def list_ops(
                         continue
                     if hosted[d] + part_bytes[s, gone[s, j]] <= host_memory[d] and moment < best_moment:
                         best, best_way, best_moment = s, 0, moment
+            # It starts that transfer.
             if best >= 0:
                 s, d = best, device[best]
                 if best_way == 1:
@@ -179,6 +190,7 @@ def list_ops(
                 carried[at, 0], carried[at, 1] = best_way, s * microbatches + j
                 look_at[at] = line_free_at[at] = end
             continue
+        # A device ends what it runs.
         d = at - links
         if runs[d]:
             runs[d] = False
@@ -191,8 +203,9 @@ def list_ops(
                     look_at[line] = min(look_at[line], max(now, line_free_at[line]))
                 continue
         look_at[at] = np.inf
+        # What is to come back next keeps its room.
         room = 0
-        if relieved:  # what is to come back next
+        if relieved:
             moment = np.inf
             for op in own[d]:
                 if op < 0 or op >= stages:
@@ -208,6 +221,7 @@ def list_ops(
                 j = following[3, s]
                 if j < microbatches and leaves[s, j] < 0 and ready[3, s, j] <= now and ready[3, s, j] < moment:
                     moment, room = ready[3, s, j], takes[3, s]
+        # It chooses an op.
         best, best_rank = -1, 0
         for op in own[d]:
             if op < 0:
@@ -250,6 +264,7 @@ def list_ops(
         end = now + ms[k, s]
         if end > stop_ms:
             return done
+        # It starts that op.
         start[k, s, j] = now
         following[k, s] += 1
         held[d] += takes[k, s]
@@ -271,6 +286,7 @@ def list_ops(
         runs[d] = True
         free_at[d] = look_at[at] = end
         done += 1
+        # The next stage on the way learns when the result is there.
         if k > 1 or (k == 1 and s == 0):
             continue
         to_kind, to = k, s + 1 - 2 * k

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optpipe.dispatch.clock import listed_ops
+from optpipe.dispatch.memory_shares import visits
 from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.lift import grain, lift_table
 from optpipe.model.arrays import Flags, Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.prune import prune
 from optpipe.schedule import Schedule
-from optpipe_solver.dispatch.clock import listed_ops
-from optpipe_solver.heuristics.memory_shares import visits
-from optpipe_solver.prune import prune
 
 COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.C)
 MOVES = (Kind.O, Kind.R)

@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from optpipe.dispatch.clock import AGAIN
+from optpipe.dispatch.memory_shares import CHOICES, memory_shares
+from optpipe.dispatch.simulate import Rules, Simulator
 from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.schedule import Schedule
-from optpipe_solver.dispatch.clock import AGAIN
-from optpipe_solver.dispatch.simulate import Rules, Simulator
-from optpipe_solver.heuristics.memory_shares import CHOICES, memory_shares
 
 Relief = Literal["leaves", "again"]
 
@@ -48,11 +48,13 @@ def spread(simulator: Simulator, relief: Relief, share: Floats, phase: float) ->
 
 
 def rules_of(simulator: Simulator, schedule: Schedule) -> Rules:
-    """The rules that a schedule seems to follow: its most micro-batches in flight, and what leaves in it."""
-    stages, m = len(simulator.route), simulator.problem.microbatches
-    leaves, in_flight = np.zeros((stages, m), dtype=np.int64), np.ones(stages, dtype=np.int64)
-    place = {s: k for k, s in enumerate(simulator.route.tolist())}
-    flying = np.zeros(stages, dtype=np.int64)
+    """The rules that a schedule on one route seems to follow: its most micro-batches in flight, and what leaves in it.
+    Where it has more or fewer stages, each one follows that at the same place of the route."""
+    costs, (route, *_) = schedule.problem.costs, schedule.problem.all_routes
+    before, after = (len(route), schedule.problem.microbatches), (len(simulator.route), simulator.problem.microbatches)
+    leaves, in_flight = np.zeros(before, dtype=np.int64), np.ones(before[0], dtype=np.int64)
+    place = {s: k for k, s in enumerate(route)}
+    flying = np.zeros(before[0], dtype=np.int64)
     for program in schedule.programs:
         for op in program.ops():
             k = place[op.stage]
@@ -62,10 +64,28 @@ def rules_of(simulator: Simulator, schedule: Schedule) -> Rules:
             elif op.kind in BACKWARD:
                 flying[k] -= 1
             elif op.kind == Kind.O:
-                leaves[k, op.microbatch] += 1
+                leaves[k, op.microbatch] = min(leaves[k, op.microbatch] + 1, costs.parts[op.stage])
             elif op.kind == Kind.C:
                 leaves[k, op.microbatch] = AGAIN
-    return Rules(in_flight, np.zeros((2, stages)), leaves, simulator.carry_ms)
+    like = np.rint(np.linspace(0, before[0] - 1, after[0])).astype(int)
+    leaves = leaves[like][:, _alike(before[1], after[1])]
+    can_leave = np.where(leaves < 0, simulator.can_recompute[:, None], simulator.parts[:, None])
+    return Rules(
+        np.ceil(in_flight[like] * after[0] / before[0]).astype(np.int64),
+        np.zeros((2, after[0])),
+        np.sign(leaves) * np.minimum(np.abs(leaves), can_leave),
+        simulator.carry_ms,
+    )
+
+
+def _alike(before: int, after: int) -> Ints:
+    """(after,) which of `before` micro-batches each one is to be like: the first and the last ones stay what they are,
+    in between some are repeated or left out."""
+    k = max(1, before // 2)
+    first, more = (before - k) // 2, np.arange(after - before)
+    longer = np.r_[0 : first + k, first + more % k, first + k : before]
+    alike: Ints = longer if after > before else np.r_[0 : after - after // 2, before - after // 2 : before]
+    return alike
 
 
 def neighbour(simulator: Simulator, rules: Rules, random: Random) -> Rules:

@@ -1,0 +1,115 @@
+"""`optpipe problem from`: measurements of another program become a problem file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.options import numbers, with_flag
+from optpipe_cli.output import Json, print_json, print_table, require_writable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from optpipe.measured.estimate import Measurements
+
+OPTIONS = (
+    *("activation_bytes", "activation_budget_bytes", "weight_share", "microbatches", "devices", "chunks", "shape"),
+)
+app = typer.Typer(help="Make a problem of what another program has measured.", no_args_is_help=True)
+
+
+@app.callback()
+def problem() -> None:
+    """Make a problem of what another program has measured."""
+
+
+@app.command(name="from")
+def from_(
+    form: Annotated[str, typer.Argument(metavar="torch-trace|primus|megatron-timers|csv", help="What wrote it.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="torch-trace: a file of each rank; primus: the folder.")
+    ],
+    activation_bytes: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="What a stage saves in a forward: of all stages, or of each.")
+    ] = None,
+    activation_budget_bytes: Annotated[
+        int | None, typer.Option(min=0, help="A device's budget. Default: what the measured order holds at most.")
+    ] = None,
+    weight_share: Annotated[
+        float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks."),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
+    shape: Annotated[str, typer.Option(help="How chunks lie: looped or v.")] = "looped",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a problem of op times that another program has measured; tell what they do not say."""
+    from optpipe.errors import InputError
+    from optpipe.measured.convert import problem_from
+
+    require_writable(output)
+    sizes = numbers("activation_bytes", activation_bytes, "bytes of all stages, or of each with commas between")
+    try:
+        found = problem_from(
+            form,
+            *files,
+            activation_bytes=sizes,
+            activation_budget_bytes=activation_budget_bytes,
+            weight_share=weight_share,
+            microbatches=microbatches,
+            devices=devices,
+            chunks=chunks,
+            shape=shape,
+        )
+    except InputError as error:
+        raise with_flag(error, OPTIONS) from None
+    if output:
+        found.problem.save(output)
+    if json:
+        print_json(found.to_dict())
+        return
+    print_table(_table(found))
+    for line in _lines(found):
+        typer.echo(line)
+    if output:
+        typer.echo(f"problem file: {output}")
+
+
+def _table(found: Measurements) -> Table:
+    from rich.table import Table
+
+    from optpipe.model.ops import Kind
+
+    table = Table(box=None, title="times in ms: median ± interquartile range", title_justify="left")
+    kinds = [kind for kind in (Kind.F, Kind.B, Kind.W, Kind.BW) if any(kind in times for times in found.stages)]
+    for name in ("stage", "device", *(kind.name for kind in kinds), "measured"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for s, times in enumerate(found.stages):
+        cells = [f"{times[kind].ms:.3f} ± {times[kind].iqr_ms:.3f}" if kind in times else "–" for kind in kinds]
+        count = sum(times[kind].count for kind in kinds if kind in times)
+        table.add_row(str(s), str(found.problem.stages[s].device), *cells, f"{count} times")
+    return table
+
+
+def _lines(found: Measurements) -> Iterator[str]:
+    if found.message:
+        yield f"a message: {found.message.ms:.3f} ± {found.message.iqr_ms:.3f} ms"
+    if found.measured_ms is not None:
+        yield f"a step as measured: {found.measured_ms:.1f} ms"
+        if found.replayed_ms is not None:
+            off = found.replayed_ms / found.measured_ms - 1
+            yield f"the same order by these times: {found.replayed_ms:.1f} ms ({off:+.1%})"
+    yield "not measured:"
+    for sentence in found.unknown:
+        yield f"  {sentence}"

@@ -1,0 +1,174 @@
+"""`optpipe plan`: how to train a model on so many GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe_cli.model import host_bytes, read_gpu, read_model
+from optpipe_cli.options import with_flag, with_options
+from optpipe_cli.output import Json, print_json
+from optpipe_cli.solve import usable_cache
+
+if TYPE_CHECKING:
+    from optpipe.anytime import Result, Search
+    from optpipe.model.problem import Problem
+    from optpipe.options import SearchOptions
+    from optpipe.schedule import Schedule
+    from optpipe_cache import Cache
+    from optpipe_cli.plan_service import Jobs
+    from optpipe_solver.planner.candidates import Question
+    from optpipe_solver.planner.search import Plan
+
+OPTIONS = (
+    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "service"),
+    *("time_limit_s", "gap", "threads", "seed"),
+)
+
+
+@with_options("SearchOptions", only=("time_limit_s", "gap", "threads", "seed"), gap=0.005)
+def plan(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, or a file with a shape.")
+    ],
+    options: SearchOptions,
+    gpus: Annotated[int, typer.Option(help="How many GPUs there are; all are used.")],
+    batch: Annotated[int, typer.Option(help="Sequences of one step, on all GPUs together.")],
+    gpu: Annotated[str, typer.Option(help="A preset, or a file with a data sheet's fields.")] = "H100",
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the preset's.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32.")] = "bf16",
+    attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
+    offload: Annotated[bool, typer.Option(help="Whether activations may leave to the host.")] = True,
+    stack: Annotated[str, typer.Option(help="What trains: optpipe, torch or megatron.")] = "optpipe",
+    host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
+    service: Annotated[
+        str | None, typer.Option(help="Search on the workers of this service, http://HOST:PORT.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither look schedules up nor store them.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why the best other division is slower.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write problem, schedule, picture and settings to this folder."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Plan how to train a model: divide it over GPUs, and schedule it, as fast as their memory allows. Ctrl-C ends the
+    search and keeps the best so far."""
+    from optpipe.errors import InputError
+    from optpipe.transformer.records import Run
+    from optpipe_cli.plan_report import figures, lines, write
+    from optpipe_solver.planner.candidates import Question
+
+    run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
+    run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
+    try:
+        question = Question.from_dict(
+            {
+                "model": read_model(name),
+                "gpu": read_gpu(gpu),
+                "gpus": gpus,
+                "batch": batch,
+                "run": Run.from_dict(run, "options"),
+                "offload": offload,
+                "stack": stack,
+            },
+            "options",
+        )
+        if output:
+            _make_folder(output)
+        found = _search(question, options, service, no_cache, quiet=json)
+    except InputError as error:
+        raise with_flag(error, OPTIONS) from None
+    if json:
+        print_json(figures(found))
+    else:
+        for line in lines(found, explain):
+            typer.echo(line)
+        for note in found.notes:
+            typer.echo(f"note: {note}", err=True)
+    if output:
+        write(found, output)
+        if not json:
+            typer.echo(f"written to {output}")
+
+
+def _search(question: Question, options: SearchOptions, service: str | None, no_cache: bool, quiet: bool) -> Plan:
+    """The best plan within the time limit, or until Ctrl-C; a second Ctrl-C ends the command."""
+    from optpipe.errors import InputError
+    from optpipe_cli.live import shown_while
+    from optpipe_cli.plan_report import progress
+    from optpipe_solver.planner.search import PlanSearch
+
+    solve: Jobs | Here
+    if service:
+        from optpipe_cli.extras import need
+
+        need("runtime", "httpx")
+        from optpipe_cli.plan_service import JOBS, Jobs
+
+        solve, side_by_side = Jobs(service, options), JOBS
+    else:
+        solve, side_by_side = (
+            Here(None if no_cache else usable_cache(), options),
+            options.threads or os.cpu_count() or 1,
+        )
+    search = PlanSearch(question, solve, options, side_by_side)
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        search.cancel()
+        # In a thread, because the main thread may hold the lock that `cancel` needs.
+        threading.Thread(target=solve.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with shown_while(lambda: progress(search), on=not quiet and sys.stderr.isatty()):
+            return search.run()
+    except InputError:
+        if search.cancelled:  # before there was any schedule
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Here:
+    """Searches on this machine, each with one thread, from what the cache has if that is better; finds go there."""
+
+    def __init__(self, cache: Cache | None, options: SearchOptions) -> None:
+        self._cache, self._options = cache, options
+        self._running: list[Search] = []
+        self._cancelled = False
+
+    def __call__(self, problem: Problem, start: Schedule | None, seconds: float) -> Result:
+        """Search for so many seconds."""
+        from optpipe.anytime import improve
+
+        asked = self._options.search() | {"time_limit_s": seconds, "threads": 1}
+        search = improve(problem, warm_start=start, cache=self._cache, **asked)
+        self._running.append(search)
+        if self._cancelled:
+            search.cancel()
+        *_, last = search
+        return last
+
+    def cancel(self) -> None:
+        """End all searches; each gives its best so far."""
+        self._cancelled = True
+        for search in list(self._running):
+            search.cancel()
+
+
+def _make_folder(folder: Path) -> None:
+    from optpipe.errors import InputError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None

@@ -1,0 +1,191 @@
+"""What `optpipe plan` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optpipe.formats.convert import export_schedule
+from optpipe.model.problem import write_file
+from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.show.pareto import Point, chart
+from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.parts import parts
+from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.settings import megatron, nemo, torchtitan
+
+GB, S = 1e9, 1000.0
+OTHERS = 5  # divisions beside the best one
+DRAWN = 1.5  # times as long as the best: what takes longer is not in the picture
+HELD = {"weights": 9, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "activations": 13, "in all": 8}
+CSV = "schedule.csv"
+
+
+def progress(search: PlanSearch) -> str:
+    """One line for the terminal."""
+    best = f"; best {search.best.iteration_ms / S:.4g} s: {search.best}" if search.best else ""
+    return (
+        f"{search.phase}: {len(search.candidates)} candidates, {search.too_large} too large, {search.looked_at} "
+        f"scheduled, {search.solved} searched{best}"
+    )
+
+
+def lines(plan: Plan, explain: bool) -> Iterator[str]:
+    """The plan in words and tables."""
+    question, best = plan.question, plan.best
+    made, schedule, gpu = best.estimate, _schedule(best), question.gpu
+    peak = made.clock.peak(made.run.precision)
+    yield (
+        f"{question.model.name or 'model'} on {question.gpus} × {gpu.name or 'GPU'}, {question.batch} sequences of "
+        f"{made.sequence} tokens a step"
+    )
+    yield (
+        f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
+        f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"
+    )
+    yield (
+        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
+        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, the host link "
+        f"{gpu.host_fraction:.0%}; gradients are reduced behind the schedule; "
+        "ZeRO 1 unless another is named; nothing is measured"
+    )
+    yield ""
+    yield f"run   {best}"
+    yield f"      {schedule.method}, {_layers(best)}"
+    yield (
+        f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
+        f"{made.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
+    )
+    left = 1 - plan.lower_bound_ms / best.iteration_ms
+    yield (
+        f"      without evictions no candidate can take less than {plan.lower_bound_ms / S:.4g} s ({left:.1%} less); "
+        f"{plan.left_open} others may still be shorter"
+    )
+    yield ""
+    yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
+    for d, held in enumerate(_held(best, schedule)):
+        cells = zip(held, HELD.values(), strict=True)
+        yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
+    yield f"of each GPU of a device (tp {made.parallelism.tp}), which has {gpu.memory_bytes / GB:.2f} GB"
+    yield ""
+    yield "with less memory: of all schedules seen those that none beats in both"
+    for nbytes, ms, candidate, method in plan.frontier:
+        yield f"{nbytes / GB:9.2f} GB {ms / S:9.4g} s  {candidate}, {method}"
+    yield ""
+    yield "other divisions, each by its best candidate"
+    for other in plan.other_divisions[:OTHERS]:
+        found = f"{other.iteration_ms / S:9.4g} s  " if other.schedule else f"{f'≥ {other.bound_ms / S:.4g}':>9} s  "
+        yield f"{found}{other}" + (f", {other.schedule.method}" if other.schedule else "")
+    if explain and plan.other_divisions:
+        yield ""
+        yield from _explained(best, plan.other_divisions[0])
+    for title, settings in _settings(plan).items():
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in settings)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """The same as `lines`, for programs."""
+    best = plan.best
+    return {
+        "question": plan.question.model_dump(mode="json"),
+        "candidates": len(plan.ranked),
+        "too_large": plan.too_large,
+        "ruled_out": plan.ruled_out,
+        "left_open": plan.left_open,
+        "scheduled": plan.looked_at,
+        "searched": plan.solved,
+        "time_s": round(plan.time_s, 3),
+        "notes": list(plan.notes),
+        "lower_bound_ms": plan.lower_bound_ms,
+        "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
+        "other_divisions": [_figures(other) for other in plan.other_divisions],
+        "frontier": [
+            {"bytes": held, "iteration_ms": ms, "candidate": str(candidate), "method": method}
+            for held, ms, candidate, method in plan.frontier
+        ],
+    }
+
+
+def _figures(candidate: Candidate) -> dict[str, Any]:
+    made, schedule = candidate.estimate, candidate.schedule
+    found: dict[str, Any] = {
+        "parallelism": made.parallelism.model_dump(mode="json"),
+        "run": made.run.model_dump(mode="json"),
+        "bound_ms": candidate.bound_ms,
+        "parts_ms": parts(candidate),
+    }
+    if schedule:
+        found |= {
+            "method": schedule.method,
+            "iteration_ms": candidate.iteration_ms,
+            "tokens_per_s": _tokens_per_s(candidate),
+            "mfu": made.utilization_in(candidate.iteration_ms),
+            "bubble": schedule.timeline.bubble,
+            "used_bytes": candidate.used_bytes(schedule),
+        }
+    return found
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Write the problem, the schedule, a picture of memory against time, and the settings of other stacks."""
+    best, schedule = plan.best, _schedule(plan.best)
+    schedule.problem.save(folder / "problem.json")
+    ScheduleFile.of(schedule).save(folder / "schedule.json")
+    seen = [
+        Point("tp {}, pp {}, dp {}, ep {}, cp {}".format(*candidate.division), held, ms)
+        for candidate in plan.ranked
+        for ms, held in candidate.lengths.values()
+        if ms <= DRAWN * best.iteration_ms
+    ]
+    frontier = [Point(str(candidate), held, ms) for held, ms, candidate, _ in plan.frontier]
+    title = f"{plan.question.model.name} on {plan.question.gpus} × {plan.question.gpu.name}: iterations"
+    budget = {"a GPU has": plan.question.gpu.memory_bytes}
+    write_file(folder / "memory.svg", chart(seen, {"none beats these": frontier}, budget, title, grey="schedules seen"))
+    for stack, settings in _settings(plan).items():
+        write_file(folder / f"{stack.split()[0].lower()}.txt", "\n".join(settings) + "\n")
+    if plan.question.stack == "torch":
+        write_file(folder / CSV, export_schedule(schedule, "torch-csv"))
+
+
+def _settings(plan: Plan) -> dict[str, list[str]]:
+    """What the stack is to be told, by stack."""
+    if plan.question.stack == "torch":
+        return {"torchtitan": torchtitan(plan.best, CSV), "NeMo AutoModel": nemo(plan.best, CSV)}
+    return {"Megatron-LM": megatron(plan.best)} if plan.question.stack == "megatron" else {}
+
+
+def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
+    """Where the runner-up's time goes, beside the best one's."""
+    by = _schedule(best).method, other.schedule.method if other.schedule else "its bound"
+    yield f"the runner-up takes {other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by[1]}"
+    yield f"{'s':>24}{'best':>10}{'runner-up':>11}{'more':>9}"
+    theirs = parts(other)
+    for name, ms in parts(best).items():
+        yield f"{name:>24}{ms / S:10.3f}{theirs[name] / S:11.3f}{(theirs[name] - ms) / S:+9.3f}"
+
+
+def _held(candidate: Candidate, schedule: Schedule) -> Iterator[tuple[int, ...]]:
+    peaks = schedule.compiled.certificate.device
+    for memory, peak, used in zip(candidate.estimate.devices, peaks, candidate.used_bytes(schedule), strict=True):
+        state = memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved
+        yield *state, peak.bytes, used
+
+
+def _layers(candidate: Candidate) -> str:
+    made = candidate.estimate
+    counts = [sum(made.pieces[i].is_layer for i in pieces) for pieces in made.stages]
+    return f"layers of its stages {' '.join(map(str, counts))}"
+
+
+def _tokens_per_s(candidate: Candidate) -> float:
+    made = candidate.estimate
+    step = made.run.microbatches * made.run.microbatch_size * made.parallelism.dp * made.sequence
+    return step / (candidate.iteration_ms / S)
+
+
+def _schedule(candidate: Candidate) -> Schedule:
+    assert candidate.schedule is not None, "the best candidate has a schedule"
+    return candidate.schedule

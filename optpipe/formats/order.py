@@ -1,0 +1,52 @@
+"""What the forms of other stacks have in common: routes that they can say, and one order of all ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.evaluate.validity import complaints
+from optpipe.model.ops import Kind, Op, Pair
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+
+OFFLOAD = (Kind.O, Kind.D, Kind.R)
+
+
+def require_one_route(problem: Problem, where: str) -> None:
+    """Raises InputError if a micro-batch does not pass all stages in order, or a device has no stage. `where` names the
+    stack."""
+    row = tuple(range(len(problem.stages)))
+    if other := [route for route in problem.all_routes if route != row]:
+        raise InputError(
+            f"routes: one is {list(other[0])}: in {where} every micro-batch passes all stages in order, 0 to {row[-1]}"
+        )
+    if idle := set(range(len(problem.devices))) - {stage.device for stage in problem.stages}:
+        raise InputError(f"device {min(idle)} has no stage: in {where} every rank has one")
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Raises ScheduleError if the schedule cannot run. Whether it fits the memory does not matter."""
+    if wrong := complaints(schedule.problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
+        raise ScheduleError(wrong[0])
+
+
+def hint(op: Op) -> str:
+    """What a sentence about an op that a form cannot say ends with."""
+    return "; --without-offload (in Python without_offload=True) leaves offloads out" if op.kind in OFFLOAD else ""
+
+
+def in_one_order(schedule: Schedule) -> Iterator[tuple[int, Op | Pair]]:
+    """Each op or pair with its device: all of them in the order of their predicted ends, in which none comes before
+    what it waits for (`CompiledSchedule.places`), and each device's in the order of its program.
+
+    If a message is sent behind its op, and its receive posted at that place of the order, sends and receives of two
+    ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
+    """
+    table, places = schedule.compiled.rows, schedule.compiled.places
+    issued = np.maximum.accumulate(np.where(table.transfer, 0, np.arange(len(table))))  # the op before a transfer
+    for row in np.lexsort((np.arange(len(table)), places[issued])).tolist():
+        if not table.second[row]:  # which stands right behind its first in this order, too
+            yield int(table.device[row]), table.item(row)

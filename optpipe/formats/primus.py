@@ -1,0 +1,123 @@
+"""AMD Primus' pipeline launcher: a table of nodes for each rank, with all sends and receives, as JSON.
+
+Read from its sources (AMD-AGI/Primus, `primus/core/pipeline_parallel` and `primus/backends/megatron/core/
+pipeline_parallel/primuspipe`, August 2026). F, B, W and BW are our letters. Their forward itself starts to offload,
+their O waits for that copy and frees, which is our D, and their R starts the reload.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from optpipe.errors import InputError
+from optpipe.formats.order import hint, in_one_order, require_one_route, require_runnable
+from optpipe.model.ops import BACKWARD, Kind, Op, Pair
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+
+FORMAT = "optpipe.primus/1"
+NAMES = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "BW", Kind.D: "O", Kind.R: "R"}
+WAYS = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of the message that an op gets, and of what it sends
+Node = list[Any]  # func_type, mini_batch, chunk, args
+
+
+def write(schedule: Schedule) -> str:
+    """The table of a schedule.
+
+    Raises InputError if the launcher has no node for what the schedule does; the sentence names the op. Raises
+    ScheduleError if the schedule cannot run.
+    """
+    require_one_route(schedule.problem, "Primus")
+    require_runnable(schedule)
+    chunks = _Chunks(schedule.problem)
+    document = {
+        "format": FORMAT,
+        "pp_size": chunks.ranks,
+        "vpp_size": chunks.count,
+        "micro_batches": schedule.problem.microbatches,
+        "first_pp_stage_rank": chunks.rank[0],
+        "last_pp_stage_rank": chunks.rank[-1],
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()]
+    lines += [f'"directions": [{_rows(chunks.directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+class _Chunks:
+    """Stages as Primus numbers them: by rank and chunk."""
+
+    def __init__(self, problem: Problem) -> None:
+        on = [problem.stages_on(d) for d in range(len(problem.devices))]
+        self.ranks, self.count = len(on), len(on[0])
+        self.rank = [stage.device for stage in problem.stages]
+        self.chunk = [on[rank].index(s) for s, rank in enumerate(self.rank)]
+        self.on = on
+        if other := [d for d, stages in enumerate(on) if len(stages) != self.count]:
+            raise InputError(
+                f"device {other[0]} has {len(on[other[0]])} stages, device 0 has {self.count}: in Primus all ranks "
+                "have as many"
+            )
+
+    def to(self, op: Op) -> int | None:
+        """The stage that gets what an op sends; None if it sends nothing."""
+        if op.kind not in WAYS:
+            return None
+        s = op.stage + (1 if op.kind == Kind.F else -1)
+        return s if 0 <= s < len(self.rank) else None
+
+    @cached_property
+    def directions(self) -> list[list[Mapping[str, Any]]]:
+        """What `direction_map` returns, by rank and chunk: of F, and of B and BW."""
+        return [[{"F": self._direction(s, 1), "B": self._direction(s, -1)} for s in stages] for stages in self.on]
+
+    def _direction(self, s: int, step: int) -> list[Any]:
+        """prev rank, next rank, recv_from_chunk, send_to_chunk"""
+        ends = range(len(self.rank))
+        before, after = (other if other in ends else None for other in (s - step, s + step))
+        return [None if other is None else of[other] for of in (self.rank, self.chunk) for other in (before, after)]
+
+
+def _table(schedule: Schedule, chunks: _Chunks) -> list[list[Node]]:
+    """A message's two nodes stand at one place of the order that all ranks follow, behind its op, and have the number
+    of the message as `time_step`: what differs in it the launcher does not send as one batch, whose order would be its
+    own."""
+    table: list[list[Node]] = [[] for _ in schedule.programs]
+    messages = 0
+    leaving = {(op.stage, op.microbatch) for program in schedule.programs for op in program.ops() if op.kind == Kind.O}
+    for rank, op in in_one_order(schedule):
+        _require_sayable(schedule.problem, rank, op)
+        assert isinstance(op, Op)
+        if op.kind == Kind.O:
+            continue  # begins with the end of its F
+        chunk, to = chunks.chunk[op.stage], chunks.to(op)
+        offloads = op.kind == Kind.F and (op.stage, op.microbatch) in leaving
+        table[rank].append([NAMES[op.kind], op.microbatch, chunk, {"should_offload": True} if offloads else None])
+        if to is not None:
+            way, ends = WAYS[op.kind], {"from_pp_rank": rank, "to_pp_rank": chunks.rank[to], "time_step": messages}
+            there = chunks.chunk[to]
+            table[rank].append([f"S{way}", op.microbatch, chunk, ends | {"send_to_chunk": there}])
+            table[chunks.rank[to]].append([f"R{way}", op.microbatch, there, ends | {"recv_from_chunk": chunk}])
+            messages += 1
+    return table
+
+
+def _require_sayable(problem: Problem, rank: int, item: Op | Pair) -> None:
+    op = item.first if isinstance(item, Pair) else item
+    if isinstance(item, Pair) or op.kind not in (*NAMES, Kind.O):
+        raise InputError(
+            f"{item} in the program of device {rank}: Primus has nodes for F, B, W, BW, O, D and R, each alone"
+        )
+    if op.kind in (Kind.O, Kind.D, Kind.R) and problem.stages[op.stage].offload_parts > 1:
+        parts = problem.stages[op.stage].offload_parts
+        raise InputError(
+            f"{op} in the program of device {rank}: Primus offloads in one part, stage {op.stage} has offload_parts = "
+            f"{parts}{hint(op)}"
+        )
+
+
+def _rows(rows: list[list[Any]]) -> str:
+    """One line a rank."""
+    return ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)

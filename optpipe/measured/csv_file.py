@@ -1,0 +1,82 @@
+"""A table of op times, one line an op, with the names of its columns in the first line:
+
+    stage,op,microbatch,start_ms,end_ms
+    0,F,0,0.0,10.2
+
+`duration_ms` may stand there instead of `start_ms` and `end_ms`. Further columns are `device` (default: the stage's
+number) and `step` (default: 0). An op is F, B (gradient of the inputs), W (gradient of the weights) or BW (both).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection
+from math import isfinite
+
+from optpipe.errors import InputError
+from optpipe.measured.op_times import Timed
+from optpipe.model.ops import Kind, Op
+
+OPS = ("F", "B", "W", "BW")
+NEEDED = ("stage", "op", "microbatch")
+COLUMNS = (*NEEDED, "start_ms", "end_ms", "duration_ms", "device", "step")
+
+
+def read(text: str, path: str) -> list[Timed]:
+    """All ops of the table. Raises InputError that names the line, the column, and what would be right."""
+    lines = csv.reader(text.splitlines(), skipinitialspace=True)
+    try:
+        places = {name.strip(): n for n, name in enumerate(next(lines, []))}
+        _require_columns(places, path)
+        known = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
+        return [
+            _timed({name: row[n] if n < len(row) else "" for name, n in known}, f"{path}, line {lines.line_num}")
+            for row in lines
+            if row
+        ]
+    except csv.Error as error:
+        raise InputError(f"{path}, line {lines.line_num}: no line of a table: {error}") from None
+
+
+def _require_columns(columns: Collection[str], path: str) -> None:
+    missing = [name for name in NEEDED if name not in columns]
+    if not missing and "duration_ms" not in columns:
+        missing = [name for name in ("start_ms", "end_ms") if name not in columns]
+    if missing:
+        raise InputError(
+            f"{path}, line 1: no column {missing[0]}: stage, op, microbatch, start_ms, end_ms are expected"
+        )
+
+
+def _timed(row: dict[str, str], what: str) -> Timed:
+    if row["op"] not in OPS:
+        raise InputError(f"{what}: op = {row['op'][:40]!r}: one of {', '.join(OPS)} is expected")
+    stage = _count(row, "stage", what)
+    op = Op(Kind[row["op"]], stage, _count(row, "microbatch", what))
+    device = _count(row, "device", what) if row.get("device") else stage
+    step = _count(row, "step", what) if row.get("step") else 0
+    start = _number(row, "start_ms", what) if row.get("start_ms") else None
+    if row.get("duration_ms"):
+        ms = _number(row, "duration_ms", what)
+    else:
+        ms = _number(row, "end_ms", what) - _number(row, "start_ms", what)
+    if ms < 0:
+        raise InputError(f"{what}: the op takes {ms:g} ms: no less than 0 is expected")
+    return Timed(op, device, step, ms, start)
+
+
+def _count(row: dict[str, str], name: str, what: str) -> int:
+    digits = row[name]
+    if not digits.isdecimal() or len(digits) > 9:
+        raise InputError(f"{what}: {name} = {digits[:40]!r}: a number from 0 is expected, of 9 digits at most")
+    return int(digits)
+
+
+def _number(row: dict[str, str], name: str, what: str) -> float:
+    try:
+        value = float(row.get(name) or "")
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value):
+        raise InputError(f"{what}: {name} = {row.get(name, '')[:40]!r}: a time in ms is expected")
+    return value

@@ -1,0 +1,67 @@
+"""What every reader of measurements finds: ops with their times, and which stage a device's chunk is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from optpipe.errors import InputError
+from optpipe.model.ops import Op
+from optpipe.model.problem import MAX_DEVICES, MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES
+
+SHAPES = ("looped", "v")
+
+
+class Timed(NamedTuple):
+    """One op as it was measured.
+
+    Attributes
+    ----------
+    op
+        An F, B, W or BW.
+    device
+        Where it ran; devices are numbered from 0.
+    step
+        In which iteration.
+    ms
+        How long it took.
+    start_ms
+        When it began, by the clock of its device; None where only its time was measured.
+    """
+
+    op: Op
+    device: int
+    step: int
+    ms: float
+    start_ms: float | None = None
+
+    @property
+    def end_ms(self) -> float:
+        """When it ended, by the clock of its device; NaN where that was not measured."""
+        return float("nan") if self.start_ms is None else self.start_ms + self.ms
+
+
+def stage_of(device: int, chunk: int, devices: int, shape: str) -> int:
+    """The stage that a device's chunk is: looped or V-shaped placement."""
+    return chunk * devices + (devices - 1 - device if shape == "v" and chunk % 2 else device)
+
+
+def require_sizes(stages: int, devices: int, microbatches: int) -> None:
+    """Raises InputError if no problem can be as large, before anything is made of this size."""
+    for count, what, most in (
+        (stages, "stages", MAX_STAGES),
+        (devices, "devices", MAX_DEVICES),
+        (microbatches, "micro-batches", MAX_MICROBATCHES),
+    ):
+        if not 1 <= count <= most:
+            raise InputError(f"{count} {what}: a problem has 1 to {most}")
+    if stages * microbatches > MAX_FORWARDS:
+        raise InputError(f"{stages} stages and {microbatches} micro-batches: at most {MAX_FORWARDS} forwards together")
+
+
+def read_json(text: str, path: str) -> Any:
+    """The content of a JSON file. Raises InputError if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: no JSON: {error}") from None

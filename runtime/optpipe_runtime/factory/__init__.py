@@ -1,0 +1,12 @@
+"""What `optpipe profile` measures, by the word that a user gives it.
+
+- `setup`: what is measured on one rank, and the sizes that the user may give;
+- `function`: a user's own function; `huggingface`: a config of transformers; `torchtitan`: a flavour of one of its
+  models; both have random weights, on a rank only those of its stage;
+- `find`: which of these is meant.
+"""
+
+from optpipe_runtime.factory.find import find_factory
+from optpipe_runtime.factory.setup import Setup, Sizes
+
+__all__ = ["Setup", "Sizes", "find_factory"]

@@ -1,0 +1,85 @@
+"""Times of transfers: offloads and reloads beside compute, and evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress, pairwise
+
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.lowering.plan import EvictionOrder
+from optpipe_runtime.measure.rounds import WARM_UP, routes, together
+from optpipe_runtime.measure.trial import Trial
+
+
+def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
+    """Offloads and reloads the activations of all stages, one after the other, each while the stage computes; in full
+    duplex one is reloaded while the next is offloaded."""
+    layout, limit = rank.layout, rank.pool.limit
+    fits = [[limit is None or n * trial.host_bytes(rank.pool) <= limit for n in (1, 2)] for trial in trials]
+    by_peer = rank.cpu_group.gather_by_peer(fits)
+    one, two = ([all(found[rank.number][k][n] for found in by_peer) for k in range(len(trials))] for n in (0, 1))
+    fitting = list(compress(trials, one))
+    both_ways = layout.full_duplex and bool(fitting) and all(compress(two, one))
+    moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
+    for trial, j in moving:
+        trial.forward(j)
+    sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
+    for turn in range(max(map(len, layout.shared_links.values()), default=1)):
+        here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
+        with _first_offloaded(here if both_ways else []):
+            once = partial(_both_ways if both_ways else _one_way, here)
+            together(rank, once, [trial.copy_times for trial, _ in here], clock, repeats)
+    for trial, j in moving:
+        trial.forget(j)
+
+
+def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
+    for trial, j in moving:
+        leaving = trial.start_out(j)
+        trial.beside()
+        trial.end_out(j, leaving)
+        returning = trial.start_back(j)
+        trial.beside()
+        trial.end_back(j, returning)
+
+
+def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
+    """The first activation is off the device before and after."""
+    for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
+        returning, leaving = trial.start_back(j), other.start_out(k)
+        other.beside()
+        other.end_out(k, leaving)
+        trial.end_back(j, returning)
+
+
+@contextmanager
+def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
+    for trial, j in moving[:1]:
+        trial.end_out(j, trial.start_out(j))
+    yield
+    for trial, j in moving[:1]:
+        trial.reload(j)
+
+
+def try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
+    """Evicts the activations of one stage after the other, on the first route over it."""
+    for s, owner in enumerate(rank.layout.placement):
+        blocks = rank.io[s, routes(rank, s)[0]].block_bytes
+        rank.cpu_group.minimum(0)  # one link at a time
+        if rank.layout.peer(owner) is None or not any(blocks):
+            continue
+        if owner == rank.number:
+            trial = trials[s][routes(rank, s)[0]]
+            freed = {trial.evict(rank.peers) for _ in range(WARM_UP)}
+            trial.eviction_times.clear()
+            freed |= {trial.evict(rank.peers) for _ in range(repeats)}
+            trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
+        elif rank.layout.peer(owner) == rank.number:
+            activations = tuple((s, r) for r in range(WARM_UP + repeats))
+            rank.peers.start_step({owner: EvictionOrder(activations, activations)})
+            for activation in activations:
+                rank.peers.accept(owner, activation, [size for size in blocks if size])
+                rank.peers.vacate(activation)

@@ -1,0 +1,351 @@
+"""`forward_backward_func`: runs a schedule in the place of Megatron's own `get_forward_backward_func`.
+
+Each model chunk of Megatron's is a stage of a `Pipeline`, which has its own messages, store and links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from optpipe.errors import InputError
+from optpipe.formats.order import require_one_route
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.megatron.chunk import Chunk, Step
+from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.ranks.cpu_group import on_each_rank
+from optpipe_runtime.ranks.grid import of_everyone
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.team import user_timeout
+from optpipe_runtime.stage.split import main_grad
+
+# What a config must not ask for, and why.
+REFUSED = {
+    "cpu_offloading": "the schedule says what is offloaded",
+    "fine_grained_activation_offloading": "the schedule says what is offloaded",
+    "num_microbatches_with_partial_activation_checkpoints": "the schedule says what is recomputed",
+    "overlap_moe_expert_parallel_comm": "its order of ops is Megatron's own",
+    "hybrid_context_parallel": "its order of ops is Megatron's own",
+    "defer_embedding_wgrad_compute": "weight gradients come with the schedule's W",
+    "enable_autocast": "linear layers compute in the type of their parameters",
+    "variable_seq_lengths": "messages have the same shape in every micro-batch",
+}
+MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its buffer themselves
+
+
+def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = None) -> ForwardBackward:
+    """A function that runs this schedule, with the arguments and the result of Megatron's own.
+
+    Its first call is collective and makes the pipeline. Chunk k of a rank is the k-th stage that the schedule places
+    there.
+
+    Parameters
+    ----------
+    schedule
+        For one route over all stages in order. Rank 0's counts.
+    host_memory_bytes
+        The most host memory that offloaded activations may take on this rank; no limit by default.
+    """
+    return ForwardBackward(schedule, host_memory_bytes)
+
+
+class ForwardBackward:
+    """Made by `forward_backward_func`. Call it as Megatron's own `forward_backward_func`.
+
+    Attributes
+    ----------
+    report
+        Of the last step on this rank: its time, and the peaks of activations, host memory and messages, in the first
+        step by a schedule. None before the first.
+    """
+
+    def __init__(self, schedule: Schedule, host_memory_bytes: int | None) -> None:
+        require_one_route(schedule.problem, "Megatron")
+        self._schedule, self._host_memory_bytes = schedule, host_memory_bytes
+        self._pipeline: Pipeline | None = None
+        self._chunks: list[Chunk] = []
+        self.report: StepReport | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """One step, or with `forward_only` an evaluation. Collective.
+
+        Arguments and result are those of Megatron-core 0.16.1: what `loss_func` returns for logging, by micro-batch,
+        where the last stage is; an empty list elsewhere. The lengths need not be right, because shapes are learned;
+        `p2p_communicator` is not used.
+
+        Raises
+        ------
+        InputError
+            For what the schedule or this runtime cannot do; one sentence says what.
+        ScheduleError
+            If the schedule cannot run here.
+        """
+        chunks, groups = list(model) if isinstance(model, Sequence) else [model], pg_collection or _groups()
+        config = get_model_config(chunks[0])
+        step = Step(
+            forward_step_func,
+            config,
+            num_microbatches,
+            groups.cp.size(),
+            collect_non_loss_data,
+            partial(schedules.check_first_val_step, first_val_step, forward_only),
+        )
+        pipeline = self._begun(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        batch = _places(num_microbatches, seq_length, micro_batch_size)
+        run = pipeline.evaluate if forward_only else pipeline.step
+        with ExitStack() as not_synchronizing:
+            for context in _no_sync(config):
+                not_synchronizing.enter_context(context())
+            self.report = run(batch, batch, kwargs={"place": batch})
+        if not forward_only and config.finalize_model_grads_func is not None:
+            tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=_device(chunks)))
+            config.finalize_model_grads_func(
+                chunks,
+                tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        for chunk in self._chunks:
+            chunk.end_step(num_microbatches)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return [step.results[j] for j in sorted(step.results)]
+
+    def profile(
+        self,
+        activation_budget_bytes: int | None = None,
+        offload_parts: int = 1,
+        repeats: int = 7,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        pg_collection: Any = None,
+        **others: Any,
+    ) -> Problem:
+        """Measures the chunks and links, as `Pipeline.profile`. Collective, between two steps.
+
+        Parameters
+        ----------
+        activation_budget_bytes, offload_parts, repeats
+            As in `Pipeline.profile`.
+        others
+            All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
+            measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
+        """
+        chunks, groups = list(model) if isinstance(model, Sequence) else [model], pg_collection or _groups()
+        config = get_model_config(chunks[0])
+        step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
+        pipeline = self._begun(chunks, groups, step, data_iterator)
+        batch = _places(num_microbatches, seq_length, micro_batch_size)
+        with _main_grads_unchanged(chunks):
+            return pipeline.profile(
+                batch, batch, activation_budget_bytes, offload_parts, repeats, kwargs={"place": batch}
+            )
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What runs the schedule, for `load`, `offer` and what else a `Pipeline` can do; None before the first call."""
+        return self._pipeline
+
+    def close(self) -> None:
+        """Ends the threads of this rank."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def __enter__(self) -> ForwardBackward:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pipeline is not None:
+            self._pipeline.__exit__(kind, error, trace)
+
+    def _begun(
+        self, chunks: list[nn.Module], groups: Any, step: Step, data_iterator: Any, adjust: Any = None
+    ) -> Pipeline:
+        """The pipeline of these chunks, which are told of the step. Collective in the first call. What a rank refuses
+        later ends the pipeline, so that no other rank waits for it; these raise the same sentence."""
+        first, pipeline = self._pipeline is None, self._pipeline or self._made(chunks, step.config, groups)
+        try:
+            if first:
+                pipeline.load(self._schedule)
+            if adjust is not None:
+                raise InputError("adjust_tensor_shapes_fn is given: shapes are learned from the stages, leave it out")
+            if [chunk.model for chunk in self._chunks] != chunks:
+                raise InputError("model has other chunks than in the first call: make a new forward_backward_func")
+            self._begin(pipeline, step, data_iterator)
+        except InputError as error:
+            pipeline.__exit__(type(error), error, error.__traceback__)
+            raise
+        return pipeline
+
+    def _made(self, chunks: list[nn.Module], config: Any, groups: Any) -> Pipeline:
+        """The pipeline of these chunks. Collective."""
+        # A rank that fails alone would leave the others waiting for it in `Pipeline`.
+        self._chunks = on_each_rank(
+            lambda: self._checked(chunks, config, groups),
+            lambda value: of_everyone(value, user_timeout()),
+            lambda error: f"rank {groups.pp.rank()}: {error}",
+        )
+        layout = Layout.of(self._schedule.problem)
+        pipeline = Pipeline(
+            {chunk.stage: chunk for chunk in self._chunks},
+            layout.placement,
+            lambda output, _: output,
+            layout.microbatches,
+            self._host_memory_bytes,
+            layout.full_duplex,
+            peers=layout.peers or None,
+            links=layout.links or None,
+            group=groups.pp,
+            inner=_inner(groups),
+        )
+        self._pipeline = pipeline
+        return pipeline
+
+    def _checked(self, chunks: list[nn.Module], config: Any, groups: Any) -> list[Chunk]:
+        """These chunks as stages, if the schedule can run on them."""
+        _require_supported(config, chunks)
+        problem, rank = self._schedule.problem, groups.pp.rank()
+        numbers = problem.stages_on(rank) if rank < len(problem.devices) else []
+        if len(problem.devices) != groups.pp.size() or len(numbers) != len(chunks):
+            raise InputError(
+                f"model has {len(chunks)} chunks on rank {rank} of {groups.pp.size()}: the schedule places "
+                f"{len(numbers)} there, on {len(problem.devices)} ranks"
+            )
+        ends, last = len(problem.stages) - 1, groups.pp.size() - 1
+        if (problem.stages[0].device, problem.stages[-1].device) != (0, last) and any(map(_ties, chunks)):
+            raise InputError(
+                f"share_embeddings_and_output_weights: Megatron ties rank 0 with rank {last}; the schedule has its "
+                f"first stage on rank {problem.stages[0].device}, its last one on rank {problem.stages[-1].device}"
+            )
+        return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]
+
+    def _begin(self, pipeline: Pipeline, step: Step, data_iterator: Any) -> None:
+        if step.microbatches != pipeline.layout.microbatches:
+            raise InputError(
+                f"num_microbatches = {step.microbatches}: the schedule is for {pipeline.layout.microbatches}"
+            )
+        for stage in pipeline._rank.stages.values():
+            stage.set_loss_scale(1.0)  # the loss is in Megatron's own scale
+        given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(given) != len(self._chunks):
+            raise InputError(
+                f"data_iterator: {len(given)} are given, one is needed for each of {len(self._chunks)} chunks"
+            )
+        for chunk, iterator in zip(self._chunks, given, strict=True):
+            chunk.start_step(step, iterator)
+
+
+def _places(microbatches: int, seq_length: int, micro_batch_size: int) -> Tensor:
+    """The number of each micro-batch, in a shape that changes when the batch does: then the stages are learned
+    again."""
+    return torch.arange(microbatches).view(-1, 1, 1).expand(-1, seq_length, micro_batch_size)
+
+
+def _groups() -> Any:
+    """Megatron's process groups, as its own functions collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def _inner(groups: Any) -> dist.ProcessGroup | None:
+    """The ranks that compute the same stages together."""
+    if groups.tp.size() == groups.cp.size() == 1:
+        return None
+    if 1 in (groups.tp.size(), groups.cp.size()):
+        group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
+        return group
+    both: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
+    return both
+
+
+def _no_sync(config: Any) -> list[Callable[[], Any]]:
+    given = config.no_sync_func
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
+@contextmanager
+def _main_grads_unchanged(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """After this context Megatron's gradient buffers and their marks are what they were. Meanwhile the host has a copy:
+    a device may have no room for a second one."""
+    buffers = {p: buffer for chunk in chunks for p in chunk.parameters() if (buffer := main_grad(p)) is not None}
+    before = [(p, buffer.to("cpu", copy=True), getattr(p, MARK, None)) for p, buffer in buffers.items()]
+    try:
+        yield
+    finally:
+        for parameter, gradient, mark in before:
+            buffers[parameter].copy_(gradient)
+            if mark is not None:
+                setattr(parameter, MARK, mark)
+
+
+def _ties(chunk: nn.Module) -> bool:
+    return any(getattr(part, "share_embeddings_and_output_weights", False) for part in chunk.modules())
+
+
+def _device(chunks: Sequence[nn.Module]) -> torch.device:
+    return next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
+
+
+def _require_supported(config: Any, chunks: Sequence[nn.Module]) -> None:
+    for name, why in REFUSED.items():
+        if getattr(config, name, None) not in (None, False):
+            raise InputError(f"config.{name} = {getattr(config, name)}: {why}, so leave it off")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        raise InputError(
+            f"config.cuda_graph_impl = {config.cuda_graph_impl!r}: a captured graph has an order of its own"
+        )
+    if config.expert_model_parallel_size > 1:
+        raise InputError(f"config.expert_model_parallel_size = {config.expert_model_parallel_size}: it must be 1")
+    for chunk in chunks:
+        options = getattr(chunk, "ddp_config", None)
+        for name in ("overlap_grad_reduce", "use_megatron_fsdp"):
+            if getattr(options, name, False):
+                raise InputError(
+                    f"ddp_config.{name} is on: it needs every weight gradient in autograd's own backward, "
+                    "and here they come with W"
+                )

@@ -1,0 +1,315 @@
+"""What a plan chooses from: divisions of the model over GPUs, micro-batches, recomputation, layers of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from optpipe.errors import InputError
+from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.model.placement import NAMES, Shape, even_cuts
+from optpipe.model.problem import MAX_MICROBATCHES, Problem
+from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts
+from optpipe.schedule import Schedule
+from optpipe.transformer.estimate import Estimate, estimate, even_layers
+from optpipe.transformer.pieces import LEVELS
+from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run, Transformer
+from optpipe_solver import plan
+from optpipe_solver.bounds.least_memory import least_memory
+
+ROOMY = 2**50  # bytes, more than any GPU needs
+Stack = Literal["optpipe", "torch", "megatron"]
+
+
+class Question(Document):
+    """What is to be planned.
+
+    Attributes
+    ----------
+    gpus
+        How many there are. All are used.
+    batch
+        The sequences of one optimizer step, on all GPUs together.
+    run
+        What holds for all candidates: sequence, precision, attention. Its micro-batches and its recomputation are
+        chosen, whatever they are here.
+    offload
+        Whether activations may leave to the host.
+    stack
+        What trains. `torch` is torchtitan or NeMo AutoModel by a schedule's rows, without offload and recomputation by
+        the schedule; `megatron` has 1F1B and interleaved 1F1B.
+    """
+
+    WHAT = "question"
+
+    model: Transformer
+    gpu: Gpu
+    gpus: Annotated[int, Field(strict=True, ge=1, le=2**16)]
+    batch: Annotated[int, Field(strict=True, ge=1, le=2**24)]
+    run: Run
+    offload: bool = True
+    stack: Stack = "optpipe"
+
+    @property
+    def cannot(self) -> tuple[str, ...]:
+        """The fields of stages that say what a schedule may not use."""
+        if self.stack == "optpipe":
+            return () if self.offload else OFFLOAD
+        return (*OFFLOAD, *RECOMPUTE)
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One way to train the model, with what is known of it. Times are those of an iteration, in ms.
+
+    Attributes
+    ----------
+    bound_ms
+        No iteration without evictions is shorter; `NEVER` if memory admits none.
+    schedule
+        The best one so far.
+    start
+        The best one that evicts nothing: where a search may begin, as no search evicts.
+    lengths
+        By method: the shortest iteration with a schedule that fits, and the most that a GPU then holds, in bytes.
+    """
+
+    estimate: Estimate
+    cannot: tuple[str, ...] = ()
+    bound_ms: float = 0.0
+    schedule: Schedule | None = None
+    start: Schedule | None = None
+    lengths: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The busiest device has all its work to do, and then gradients to reduce."""
+        self.bound_ms = self.with_reduction(self.estimate.run.microbatches * max(self.estimate.busy_ms))
+
+    def with_reduction(self, makespan_ms: float) -> float:
+        """The iteration of so long a schedule: gradients are reduced behind it."""
+        return makespan_ms + self.estimate.reduction_ms
+
+    @property
+    def iteration_ms(self) -> float:
+        """By the best schedule so far; `NEVER` without one."""
+        return self.with_reduction(self.schedule.makespan_ms) if self.schedule else NEVER
+
+    @property
+    def least_ms(self) -> float:
+        """The iteration if there is a schedule, else the bound."""
+        return self.iteration_ms if self.schedule else self.bound_ms
+
+    @property
+    def division(self) -> tuple[int, ...]:
+        """The degrees of parallelism: tp, pp, dp, ep, cp."""
+        parallelism = self.estimate.parallelism
+        return parallelism.tp, parallelism.pp, parallelism.dp, parallelism.ep, parallelism.cp
+
+    @property
+    def state_bytes(self) -> int:
+        """What the fullest GPU holds without any activation."""
+        return self.estimate.gpu.memory_bytes - min(memory.budget for memory in self.estimate.devices)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the fullest GPU needs for one micro-batch at a time, however it is relieved."""
+        ample = self.estimate.with_memory(ROOMY)
+        least = zip(least_memory(self._allowed(ample.problem)), ample.devices, strict=True)
+        return max(ROOMY - memory.budget + activations for activations, memory in least)
+
+    @property
+    def has_room_for_1f1b(self) -> bool:
+        """Whether pp micro-batches fit into every device, one stage a device."""
+        made = self.estimate
+        if made.parallelism.chunks > 1:
+            return False
+        held = [sum(made.layers[i].activation_bytes for i in pieces) for pieces in made.stages]
+        return all(made.parallelism.pp * size < memory.budget for size, memory in zip(held, made.devices, strict=True))
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is to be scheduled. Raises InputError if a device has no room for activations."""
+        return self._allowed(self.estimate.problem)
+
+    @cached_property
+    def evicting(self) -> Problem:
+        """The problem where stage s may evict to the device of stage p - 1 - s, as BPipe does (Kim et al. 2023).
+
+        An eviction crosses the links between stages. Where devices have several stages, nothing is evicted.
+        """
+        made, p = self.estimate, self.estimate.parallelism.pp
+        if made.parallelism.chunks > 1:
+            return self.problem
+        peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
+        stages = []
+        for stage in self.problem.stages:
+            way = {"evict_ms": made.clock.message_ms(stage.activation_bytes), "evict_bytes": stage.activation_bytes}
+            way["load_ms"] = way["evict_ms"]
+            stages.append(stage.model_copy(update=way if peers[stage.device] is not None else {}))
+        pairs = zip(self.problem.devices, peers, strict=True)
+        return self.problem.replace(
+            devices=tuple(device.model_copy(update={"peer": peer}) for device, peer in pairs), stages=tuple(stages)
+        )
+
+    def _allowed(self, problem: Problem) -> Problem:
+        """The problem without what a schedule may not use."""
+        if not self.cannot:
+            return problem
+        without = dict.fromkeys(self.cannot)
+        stages, layers = (
+            tuple(costs.model_copy(update=without) for costs in those)
+            for those in (problem.stages, problem.layers or ())
+        )
+        return problem.model_copy(update={"stages": stages, "layers": layers})
+
+    def used_bytes(self, schedule: Schedule) -> list[int]:
+        """What each GPU holds at its fullest, state, workspace and reserve included."""
+        whole = self.estimate.gpu.memory_bytes
+        peaks = zip(schedule.compiled.certificate.device, self.estimate.devices, strict=True)
+        return [whole - memory.budget + peak.bytes for peak, memory in peaks]
+
+    def take(self, schedule: Schedule) -> bool:
+        """Keep what fits. Returns whether it is the best so far."""
+        if schedule.compiled.complaints:
+            return False
+        better = self.with_reduction(schedule.makespan_ms) < self.iteration_ms
+        point = self.with_reduction(schedule.makespan_ms), max(self.used_bytes(schedule))
+        self.lengths[schedule.method] = min(self.lengths.get(schedule.method, point), point)
+        if better:
+            self.schedule = schedule
+        evicts = any(stage.can_evict for stage in schedule.problem.stages)
+        if not evicts and (self.start is None or shorter(schedule.makespan_ms, self.start.makespan_ms)):
+            self.start = schedule
+        return better
+
+    def __str__(self) -> str:
+        """Text such as `tp 8, pp 4, dp 2, 2 chunks V-shaped, 64 × 1 sequences, recompute cheap`."""
+        parallelism, run = self.estimate.parallelism, self.estimate.run
+        words = [f"tp {parallelism.tp}", f"pp {parallelism.pp}", f"dp {parallelism.dp}"]
+        words += [f"cp {parallelism.cp}"] if parallelism.cp > 1 else []
+        words += [f"ep {parallelism.ep}"] if parallelism.ep > 1 else []
+        words += [f"ZeRO {parallelism.zero}"] if parallelism.zero > 1 else []
+        words += [f"{parallelism.chunks} chunks {NAMES[parallelism.shape]}"] if parallelism.chunks > 1 else []
+        words += [f"{run.microbatches} × {run.microbatch_size} sequence{'s' * (run.microbatch_size > 1)}"]
+        words += [f"recompute {run.recompute}"] if run.recompute != "none" else []
+        words += ["layers balanced by time"] if parallelism.layers else []
+        return ", ".join(words)
+
+
+def candidates(question: Question) -> list[Candidate]:
+    """Return all candidates, the lowest bound first.
+
+    Raises
+    ------
+    InputError
+        If no division suits the number of GPUs, the model and the batch.
+    """
+    found = [Candidate(made, question.cannot) for made in _estimates(question)]
+    if not found:
+        raise InputError(_why_none(question))
+    return sorted(found, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
+
+
+def _estimates(question: Question) -> Iterator[Estimate]:
+    """Yield every division with every micro-batch size and recomputation; each partition of the layers once."""
+    model, gpu = question.model, question.gpu
+    pieces: dict[tuple[Any, ...], Estimate] = {}
+    balanced: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    for division in _divisions(question):
+        tp, pp, dp, ep, cp, zero = division.values()
+        own = question.batch // dp
+        parallelisms = [
+            Parallelism.from_dict(division | {"chunks": chunks, "shape": shape})
+            for chunks, shape in _shapes(question, pp)
+        ]
+        sizes = (size for size in plan.MICROBATCH_SIZES if own % size == 0 and own // size <= MAX_MICROBATCHES)
+        for size in (size for size in sizes if gcd(size, cp) == 1):  # else replicas of smaller micro-batches are better
+            for recompute in _recomputations(question):
+                chosen = {"microbatches": own // size, "microbatch_size": size, "recompute": recompute}
+                run = question.run.model_copy(update=chosen)
+                costs = tp, ep, cp, (dp, zero) if zero > 1 else None, size, recompute, pp == question.gpus
+                if costs not in pieces:
+                    pieces[costs] = estimate(model, parallelisms[0], gpu, run)
+                for even in parallelisms:
+                    made = pieces[costs].divided(even, run)
+                    yield made
+                    key = *costs[:-1], even.stages
+                    if key not in balanced:
+                        balanced[key] = _balanced(made)
+                    if balanced[key] != even_layers(model.layers, even.stages):
+                        yield made.divided(even.model_copy(update={"layers": balanced[key]}), run)
+
+
+def _divisions(question: Question) -> Iterator[dict[str, int]]:
+    """Yield tp, pp, dp, ep, cp and ZeRO's stage.
+
+    Tensor parallelism stays within a node. Context parallelism gives each GPU two parts of a sequence, one from each
+    end, so that causal attention takes all the same time; only flash attention can be divided so.
+    """
+    model, gpu = question.model, question.gpu
+    halves = (question.run.sequence or model.sequence or 1) // 2 if question.run.attention == "flash" else 1
+    for tp in (tp for tp in _divisors(gcd(question.gpus, model.heads)) if gpu.gpus_per_node % tp == 0):
+        for cp in _divisors(gcd(question.gpus // tp, halves)):
+            for pp in _divisors(question.gpus // tp // cp):
+                dp = question.gpus // tp // cp // pp
+                if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= plan.MOST_DEGREE:
+                    for ep in _divisors(gcd(dp * cp, model.experts)) if model.experts else (1,):
+                        for zero in _zeros(question, pp, dp * cp):
+                            yield {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "zero": zero}
+
+
+def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
+    """The stages of ZeRO that the stack has: Megatron 1; torch without a pipeline FSDP, which is 3; our runtime 2."""
+    if replicas == 1:
+        return (0,)
+    return {"megatron": (1,), "torch": (1, 3) if pp == 1 else (1,), "optpipe": (1, 2)}[question.stack]
+
+
+def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:
+    """Yield chunks and shapes. Of V-shaped ones torch places two, Megatron none."""
+    yield 1, "looped"
+    for chunks in range(2, plan.CHUNKS + 1) if pp > 1 else ():
+        if pp * chunks <= question.model.layers:
+            yield chunks, "looped"
+            if question.stack == "optpipe" or (question.stack == "torch" and chunks == 2):
+                yield chunks, "v"
+
+
+def _recomputations(question: Question) -> tuple[Recompute, ...]:
+    """Flash attention has no scores that `selective` could leave out; `cheap` only our runtime may do."""
+    left_out = {"selective"} if question.run.attention == "flash" or question.stack == "torch" else set()
+    left_out |= {"cheap"} if question.stack != "optpipe" else set()
+    return tuple(level for level in LEVELS if level not in left_out)
+
+
+def _balanced(even: Estimate) -> tuple[int, ...]:
+    """The layers of each stage so that the longest stage is as short as possible, embedding and head counted."""
+    costs: list[StageCosts] = even.layers
+    cuts = list(even_cuts(costs, [ROOMY] * even.parallelism.stages))
+    cuts[0] -= 1
+    cuts[-1] -= 1
+    return tuple(cuts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _why_none(question: Question) -> str:
+    """Why there is no candidate: the batch, or the number of GPUs."""
+    free = question.model_copy(update={"batch": question.gpus})  # every dp divides it
+    replicas = sorted({division["dp"] for division in _divisions(free)})
+    if replicas:
+        return (
+            f"batch = {question.batch}: {question.gpus} GPUs make {' or '.join(map(str, replicas))} replicas of "
+            f"{question.model.name or 'the model'}, a multiple of {replicas[0]} sequences would be right"
+        )
+    return (
+        f"gpus = {question.gpus}: cannot be divided into stages of {question.model.layers} layers, into tp of at most "
+        f"{question.gpu.gpus_per_node} that divides {question.model.heads} heads, and replicas"
+    )

@@ -1,0 +1,359 @@
+"""`search`: the best candidate, found by bounds first, then published schedules, then searches of a few.
+
+Branch and bound over candidates (Land and Doig 1960), the lowest bound first: what cannot be shorter than the best
+iteration so far is ruled out without a schedule. The rest get published schedules, then list scheduling, then a search
+each in rounds of fewer candidates and more time (successive halving, Jamieson and Talwalkar 2016).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from optpipe.anytime import Result
+from optpipe.errors import InputError, OptPipeError
+from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.model.problem import Problem
+from optpipe.options import SearchOptions
+from optpipe.schedule import Schedule
+from optpipe_solver import plan
+from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.planner.candidates import Candidate, Question, Stack, candidates
+from optpipe_solver.systems import SYSTEMS, generate
+
+GB = 1e9
+MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
+Phase = Literal["bounds", "published schedules", "list scheduling", "searches"]
+
+
+class Solve(Protocol):
+    """Searches one candidate's schedule, from one that is known, for so many seconds.
+
+    Returns None, or raises OptPipeError, if nothing came of it.
+    """
+
+    def __call__(self, problem: Problem, start: Schedule | None, seconds: float) -> Result | None: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found.
+
+    Attributes
+    ----------
+    ranked
+        All candidates, the shortest iteration first, then the lowest bounds.
+    too_large
+        How many of them have no room for one micro-batch, or for any schedule of the stack.
+    looked_at
+        How many were given schedules, whether they fit or not.
+    solved
+        How many were searched.
+    gap
+        Candidates that could be shorter by no more than this share were ruled out.
+    time_s
+        How long the search took.
+    notes
+        Why searches of candidates failed.
+    """
+
+    question: Question
+    ranked: tuple[Candidate, ...]
+    too_large: int
+    looked_at: int
+    solved: int
+    gap: float
+    time_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def ruled_out(self) -> int:
+        """How many candidates were left without a schedule because of their bounds."""
+        return sum(c.schedule is None and self._limit_ms <= c.bound_ms < NEVER for c in self.ranked)
+
+    @property
+    def left_open(self) -> int:
+        """How many other candidates could still be shorter by more than the gap: there was no time for them."""
+        return sum(c is not self.best and c.bound_ms < self._limit_ms for c in self.ranked)
+
+    @property
+    def _limit_ms(self) -> float:
+        return self.best.iteration_ms * (1 - self.gap)
+
+    @property
+    def lower_bound_ms(self) -> float:
+        """No candidate has a shorter iteration."""
+        return min(min(c.bound_ms for c in self.ranked), self.best.iteration_ms)
+
+    @property
+    def other_divisions(self) -> list[Candidate]:
+        """The best candidate of each other division that fits: those with a schedule first, then by their bounds."""
+        best: dict[tuple[int, ...], Candidate] = {}
+        for candidate in self.ranked:
+            if candidate.bound_ms < NEVER and candidate.division != self.best.division:
+                best.setdefault(candidate.division, candidate)
+        return list(best.values())
+
+    @property
+    def frontier(self) -> list[tuple[int, float, Candidate, str]]:
+        """Of all schedules seen those that none beats in memory and time: bytes of a GPU, ms, candidate and method."""
+        seen = [(held, ms, n, m) for n, c in enumerate(self.ranked) for m, (ms, held) in c.lengths.items()]
+        best: list[tuple[int, float, Candidate, str]] = []
+        for held, ms, n, method in sorted(seen):
+            if not best or shorter(ms, best[-1][1]):
+                best.append((held, ms, self.ranked[n], method))
+        return best
+
+
+@dataclass
+class _Work:
+    """Work that is counted, so that the same question has the same answer; the clock only ends what takes too long."""
+
+    ops: float
+    in_time: Callable[[], bool]
+
+    @property
+    def is_left(self) -> bool:
+        return self.ops > 0 and self.in_time()
+
+    def spend(self, ops: float) -> None:
+        self.ops -= ops
+
+
+class PlanSearch:
+    """A search for a plan; `run` is all of it.
+
+    Attributes
+    ----------
+    phase, best
+        How far it is, for whoever shows progress from another thread.
+    notes
+        Why searches of candidates failed.
+    """
+
+    def __init__(self, question: Question, solve: Solve, options: SearchOptions, side_by_side: int) -> None:
+        self.question, self.options = question, options
+        self.phase: Phase = "bounds"
+        self.best: Candidate | None = None
+        self.solved = self.too_large = 0
+        self.notes: list[str] = []
+        self.cancelled = False
+        self.candidates: list[Candidate] = []
+        self._looked_at = set[Candidate]()
+        self._solve, self._side_by_side = solve, side_by_side
+        self._began = time.monotonic()
+
+    def run(self) -> Plan:
+        """Search within the time limit.
+
+        Raises
+        ------
+        InputError
+            If no division suits the question, or none fits the memory.
+        """
+        self.candidates = candidates(self.question)
+        self._publish()
+        if self.question.stack != "megatron":
+            self._list()
+            self._search()
+        if self.best is None:
+            raise InputError(self._why_none())
+        ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
+        passed_s = time.monotonic() - self._began
+        counts = self.too_large, self.looked_at, self.solved
+        return Plan(self.question, tuple(ranked), *counts, self.options.gap, passed_s, tuple(self.notes))
+
+    def cancel(self) -> None:
+        """Ends the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
+        self.cancelled = True
+
+    @property
+    def looked_at(self) -> int:
+        """How many candidates have been given schedules, whether they fit or not."""
+        return len(self._looked_at)
+
+    def may_win(self, candidate: Candidate) -> bool:
+        """Whether its bound allows it to be shorter than the best by more than the gap."""
+        limit = NEVER if self.best is None else self.best.iteration_ms * (1 - self.options.gap)
+        return shorter(candidate.bound_ms, limit)
+
+    def _publish(self) -> None:
+        """Give candidates the published schedules, the lowest bound first; a bound becomes tighter before that.
+
+        Of each division one candidate in which 1F1B fits comes before all others, so that bounds soon have something to
+        be compared with.
+        """
+        self.phase = "published schedules"
+        megatron = self.question.stack == "megatron"  # it has nothing to list and to search
+        work = self._work(*((1.0, 1.0) if megatron else (plan.PUBLISHED_SHARE, 0.5)))
+        waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
+        first: dict[tuple[int, ...], Candidate] = {}
+        for candidate in self.candidates:
+            if candidate.division not in first and candidate.has_room_for_1f1b:
+                first[candidate.division] = candidate
+        for candidate in first.values():
+            self._place(candidate)
+            self._try_published(candidate, work)
+        while waiting and (work.is_left or (self.best is None and self._left_s > 0)):
+            _, n, is_placed = heapq.heappop(waiting)
+            candidate = self.candidates[n]
+            if first.get(candidate.division) is candidate:
+                continue
+            if not self.may_win(candidate):  # nor any that waits: their bounds are no lower
+                return
+            if is_placed:
+                self._try_published(candidate, work)
+            else:
+                self._place(candidate)
+                heapq.heappush(waiting, (candidate.bound_ms, n, True))
+
+    def _try_published(self, candidate: Candidate, work: _Work) -> None:
+        """Try all published schedules, until one is so short that the bound allows no gain."""
+        if not self.may_win(candidate):
+            return
+        self._looked_at.add(candidate)
+        for schedule in published(candidate, self.question.stack):
+            work.spend(_ops(candidate) // plan.PUBLISHED_SPEED)
+            self._take(candidate, schedule)
+            if not self.may_win(candidate):
+                return
+        if self.question.stack == "megatron":  # it has no other schedules
+            candidate.bound_ms = candidate.iteration_ms
+            self.too_large += candidate.schedule is None
+
+    def _list(self) -> None:
+        """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
+        self.phase = "list scheduling"
+        work = self._work(plan.LISTED_SHARE, 0.5)
+        for candidate in sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms)):
+            if not work.is_left:
+                return
+            if self._is_open(candidate):
+                tighter = memory_bound(candidate.problem)
+                candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(tighter))
+            if self._is_open(candidate):
+                work.spend(_ops(candidate))
+                try:
+                    schedule = next(STREAMS["adaoffload"](candidate.problem, "makespan"), None)
+                except OptPipeError:  # a policy that finds no way through proves nothing
+                    continue
+                self._looked_at.add(candidate)
+                if schedule:
+                    self._take(candidate, schedule)
+
+    def _search(self) -> None:
+        """Search the most promising candidates, in rounds; each round is judged when all of it is over."""
+        self.phase = "searches"
+        share = 1 - plan.PUBLISHED_SHARE - plan.LISTED_SHARE
+        searched = set[Candidate]()
+        for count, part in plan.SOLVED:
+            open_ones = sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms))
+            chosen = open_ones[: max(count, self._side_by_side * count // plan.SOLVED[0][0])]
+            side_by_side = min(len(chosen), self._side_by_side)
+            seconds = min(share * part * self.options.time_limit_s, self._left_s - plan.SPARE_S)
+            if not chosen or seconds < plan.ENGINE_LEAST_S:
+                return
+            seconds = seconds * side_by_side / len(chosen)
+            with ThreadPoolExecutor(side_by_side) as pool:
+                asked = [pool.submit(self._solve, c.problem, c.start, seconds) for c in chosen]
+                for candidate, answer in zip(chosen, asked, strict=True):
+                    try:
+                        self._handle(candidate, answer.result())
+                    except OptPipeError as error:
+                        self.notes += [str(error)] if str(error) not in self.notes else []
+            searched.update(chosen)
+            self.solved = len(searched)
+
+    def _handle(self, candidate: Candidate, result: Result | None) -> None:
+        if result is None:
+            return
+        if result.schedule:
+            self._take(candidate, result.schedule)
+        if result.lower_bound_ms is not None:
+            candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(result.lower_bound_ms))
+
+    def _place(self, candidate: Candidate) -> None:
+        """Find out whether it fits, and raise its bound to that of its stages."""
+        if candidate.state_bytes >= self.question.gpu.memory_bytes or infeasibility(candidate.problem):
+            candidate.bound_ms = NEVER
+            self.too_large += 1
+        else:
+            candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(trivial_bound(candidate.problem)))
+
+    def _take(self, candidate: Candidate, schedule: Schedule) -> None:
+        if candidate.take(schedule) and (self.best is None or shorter(candidate.iteration_ms, self.best.iteration_ms)):
+            self.best = candidate
+
+    def _is_open(self, candidate: Candidate) -> bool:
+        """Whether it fits and is worth more work: its bound allows it to win, and its schedule is not proven."""
+        proven = not shorter(candidate.bound_ms, candidate.iteration_ms * (1 - self.options.gap))
+        is_placed = "problem" in vars(candidate)
+        return is_placed and not proven and self.may_win(candidate)
+
+    def _work(self, share: float, until: float) -> _Work:
+        """So much of the time, counted; whatever is done, no longer than until this share of the time is over."""
+        seconds = self.options.time_limit_s
+        return _Work(share * seconds * plan.OPS_PER_S, lambda: self._left_s > (1 - until) * seconds)
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds; 0 once it is cancelled."""
+        if self.cancelled:
+            return 0.0
+        return self._began + self.options.time_limit_s - time.monotonic()
+
+    def _why_none(self) -> str:
+        """Why there is no schedule: too little time, or which candidate misses by least and what it needs."""
+        left = sum(candidate.bound_ms < NEVER for candidate in self.candidates)
+        if left:
+            return (
+                f"time_limit_s = {self.options.time_limit_s:g}: no schedule was found by then and {left} candidates "
+                "are left; a longer time would be right"
+            )
+        near, needed = self._nearest()
+        who, has = f"gpus = {self.question.gpus}: no division fits: with {near},", self.question.gpu.memory_bytes
+        if needed <= has:
+            return f"{who} one micro-batch fits, but no schedule that {self.question.stack} has"
+        return (
+            f"{who} a GPU needs {needed / GB:.1f} GB for one micro-batch at a time, {near.state_bytes / GB:.1f} of it "
+            f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would fit"
+        )
+
+    def _nearest(self) -> tuple[Candidate, int]:
+        """The candidate whose fullest GPU needs least, and how many bytes that are."""
+        found: list[tuple[int, int, int]] = []
+        for n, candidate in sorted(enumerate(self.candidates), key=lambda each: each[1].state_bytes):
+            if found and candidate.state_bytes >= min(found)[0]:
+                break
+            found.append((candidate.needed_bytes, candidate.estimate.parallelism.stages, n))
+        needed, _, n = min(found)
+        return self.candidates[n], needed
+
+
+def _ops(candidate: Candidate) -> int:
+    return 3 * candidate.estimate.parallelism.stages * candidate.estimate.run.microbatches
+
+
+def published(candidate: Candidate, stack: Stack) -> Iterator[Schedule]:
+    """Yield the published schedules for these stages, 1F1B first, whether they fit or not; of our runtime, which
+    evicts, BPipe, too."""
+    names = MEGATRON if stack == "megatron" else dict.fromkeys((*MEGATRON, *reversed(SYSTEMS)))
+    for name in names:
+        try:
+            problem = candidate.evicting if name == "bpipe" and stack == "optpipe" else candidate.problem
+            if SYSTEMS[name].placement(problem, "keep") is None:
+                schedule = generate(name, problem)
+                _ = schedule.makespan_ms
+                yield schedule
+        except OptPipeError:  # the paper excludes the problem, or the schedule cannot run
+            continue

@@ -1,0 +1,124 @@
+"""The pack that a release carries: a fresh install finds what was solved for problems like an ordinary one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chain import chain, gpipe
+
+from optpipe.schedule import check
+from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
+from optpipe_cache.pack import PATH
+from optpipe_cli import main as cli
+from optpipe_cli.bench.cache import _ordinary
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Pack:
+    """A pack of one problem."""
+    solved = Cache(tmp_path / "solved.sqlite")
+    solved.add(gpipe(chain(memory=4, m=4)), "feasible")
+    [line], [entry] = solved.export_lines(), solved.entries()
+    known_by = features(entry.problem)
+    row = StoredRow(
+        entry.problem.sha256, "makespan", structure(entry.problem), known_by.packed, known_by.cell, "", 0, line
+    )
+    write_pack(tmp_path / "pack.zip", [row])
+    return Pack(tmp_path / "pack.zip")
+
+
+def test_what_the_cache_lacks_is_found_in_the_pack(tmp_path: Path, pack: Pack) -> None:
+    cache = Cache(tmp_path / "cache.sqlite", pack=pack)
+    wanted = chain(memory=4, m=5, forward=1.1)
+    hit = cache.lookup(wanted)
+    assert hit is not None
+    assert (hit.source, hit.exact, hit.entry.problem) == ("pack", False, chain(memory=4, m=4))
+    assert check(wanted, hit.schedule) == []
+    assert cache.lookup(chain(memory=4, m=4)).distance == 0  # type: ignore[union-attr]
+    assert cache.lookup(wanted, "span") is None
+    assert cache.lookup(chain(offload=None)) is None, "another structure"
+    cache.add(gpipe(chain(memory=5, m=5, forward=1.1)), "feasible")
+    nearer = cache.lookup(wanted)
+    assert nearer is not None
+    assert (nearer.source, cache.entries_and_hits()[0][1]) == ("cache", 1)
+
+
+@pytest.mark.parametrize("damage", ["no file", "no zip", "no rows", "other bytes"])
+def test_a_damaged_pack_is_reported_and_has_nothing(tmp_path: Path, pack: Pack, damage: str, caplog: Any) -> None:
+    with zipfile.ZipFile(pack.path) as intact:
+        [name] = intact.namelist()
+    pack.path.unlink()
+    if damage == "no zip":
+        pack.path.write_bytes(b"PK")
+    if damage == "no rows":
+        with zipfile.ZipFile(pack.path, "w") as damaged:
+            damaged.writestr(name, "[1]\n")
+    if damage == "other bytes":
+        with zipfile.ZipFile(pack.path, "w", zipfile.ZIP_DEFLATED) as damaged:
+            damaged.writestr(name, "[1]\n" * 99)
+        whole = pack.path.read_bytes()
+        at = whole.index(name.encode()) + len(name)
+        pack.path.write_bytes(whole[:at] + b"\xff" * 9 + whole[at + 9 :])
+    cache = Cache(tmp_path / "cache.sqlite", pack=pack)
+    with caplog.at_level(logging.WARNING, "optpipe.cache"):
+        assert cache.lookup(chain(memory=4, m=5)) is None
+    assert "the pack cannot be read" in caplog.text
+
+
+def test_the_release_has_what_this_version_finds() -> None:
+    """Features and structures change with the code: then `make pack` is due."""
+    assert PATH.stat().st_size < 2_000_000
+    rows = 0
+    with zipfile.ZipFile(PATH) as file:
+        for name in file.namelist():
+            lines = file.read(name).decode().splitlines()
+            rows += len(lines)
+            sha256, cell, packed, text = json.loads(lines[-1])
+            entry = Entry.model_validate_json(text)
+            known_by = features(entry.problem)
+            assert (entry.problem.sha256, f"{structure(entry.problem)}/{entry.objective}") == (sha256, name)
+            assert (known_by.cell, known_by.packed.hex()) == (cell, packed)
+    assert rows > 1000
+
+
+def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> None:
+    for problem in _ordinary(np.random.default_rng(5), 8):
+        hit = user_cache(tmp_path / "fresh.sqlite").lookup(problem)
+        assert hit is not None, problem.name
+        assert hit.source == "pack"
+        assert check(problem, hit.schedule) == []
+
+
+def test_the_command_tells_where_it_was_found_and_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [problem] = _ordinary(np.random.default_rng(1), 1)
+    problem.save(tmp_path / "problem.json")
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["optpipe", "cache", "lookup", str(tmp_path / "problem.json"), "--cache", str(tmp_path / "c"), "--json"],
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    told = json.loads(capsys.readouterr().out)
+    assert (told["hit"], told["source"]) == ("nearest", "pack")
+    assert told["gap"] == pytest.approx(1 - told["lower_bound_ms"] / told["makespan_ms"])
+    assert 0 <= told["gap"] < 0.5
+
+
+def test_a_wheel_has_it() -> None:
+    """A soak test installs one (tests/deploy/test_installed.py)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert PATH.name in project["tool"]["setuptools"]["package-data"]["optpipe_cache"]

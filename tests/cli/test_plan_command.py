@@ -1,0 +1,216 @@
+"""`optpipe plan`: what it prints, writes and refuses; and its searches as jobs of a service."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support import fake_service as service
+
+from optpipe import InputError, OptPipeError, Problem, Schedule, anytime, check
+from optpipe.anytime import Result
+from optpipe.options import SearchOptions
+from optpipe.transformer.presets import GPUS
+from optpipe_cache import Cache
+from optpipe_cli.main import main
+from optpipe_cli.plan import Here
+from optpipe_cli.plan_service import Jobs
+from optpipe_solver.planner.search import PlanSearch
+from optpipe_solver.systems import generate
+
+SHAPE = {"layers": 6, "hidden": 2048, "ffn": 8192, "heads": 2, "vocabulary": 64_000, "sequence": 2048}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "ample-8x24.json"
+SIZE = ("--gpus", "4", "--batch", "8")
+
+
+def run(monkeypatch, capsys, *words: str) -> tuple[str, str]:
+    """What is printed on stdout and on stderr."""
+    monkeypatch.setattr(sys, "argv", ["optpipe", "plan", *words])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    return printed.out, printed.err
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[str, ...]:
+    """A small model, and GPUs with so little memory that not all divisions fit."""
+    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
+    memory = {"memory_bytes": GPUS["A100"].reserved_bytes + 3_500_000_000, "gpus_per_node": 2}
+    (tmp_path / "gpu.json").write_text(GPUS["A100"].model_copy(update=memory).model_dump_json())
+    return str(tmp_path / "shape.json"), "--gpu", str(tmp_path / "gpu.json"), *SIZE
+
+
+def test_it_says_what_to_run_and_writes_it(monkeypatch, capsys, tmp_path, model):
+    """With a gap of 1 the first schedule is enough, so nothing is searched."""
+    folder = tmp_path / "plan"
+    out, _ = run(monkeypatch, capsys, *model, "--gap", "1", "--stack", "torch", "--explain", "-o", str(folder))
+    assert "assumed: matmuls reach 70% of 312 TFLOP/s" in out
+    assert "predicted MFU" in out
+    assert "the runner-up takes" in out
+    assert "--parallelism.pipeline_parallel_degree" in out
+    problem, schedule = Problem.load(folder / "problem.json"), Schedule.load(folder / "schedule.json")
+    assert check(problem, schedule) == []
+    assert {path.name for path in folder.iterdir()} == {
+        *("problem.json", "schedule.json", "memory.svg", "torchtitan.txt", "nemo.txt", "schedule.csv")
+    }
+
+
+def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
+    problem = Problem.load(EXAMPLE)
+    first, better = generate("gis", problem), generate("po-f", problem)
+    asked = []
+
+    def searched(problem, warm_start=None, **options):
+        asked.append((warm_start, options["time_limit_s"], options["threads"]))
+        return iter([Result.of(better, SearchOptions())])
+
+    monkeypatch.setattr(anytime, "improve", searched)
+    solve = Here(Cache(tmp_path / "cache.sqlite"), SearchOptions())
+    values = [solve(problem, first, 7.0).makespan_ms for _ in range(2)]
+    assert values == [min(first.makespan_ms, better.makespan_ms)] * 2
+    assert asked[0] == (first, 7.0, 1)
+    assert asked[1][0].makespan_ms == values[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-2-7b", "--gpu", "H1000", *SIZE), "error: --gpu = H1000: neither a file nor a preset"),
+        (("llama-2-7b", "--gpus", "0", "--batch", "8"), "error: --gpus = 0"),
+        (("llama-2-7b", "--gpus", "37", "--batch", "8"), "error: --batch = 8: 37 GPUs make 37 replicas of llama-2-7b"),
+        (("llama", *SIZE), "error: model = llama: neither a file nor a preset"),
+        (("llama-3-405b", *SIZE), "error: --gpus = 4: no division fits: with tp 2, pp 2, dp 1,"),
+        (("llama-2-7b", *SIZE, "--stack", "jax"), "error: --stack = 'jax'"),
+        (("llama-2-7b", *SIZE, "--service", "ftp://x"), "error: --service = 'ftp://x': must be http://HOST:PORT"),
+    ],
+)
+def test_what_it_refuses(monkeypatch, capsys, words, said):
+    out, error = run(monkeypatch, capsys, *words)
+    assert out == ""
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "layers", "a.csv is not JSON"),
+        ("gpus.json", '{"layers": 6}', "gpus.json: hidden is missing"),
+        ("gpus", '{"layers": 6}', "gpus: hidden is missing"),
+    ],
+)
+def test_a_file_keeps_its_name(monkeypatch, capsys, tmp_path, name, text, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert run(monkeypatch, capsys, name, *SIZE)[1].startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "-3", "1e300"])
+def test_host_memory_is_a_size(monkeypatch, capsys, given):
+    _, error = run(monkeypatch, capsys, "llama-2-7b", *SIZE, "--host-memory-gb", given)
+    assert error.startswith(f"error: --host-memory-gb = {float(given):g}: a number of GB from 0 to 1,000,000")
+
+
+def on_service(answers: service.Answers, start: Schedule | None = None) -> tuple[Result | None, list[service.Asked]]:
+    """What a search on a service that answers so finds within 5 s, and the requests."""
+    with service.fake_service(answers) as (url, asked):
+        return Jobs(url, SearchOptions())(Problem.load(EXAMPLE), start, 5.0), list(asked)
+
+
+def over(**fields: object) -> dict[str, service.Answer]:
+    """A service whose jobs are over, with these fields."""
+    job = {"id": "a1", "state": "done", **fields}
+    return {"/v1/queue": service.as_json({}), "/v1/jobs": service.job(), "?wait=1": service.as_json(job)}
+
+
+def test_searches_are_jobs_of_a_service():
+    """They bring a schedule, which is checked, and a bound."""
+    best, first = (generate(name, Problem.load(EXAMPLE)) for name in ("po-f", "gis"))
+    told = over(best={"seq": 1, "schedule": service.document(best)}, lower_bound_ms=50.0)
+    result, asked = on_service(service.by_path(told), first)
+    (job,) = (each.json() for each in asked if each.method == "POST")
+    assert result
+    assert result.makespan_ms == min(best.makespan_ms, first.makespan_ms)
+    assert result.lower_bound_ms == 50.0
+    assert (job["time_limit_s"], job["threads"], job["warm_start"]["method"]) == (5.0, 1, "gis")
+
+
+def test_a_bound_comes_without_a_schedule_and_a_wrong_one_not_at_all():
+    first = generate("gis", Problem.load(EXAMPLE))
+    for bound, kept in ((50.0, 50.0), (2 * first.makespan_ms, None)):
+        result, _ = on_service(service.by_path(over(lower_bound_ms=bound)), first)
+        assert result
+        assert (result.makespan_ms, result.lower_bound_ms) == (first.makespan_ms, kept)
+
+
+def test_a_schedule_that_is_not_valid_is_no_answer():
+    wrong = service.document(generate("gis", Problem.load(EXAMPLE)))
+    wrong["devices"][0]["program"].pop()
+    with pytest.raises(OptPipeError, match=r"gives no answer to a search: an invalid schedule: "):
+        on_service(service.by_path(over(best={"seq": 1, "schedule": wrong})))
+
+
+def test_a_job_is_cancelled_with_the_search():
+    """A service that has nobody to work keeps a job queued; the search gives what it began with."""
+    first = generate("gis", Problem.load(EXAMPLE))
+
+    def queued(_: service.Asked) -> service.Answer:
+        jobs.cancel()
+        return service.as_json({"state": "queued"})
+
+    table = over() | {"?wait=1": queued, "/cancel": service.as_json({"state": "cancelled"})}
+    with service.fake_service(service.by_path(table)) as (url, asked):
+        jobs = Jobs(url, SearchOptions())
+        result = jobs(Problem.load(EXAMPLE), first, 1000.0)
+        assert [each.path for each in asked if each.method == "POST"] == ["/v1/jobs", "/v1/jobs/a1/cancel"]
+    assert result
+    assert result.makespan_ms == first.makespan_ms
+
+
+def test_a_service_that_is_away_or_wants_a_key_is_told(monkeypatch):
+    with pytest.raises(InputError, match=r"service = http://127\.0\.0\.1:9: nobody answers there"):
+        Jobs("http://127.0.0.1:9", SearchOptions())
+    with service.fake_service(lambda _: service.Answer(401)) as (url, _):
+        monkeypatch.delenv("OPTPIPE_KEY", raising=False)
+        with pytest.raises(InputError, match="it requires an API key, in OPTPIPE_KEY"):
+            Jobs(url, SearchOptions())
+        monkeypatch.setenv("OPTPIPE_KEY", "op_wrong")
+        with pytest.raises(InputError, match="it does not accept the key in OPTPIPE_KEY"):
+            Jobs(url, SearchOptions())
+    with service.fake_service(lambda _: service.Answer(404)) as (url, _), pytest.raises(InputError, match="no solver"):
+        Jobs(url, SearchOptions())
+
+
+def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):
+    """It comes in the middle of a search, which ends; without a schedule the command ends."""
+
+    class Searched:
+        """A search that goes on until it is cancelled."""
+
+        def __init__(self, problem, **_):
+            self.cancelled = threading.Event()
+            if not pressed:
+                pressed.append(signal.raise_signal(signal.SIGINT))
+
+        def __iter__(self):
+            assert self.cancelled.wait(60)
+            yield Result("unknown")
+
+        def cancel(self):
+            self.cancelled.set()
+
+    pressed = []
+    monkeypatch.setattr(anytime, "improve", Searched)
+    monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
+    before = signal.getsignal(signal.SIGINT)
+    out, error = run(monkeypatch, capsys, *model, "--time-limit", "1000")
+    assert "predicted MFU" in out
+    assert error == ""
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr(PlanSearch, "_publish", lambda self: signal.raise_signal(signal.SIGINT))
+    assert run(monkeypatch, capsys, *model) == ("", "interrupted\n")

@@ -1,0 +1,334 @@
+"""Measurements of other programs become a problem: what is found, what is said to be unknown, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import problems
+
+from optpipe import InputError, Measurements, Problem, Schedule, certify, problem_from, solve
+from optpipe.measured import estimate
+from optpipe.model.ops import Kind
+
+PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
+UNEVEN = problems.pipeline(3, 4, 100, [problems.stage((3 + s, 4, 2 + s)) for s in range(3)], p2p_ms=2.0)
+SPLIT = "{s}F0 {s}F1 {s}B0 {s}F2 {s}B1 {s}F3 {s}W0 {s}W1 {s}B2 {s}B3 {s}W2 {s}W3"
+DURATIONS = "stage,op,microbatch,duration_ms\n"
+HEADER = "stage,op,microbatch,start_ms,end_ms,device,step\n"
+
+
+def ran(problem: Problem) -> Schedule:
+    return Schedule.parse(problem, [SPLIT.format(s=d).split() for d in range(len(problem.devices))])
+
+
+def written(schedule: Schedule, ahead: float, folder: Path) -> Path:
+    """The ops of two steps, as a table; the clock of each device is ahead of the one before."""
+    table, timeline = schedule.timeline.table, schedule.timeline
+    lines = [
+        f"{stage},{Kind(kind).name},{j},{start + ahead * d + 1000 * step},{end + ahead * d + 1000 * step},{d},{step}"
+        for step in range(2)
+        for (kind, stage, j, *_), start, end, d in zip(
+            table.tolist(), timeline.start.tolist(), timeline.end.tolist(), timeline.device.tolist(), strict=True
+        )
+    ]
+    path = folder / "ops.csv"
+    path.write_text(HEADER + "\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("ahead", [0.0, 17.5, -300.0])
+def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(ahead: float, tmp_path: Path) -> None:
+    schedule = ran(UNEVEN)
+    found = problem_from("csv", written(schedule, ahead, tmp_path), activation_bytes=10, activation_budget_bytes=100)
+    assert [stage.forward_ms for stage in found.problem.stages] == pytest.approx([3, 4, 5])
+    assert [stage.backward_weight_ms for stage in found.problem.stages] == pytest.approx([2, 3, 4])
+    assert found.problem.p2p_ms == pytest.approx(2.0)
+    assert found.schedule is not None
+    assert found.schedule.programs == schedule.programs
+    assert found.replayed_ms == pytest.approx(schedule.makespan_ms)
+    assert found.measured_ms == pytest.approx(schedule.makespan_ms)
+    assert [sentence.split(":")[0] for sentence in found.unknown] == [
+        "what stays saved from B until W",
+        "offloading and recomputing",
+    ]
+
+
+def test_the_published_trace_replayed_from_its_medians() -> None:
+    """AMD's trace of 8 ranks and 16 micro-batches: within 2 % of the iteration that was measured."""
+    totals = [json.loads(path.read_text())["15"]["total"] for path in sorted(PUBLISHED.glob("pp_rank_*.json"))]
+    assert max(totals) == pytest.approx(3253.6, abs=0.1)
+    found = problem_from("primus", PUBLISHED)
+    assert found.replayed_ms == pytest.approx(max(totals), rel=0.02)
+    backwards = [70.22, 69.71, 70.99, 68.82, 70.02, 70.18, 69.23, 75.18]  # as published
+    assert [times[Kind.BW].ms for times in found.stages] == pytest.approx(backwards, rel=0.003)
+    assert [device.activation_budget_bytes for device in found.problem.devices] == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+def test_a_search_goes_on_from_what_was_measured() -> None:
+    """By default a schedule gets the memory that the measured one needed, and a split backward gains nothing."""
+    found = problem_from("primus", PUBLISHED)
+    assert found.schedule is not None
+    assert certify(found.problem, found.schedule).fits
+    result = solve(found.problem, method="1f1b")
+    assert result.makespan_ms == pytest.approx(found.replayed_ms)
+    apart = problem_from("primus", PUBLISHED, weight_share=0.4).problem.stages[0]
+    assert apart.backward_weight_ms == pytest.approx(0.4 * (apart.backward_weight_ms + apart.backward_input_ms))
+
+
+def chunked(folder: Path, numbered: bool) -> Path:
+    """What Primus writes of two ranks with two chunks each and four micro-batches."""
+    (folder / "config.json").write_text(json.dumps({"pp_size": 2, "vp_size": 2, "num_mbs": 4}))
+    forward = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]  # micro-batch and chunk
+    for rank in range(2):
+        content: dict[str, Any] = {"total": 100.0, "memory": 1.0}
+        for name, order, ms in (("fwd", forward, 1), ("bwd", [(j, 1 - c) for j, c in forward], 2)):
+            start = [10.0 * n + (5 if name == "bwd" else 0) for n in range(8)]
+            end = [s + ms + 0.25 * (2 * chunk + rank) for s, (_, chunk) in zip(start, order, strict=True)]
+            content |= {f"{name}_start": start, f"{name}_end": end}
+            if numbered:
+                content |= {f"{name}_minibatch": [j for j, _ in order], f"{name}_chunk": [c for _, c in order]}
+        (folder / f"pp_rank_{rank}.json").write_text(json.dumps({"1": content}))
+    return folder
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize(("shape", "placement"), [("looped", [0, 1, 0, 1]), ("v", [0, 1, 1, 0])])
+def test_chunks_of_primus(numbered: bool, shape: str, placement: list[int], tmp_path: Path) -> None:
+    stages = problem_from("primus", chunked(tmp_path, numbered), shape=shape).problem.stages
+    assert [stage.device for stage in stages] == placement
+    parts = [2 * (s // 2) + device for s, device in enumerate(placement)]
+    assert [stage.forward_ms for stage in stages] == [1 + 0.25 * part for part in parts]
+    assert [stage.backward_input_ms for stage in stages] == [2 + 0.25 * part for part in parts]
+
+
+LOG = """ [2026-11-01 10:00:00] iteration       {n}/       5 | elapsed time per iteration (ms): 700.0 |
+times across ranks (ms):
+  forward-backward:
+     rank  0: 699.00
+     rank  1: 699.00
+  forward-compute:
+     rank  0: {a}
+     rank  1: 80.00
+     rank  2: 120.00
+     rank  3: 100.00
+  backward-compute:
+     rank  0: 160.00
+     rank  1: 160.00
+     rank  2: 200.00
+     rank  3: 220.00
+"""
+
+
+def test_megatrons_timers(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("".join(LOG.format(n=n, a=a) for n, a in enumerate((4000.0, 84.0, 88.0), 1)))
+    found = problem_from("megatron-timers", log, microbatches=4, devices=2)  # two ranks a device
+    assert [stage.forward_ms for stage in found.problem.stages] == [22.0, 30.0]
+    assert [times[Kind.BW].ms for times in found.stages] == [40.0, 55.0]
+    assert found.stages[0][Kind.F].count == 3, "as many as the log has, however many micro-batches a step has"
+    assert found.schedule is None
+    assert [device.activation_budget_bytes for device in found.problem.devices] == [4, 4]
+    said = " ".join(found.unknown)
+    assert "the activation budget: no limit" in said
+    assert "the time of messages: 0" in said
+    in_chunks = problem_from("megatron-timers", log, microbatches=4, chunks=2).problem
+    assert [stage.device for stage in in_chunks.stages] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert in_chunks.stages[2].forward_ms == 15.0
+
+
+def event(name: str, ts: float, dur: float, cat: str, tid: int = 7) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur}
+
+
+def traced(fields: str) -> str:
+    """A trace with one forward."""
+    return f'{{"traceEvents": [{{"ph": "X", "name": "PP:0F0", {fields}}}]}}'
+
+
+def trace(folder: Path, events: list[dict[str, Any]]) -> Measurements:
+    path = folder / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 0}}).encode()))
+    return problem_from("torch-trace", path)
+
+
+def test_of_a_gpu_the_ranges_on_its_main_stream_count(tmp_path: Path) -> None:
+    """As torch writes them: the host's range ends early, and a second stream has a part of the work."""
+    host = [event("PP:0F0", 0, 10, "user_annotation"), event("PP:0B0", 20, 10, "user_annotation")]
+    device = [event("PP:0F0", 5, 1000, "gpu_user_annotation"), event("PP:0B0", 1005, 3000, "gpu_user_annotation")]
+    beside = [event("PP:0F0", 3, 30, "gpu_user_annotation", tid=20), event("PP:0UNSHARD", 0, 9, "user_annotation")]
+    found = trace(tmp_path, [*host, *device, *beside])
+    assert found.stages[0][Kind.F].ms == 1.0
+    assert found.stages[0][Kind.BW].ms == 3.0
+    assert not any("host" in sentence for sentence in found.unknown)
+
+
+def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
+    ranges = [event("PP:0F0", 0, 5000, "user_annotation"), event("PP:0B0", 5000, 3000, "user_annotation")]
+    found = trace(tmp_path, [*ranges, event("aten::mm", 4000, 10, "cpu_op"), event("aten::mm", 5000, 9, "cpu_op")])
+    assert found.stages[0][Kind.F].ms == 1.0
+    assert found.unknown[0] == "times of a device: these are the host's"
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "text", "message"),
+    [
+        ("cvs", "t", "", r"form = 'cvs': one of torch-trace, primus, .* is expected; did you mean csv\?"),
+        ("csv", "t", "stage,op\n", r"t, line 1: no column microbatch: "),
+        ("csv", "t", "stage,op,microbatch,start_ms\n", r"t, line 1: no column end_ms: "),
+        ("csv", "t", HEADER, r"no op was measured"),
+        ("csv", "t", HEADER + "0" * 200_000, r"t, line 2: no line of a table: field larger than field limit"),
+        ("csv", "t", HEADER + "0,X,0,0,1,,\n", r"t, line 2: op = 'X': one of F, B, W, BW is expected"),
+        ("csv", "t", HEADER + f"0,{'X' * 5000},0,0,1,,\n", f"t, line 2: op = '{'X' * 40}': one of F, B, W, BW is"),
+        pytest.param(
+            "csv",
+            "t",
+            DURATIONS.replace("\n", ",x" * 250_000 + "\n") + "0,F,0,1\n" * 30_000 + "0,X,0,1\n",
+            r"t, line 30002: op = 'X': one of F, B, W, BW is expected",
+            id="a table of many columns, which would take minutes if each line were as long",
+        ),
+        ("csv", "t", HEADER + "0,F,-1,0,1,,\n", r"t, line 2: microbatch = '-1': a number from 0 is expected"),
+        ("csv", "t", HEADER + "0,F,0,0,now,,\n", r"t, line 2: end_ms = 'now': a time in ms is expected"),
+        ("csv", "t", HEADER + "0,F,0,2,1,,\n", r"t, line 2: the op takes -1 ms: no less than 0 is expected"),
+        ("csv", "t", HEADER + "0,F,0,0,1,,\n", r"no backward of stage 0 was measured: a BW, or a B and a W"),
+        ("csv", "t", HEADER + "1,F,0,0,1,,\n1,BW,0,1,2,,\n", r"no forward of stage 0 was measured"),
+        ("csv", "t", HEADER + "0,F,0,0,1,,\n0,BW,0,1,2,1,\n", r"stage 0 is on device 0 and on 1"),
+        ("csv", "t", HEADER + "0,F,0,0,0,,\n0,BW,0,0,0,,\n", r"^a step takes 0 ms: the times of its ops are expected"),
+        ("csv", "t", DURATIONS + "0,F,0,0\n0,BW,0,0\n", r"^a step takes 0 ms: the times of its ops are expected"),
+        (
+            "csv",
+            "t",
+            HEADER + "0,F,0,0,1,,\n0,F,0,5,6,,\n0,BW,0,1,2,,\n",
+            r"^0F0 is there twice in step 0: an op runs once",
+        ),
+        ("csv", "t", HEADER + "0,F,0,0,1,300000000,\n", r"^300000001 devices: a problem has 1 to 4096$"),
+        ("csv", "t", HEADER + "300000000,F,0,0,1,0,\n", r"^300000001 stages: a problem has 1 to 4096$"),
+        ("csv", "t", HEADER + "0,F,300000000,0,1,0,\n", r"^300000001 micro-batches: a problem has 1 to 65536$"),
+        ("csv", "t", HEADER + f"0,F,{'9' * 5000},0,1,0,\n", r"a number from 0 is expected, of 9 digits at most$"),
+        (
+            "megatron-timers",
+            "t",
+            "forward-compute: 3",
+            r"no times of forward-compute by rank: run Megatron with --timing",
+        ),
+        ("megatron-timers", "t", LOG.format(n=1, a=4.0) + "  rank 300000000: 1.0", r"^300000001 stages: a problem has"),
+        ("megatron-timers", "t", f"forward-compute:\nrank {'9' * 5000}: 1.0", r"no times of forward-compute by rank"),
+        pytest.param(
+            "megatron-timers",
+            "t",
+            "a" * 10**6,
+            r"no times of forward-compute by rank",
+            id="a long line, which would take an hour if a name were sought from each of its characters on",
+        ),
+        ("torch-trace", "t", "{}", r"t: no trace of torch\.profiler"),
+        ("torch-trace", "t", '{"traceEvents": [], "distributedInfo": []}', r"t: no range such as PP:0F3"),
+        ("torch-trace", "t", traced('"ts": 0, "dur": 1'), r"t: no range such as PP:0F3"),
+        (
+            "torch-trace",
+            "t",
+            traced('"ts": 0, "dur": "1", "tid": 1, "cat": "user_annotation"'),
+            r"t: not as torch\.prof",
+        ),
+        (
+            "torch-trace",
+            "t",
+            traced('"ts": 0, "dur": -1, "tid": 1, "cat": "user_annotation"'),
+            r"0F0 .* takes -0\.001 ms",
+        ),
+        (
+            "primus",
+            "config.json",
+            '{"pp_size": 1, "vp_size": 0, "num_mbs": 2}',
+            r"config\.json: .*: 0 stages: a problem",
+        ),
+        (
+            "primus",
+            "config.json",
+            '{"pp_size": 1e400, "vp_size": 1, "num_mbs": 2}',
+            r"config\.json: pp_size, .* expected",
+        ),
+        ("primus", "config.json", "{}", r"config\.json: pp_size, vp_size and num_mbs are expected"),
+        (
+            "primus",
+            "config.json",
+            '{"pp_size": 1, "vp_size": 1, "num_mbs": 2}',
+            r"^pp_rank_0\.json is missing: all files that dump_pp_data",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(form: str, name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        problem_from(form, tmp_path if form == "primus" else tmp_path / name, microbatches=2)
+
+
+def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of one with so many forwards take hundreds of MB."""
+    monkeypatch.setattr(estimate, "Schedule", None)
+    rows = [f"{s},F,65535,{s},{s + 1},{s},\n{s},BW,65535,{99 - s},{100 - s},{s},\n" for s in range(64)]
+    (tmp_path / "t").write_text(HEADER + "".join(rows))
+    found = problem_from("csv", tmp_path / "t")
+    assert found.schedule is None
+    assert found.problem.microbatches == 65536
+
+
+def test_a_shape_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^shape = 'q': one of looped, v is expected"):
+        problem_from("primus", tmp_path, shape="q")
+
+
+def test_of_primus_a_folder_is_expected() -> None:
+    with pytest.raises(InputError, match=r"config\.json: the folder that dump_pp_data writes is expected$"):
+        problem_from("primus", PUBLISHED / "config.json")
+
+
+def test_no_file_is_not_called_no_json(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^config\.json is missing: all files that dump_pp_data writes are expected$"):
+        problem_from("primus", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "number"), [("minibatch", -1), ("minibatch", 4), ("chunk", -1), ("chunk", 2)])
+def test_numbers_in_a_dump_that_it_has_no_op_for_are_refused(name: str, number: int, tmp_path: Path) -> None:
+    path = chunked(tmp_path, numbered=True) / "pp_rank_1.json"
+    content = json.loads(path.read_text())
+    content["1"][f"fwd_{name}"][0] = number
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"pp_rank_1\.json: .*iteration 1 has fwd of micro-batch .*: 4 and 2 are num"):
+        problem_from("primus", tmp_path)
+
+
+def test_too_many_micro_batches_are_refused_before_any_op_is_made(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(LOG.format(n=1, a=84.0))
+    for microbatches in (0, 100_000_000):
+        with pytest.raises(InputError, match=f"^{microbatches} micro-batches: a problem has 1 to 65536$"):
+            problem_from("megatron-timers", log, microbatches=microbatches)
+    with pytest.raises(InputError, match=r"^128 stages and 65536 micro-batches: at most 4194304 forwards together$"):
+        problem_from("megatron-timers", log, microbatches=65536, chunks=32)
+
+
+def test_a_pair_in_a_dump_is_refused(tmp_path: Path) -> None:
+    chunked(tmp_path, numbered=False)
+    path = tmp_path / "pp_rank_1.json"
+    content = json.loads(path.read_text())
+    content["1"]["bwd_start"][2] = content["1"]["fwd_start"][3]
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match=r"pp_rank_1\.json: .*iteration 1 has a forward and a backward that run as one"
+    ):
+        problem_from("primus", tmp_path)
+
+
+def test_a_dump_that_lacks_ops_is_refused(tmp_path: Path) -> None:
+    chunked(tmp_path, numbered=False)
+    path = tmp_path / "pp_rank_1.json"
+    content = json.loads(path.read_text())
+    content["1"]["bwd_start"].pop()
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"pp_rank_1\.json: .*iteration 1 has 7 of bwd_start, not 8"):
+        problem_from("primus", tmp_path)

@@ -1,0 +1,88 @@
+"""Schedules as tables for Primus' launcher. What is expected here was written by hand, in the form of its sources."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from support import problems
+from support.units import units
+
+from optpipe import InputError, Schedule, export_schedule
+from optpipe_solver.systems import generate
+
+WITH_OFFLOAD = problems.pipeline(2, 1, 100, problems.stage(offload=(1, 1, 9)))
+GOLDEN = """{
+"format": "optpipe.primus/1",
+"pp_size": 2,
+"vpp_size": 1,
+"micro_batches": 1,
+"first_pp_stage_rank": 0,
+"last_pp_stage_rank": 1,
+"directions": [[{"F":[null,1,null,0],"B":[1,null,0,null]}],
+[{"F":[0,null,0,null],"B":[null,0,null,0]}]],
+"table": [[["F",0,0,{"should_offload":true}],\
+["SF",0,0,{"from_pp_rank":0,"to_pp_rank":1,"time_step":0,"send_to_chunk":0}],\
+["O",0,0,null],["R",0,0,null],\
+["RB",0,0,{"from_pp_rank":1,"to_pp_rank":0,"time_step":1,"recv_from_chunk":0}],["BW",0,0,null]],
+[["RF",0,0,{"from_pp_rank":0,"to_pp_rank":1,"time_step":0,"recv_from_chunk":0}],["F",0,0,null],["B",0,0,null],\
+["SB",0,0,{"from_pp_rank":1,"to_pp_rank":0,"time_step":1,"send_to_chunk":0}],["W",0,0,null]]]
+}
+"""
+
+
+def schedule(problem: Any, *programs: str) -> Schedule:
+    return Schedule.parse(problem, [program.split() for program in programs])
+
+
+def texts(exported: str) -> list[str]:
+    """Each rank's nodes as Primus prints them."""
+    return [" ".join(f"({name}|{j}|{chunk})" for name, j, chunk, _ in row) for row in json.loads(exported)["table"]]
+
+
+def test_the_form() -> None:
+    found = schedule(WITH_OFFLOAD, "0F0 0O0 0D0 0R0 0BW0", "1F0 1B0 1W0")
+    assert export_schedule(found, "primus") == GOLDEN
+
+
+def test_chunks_in_a_v_hand_messages_to_each_other_on_one_rank() -> None:
+    v = problems.pipeline(2, 1, 100, [problems.stage(device=d) for d in (0, 1, 1, 0)])
+    document = export_schedule(schedule(v, "0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")
+    assert texts(document) == [
+        "(F|0|0) (SF|0|0) (RF|0|1) (F|0|1) (BW|0|1) (SB|0|1) (RB|0|0) (BW|0|0)",
+        "(RF|0|0) (F|0|0) (SF|0|0) (RF|0|1) (F|0|1) (SF|0|1) (RB|0|1) (BW|0|1) (SB|0|1) (RB|0|0) (BW|0|0) (SB|0|0)",
+    ]
+    nodes = json.loads(document)["table"][1]
+    assert nodes[2:4] == [
+        ["SF", 0, 0, {"from_pp_rank": 1, "to_pp_rank": 1, "time_step": 1, "send_to_chunk": 1}],
+        ["RF", 0, 1, {"from_pp_rank": 1, "to_pp_rank": 1, "time_step": 1, "recv_from_chunk": 0}],
+    ]
+    assert json.loads(document)["last_pp_stage_rank"] == 0
+
+
+@pytest.mark.parametrize(("method", "chunks"), [("zb-h1", 1), ("interleaved", 2)])
+def test_any_two_ranks_have_their_messages_in_one_order(method: str, chunks: int) -> None:
+    table = json.loads(export_schedule(generate(method, units(4, 8, v=chunks)), "primus"))["table"]
+    for a in range(4):
+        for b in range(a):
+            ordered = [
+                [args["time_step"] for *_, args in row if args and {a, b} == {args["from_pp_rank"], args["to_pp_rank"]}]
+                for row in (table[a], table[b])
+            ]
+            assert ordered[0] == ordered[1]
+            assert ordered[0] == sorted(set(ordered[0]))
+
+
+def test_what_it_has_no_node_for_is_refused() -> None:
+    problem = problems.pipeline(1, 1, 100, problems.stage(recompute=(1, 9)))
+    sentence = "0C0 in the program of device 0: Primus has nodes for F, B, W, BW, O, D and R, each alone"
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        export_schedule(schedule(problem, "0F0 0C0 0BW0"), "primus")
+    parted = problems.pipeline(1, 1, 100, problems.stage(offload=(1, 1, 9), offload_parts=2))
+    with pytest.raises(InputError, match=r"^0O0 .*: Primus offloads in one part, stage 0 has offload_parts = 2; "):
+        export_schedule(schedule(parted, "0F0 0O0 0D0 0R0 0BW0"), "primus")
+    uneven = problems.pipeline(2, 1, 100, [problems.stage(device=d) for d in (0, 1, 1)])
+    with pytest.raises(InputError, match=r"^device 1 has 2 stages, device 0 has 1: in Primus all ranks have as many$"):
+        export_schedule(schedule(uneven, "0F0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")

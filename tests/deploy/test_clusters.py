@@ -1,0 +1,115 @@
+"""deploy/slurm and deploy/kubernetes by the tools' own checks, and the scripts on a real Slurm with one node.
+
+`make stacks ARGS=clusters` runs it. Slurm (slurmctld, slurmd, slurm-client) and kubectl are not on PyPI: without them
+the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support import slurm
+from support.deployment import ROOT
+from support.ports import free_port
+from support.slurm import Slurm
+
+pytestmark = pytest.mark.stacks
+BIN = Path(sys.executable).parent
+SCRIPTS = ROOT / "deploy" / "slurm"
+PROBLEM = ROOT / "examples" / "problems" / "slowlink-8x16.json"
+LONG_S = 240.0
+TRAINING = """
+import sys, time
+from optpipe import Problem
+from optpipe_runtime import ScheduleClient
+with ScheduleClient(None, Problem.load(sys.argv[1]).replace(name=""), time_limit_s=3) as client:
+    while not client.ended:
+        time.sleep(0.1)
+    print("offered", client.poll().makespan_ms)
+"""
+
+
+def soon(true: Callable[[], Any], what: str) -> Any:
+    until = time.monotonic() + LONG_S
+    while not (found := true()):
+        assert time.monotonic() < until, what
+        time.sleep(0.5)
+    return found
+
+
+def test_shellcheck_finds_nothing_in_the_scripts() -> None:
+    scripts = [*SCRIPTS.iterdir(), ROOT / "deploy" / "entrypoint.sh"]
+    done = subprocess.run([BIN / "shellcheck", *scripts], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubernetes_takes_what_kustomize_builds(tmp_path: Path) -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", ROOT / "deploy" / "kubernetes"], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "all.yaml").write_text(built.stdout)
+    done = subprocess.run(
+        [BIN / "kubernetes-validate", "--strict", tmp_path / "all.yaml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (done.stdout + done.stderr).count(" passed ") == 3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Slurm]:
+    if gone := slurm.missing():
+        pytest.skip(f"{', '.join(gone)} not installed")
+    made = Slurm(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_training_finds_the_service_and_its_workers_on_slurm(
+    cluster: Slurm, postgres_url: str, tmp_path: Path
+) -> None:
+    """The three scripts as they are. The job is called as Slurm calls the training, and a worker's task solved it."""
+    scopes = ("--tenant", "me", "--scope", "submit", "--scope", "read")
+    key = cluster.run(str(BIN / "optpipe"), "keys", "create", "--database", postgres_url, *scopes)
+    port, logs = str(free_port()), f"--output={tmp_path}/%x-%j.log"
+    common = {"PATH": f"{BIN}:{os.environ['PATH']}", "OPTPIPE_DATABASE": postgres_url, "OPTPIPE_PORT": port}
+    submit = ("sbatch", "--parsable", f"--chdir={tmp_path}", logs)
+    service = cluster.run(*submit, str(SCRIPTS / "service.sbatch"), **common)
+    workers = cluster.run(*submit, "--array=0-1", str(SCRIPTS / "workers.sbatch"), **common)
+
+    log = tmp_path / f"optpipe-service-{service}.log"
+    soon(lambda: log.exists() and "OPTPIPE_URL=" in log.read_text(), "the service says where it is")
+    (said,) = (line for line in log.read_text().splitlines() if line.startswith("OPTPIPE_URL="))
+    assert said.endswith(f":{port}")
+    url = f"http://127.0.0.1:{port}"  # the name of this machine may lead elsewhere
+
+    def ready() -> bool:
+        try:
+            return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    soon(ready, "the service is ready")
+    (tmp_path / "train.py").write_text(TRAINING)
+    found = {"OPTPIPE_URL": url, "OPTPIPE_KEY": key}
+    words = ("--nodes=1", "--gpus-per-node=0", "--mem=2G", str(SCRIPTS / "train.sbatch"), "train.py", str(PROBLEM))
+    training = cluster.run(*submit, *words, **{**common, **found})
+    output = tmp_path / f"train-{training}.log"
+    soon(lambda: not cluster.run("squeue", "--noheader", f"--jobs={training}", check=False), "the training ends")
+    assert "offered" in output.read_text()
+    headers = {"Authorization": f"Bearer {key}"}
+    (job,) = httpx.get(f"{url}/v1/jobs", headers=headers, trust_env=False).json()["jobs"]
+    assert (job["problem_name"], job["state"]) == (f"slurm-{training}", "done")
+    history = httpx.get(f"{url}/v1/jobs/{job['id']}/log", headers=headers, trust_env=False).text
+    assert f"slurm-{workers}-" in history

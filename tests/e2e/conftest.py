@@ -1,5 +1,0 @@
-"""Two ranks for the session."""
-
-from support.ranks.pools import ranks
-
-__all__ = ["ranks"]  # a fixture

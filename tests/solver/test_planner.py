@@ -1,0 +1,305 @@
+"""The planner: its answer is that of trying everything, fits, and follows the memory; what it says of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from optpipe import InputError, OptPipeError, check, export_schedule
+from optpipe.evaluate.objective import NEVER
+from optpipe.options import SearchOptions
+from optpipe.transformer.estimate import estimate
+from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe_solver import plan as tuned
+from optpipe_solver.bounds import memory_bound
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.planner import settings
+from optpipe_solver.planner.candidates import Candidate, Question, candidates
+from optpipe_solver.planner.parts import parts
+from optpipe_solver.planner.search import Plan, PlanSearch, published
+from optpipe_solver.systems import generate
+
+SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)
+RESERVED = GPUS["A100"].reserved_bytes
+
+
+def question(memory_bytes: int = RESERVED + 3_200_000_000, **fields: object) -> Question:
+    """Six layers on four GPUs, so little memory that activations decide."""
+    gpu = GPUS["A100"].model_copy(update={"memory_bytes": memory_bytes, "gpus_per_node": 2})
+    return Question.from_dict({"model": SMALL, "gpu": gpu, "gpus": 4, "batch": 8, "run": Run(microbatches=1)} | fields)
+
+
+def planned(asked: Question, gap: float = 0.0) -> Plan:
+    """A plan without searches; its other work is counted, and there is enough of it for everything."""
+    options = SearchOptions(time_limit_s=10_000.0, gap=gap)
+    return PlanSearch(asked, lambda problem, start, seconds: None, options, 1).run()
+
+
+@pytest.fixture(autouse=True)
+def _few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "MICROBATCH_SIZES", (1, 2))
+    monkeypatch.setattr(tuned, "CHUNKS", 2)
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "MICROBATCH_SIZES", (1, 2))
+        patch.setattr(tuned, "CHUNKS", 2)
+        return planned(question())
+
+
+def everything(asked: Question) -> float:
+    """The shortest iteration that any published schedule or list scheduling has, of all candidates, without bounds."""
+    best = NEVER
+    for candidate in candidates(asked):
+        if candidate.state_bytes >= asked.gpu.memory_bytes or infeasibility(candidate.problem):
+            continue
+        listed = []
+        with contextlib.suppress(OptPipeError, StopIteration):
+            if asked.stack != "megatron":
+                listed.append(next(STREAMS["adaoffload"](candidate.problem, "makespan")))
+        for schedule in (*published(candidate, asked.stack), *listed):
+            if not check(schedule.problem, schedule):
+                best = min(best, candidate.with_reduction(schedule.makespan_ms))
+    return best
+
+
+def test_it_finds_what_trying_everything_finds(found: Plan) -> None:
+    assert found.too_large > 0
+    assert found.ruled_out > found.looked_at > 1
+    assert found.best.iteration_ms == pytest.approx(everything(question()), rel=1e-9)
+
+
+def test_bounds_hold_and_schedules_fit(found: Plan) -> None:
+    asked = found.question
+    scheduled = [candidate for candidate in found.ranked if candidate.schedule]
+    assert scheduled[0] is found.best
+    for candidate in scheduled:
+        assert candidate.schedule
+        assert check(candidate.schedule.problem, candidate.schedule) == []
+        assert max(candidate.used_bytes(candidate.schedule)) <= asked.gpu.memory_bytes
+        if candidate.start:  # it evicts nothing
+            bound = max(candidate.bound_ms, candidate.with_reduction(memory_bound(candidate.problem)))
+            assert bound <= candidate.with_reduction(candidate.start.makespan_ms) * (1 + 1e-9)
+    for held, ms, candidate, method in found.frontier:
+        assert candidate.lengths[method] == (ms, held)
+        assert held <= asked.gpu.memory_bytes
+    assert found.frontier[-1][1] == found.best.iteration_ms
+    assert found.lower_bound_ms <= found.best.iteration_ms
+
+
+def test_activations_may_be_evicted_to_other_devices() -> None:
+    """With a byte less than 1F1B needs; no search begins with what evicts, as none evicts."""
+
+    def one_stage_a_device(memory_bytes: int) -> Candidate:
+        asked = question(memory_bytes, model=SMALL.model_copy(update={"layers": 8}), gpus=8, batch=16)
+        return next(c for c in candidates(asked) if c.division[1] == c.estimate.parallelism.stages == 8)
+
+    ample = one_stage_a_device(80_000_000_000)
+    tight = one_stage_a_device(max(ample.used_bytes(generate("1f1b", ample.problem))) - 1)
+    found = {schedule.method: schedule for schedule in published(tight, "optpipe")}
+    assert not tight.take(found["1f1b"])
+    assert tight.take(found["bpipe"])
+    assert tight.schedule is not None
+    assert tight.start is None
+    assert not tight.take(found["gpipe"])
+    first = tight.schedule.problem.stages[0]
+    assert first.evict_ms == tight.estimate.clock.message_ms(first.activation_bytes)
+    assert "bpipe" not in {schedule.method for schedule in published(tight, "torch")}
+
+
+def test_more_memory_is_never_slower() -> None:
+    sizes = [RESERVED + size for size in (3_000_000_000, 3_200_000_000, 3_500_000_000, 4_000_000_000, 9_000_000_000)]
+    plans = [planned(question(size)) for size in sizes]
+    iterations = [plan.best.iteration_ms for plan in plans]
+    assert iterations == sorted(iterations, reverse=True)
+    assert iterations[0] > 1.3 * iterations[-1]
+
+
+def test_the_same_question_has_the_same_answer(found: Plan) -> None:
+    again = planned(question())
+    assert [(str(c), c.least_ms) for c in again.ranked] == [(str(c), c.least_ms) for c in found.ranked]
+
+
+def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of searches become smaller, and what comes to nothing changes nothing."""
+    asked: list[float] = []
+
+    def solve(problem, start, seconds):
+        asked.append(seconds)
+
+    options = SearchOptions(time_limit_s=10_000.0, gap=0.0)
+    monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
+    plan = PlanSearch(question(), solve, options, 5).run()
+    rounds = [asked.count(seconds) for seconds in dict.fromkeys(asked)]
+    assert rounds == [5, 2]  # with cores to spare they become smaller, too
+    assert plan.solved == 5
+    assert len(asked) >= plan.solved
+    assert plan.best.iteration_ms == found.best.iteration_ms
+
+
+def test_parts_add_up(found: Plan) -> None:
+    for candidate in (found.best, *found.other_divisions):
+        divided = parts(candidate)
+        assert sum(divided.values()) == pytest.approx(candidate.least_ms)
+        assert min(divided.values()) > -1e-6 * candidate.least_ms
+    assert {c.division for c in found.other_divisions}.isdisjoint({found.best.division})
+
+
+def test_gradients_are_reduced_over_replicas() -> None:
+    """2(n - 1)/n of the bytes, over the nodes' network where a node has fewer GPUs than a stage and its replicas."""
+    divided = {c.division: c.estimate for c in candidates(question()) if c.estimate.parallelism.zero < 2}
+    assert divided[2, 2, 1, 1, 1].reduction_ms == 0
+    made = divided[1, 1, 4, 1, 1]
+    weights = made.parameters
+    speed = made.gpu.network_bytes_per_s * made.gpu.link_fraction
+    assert made.reduction_ms == pytest.approx(3 / 4 * 6 * weights / speed * 1000)
+
+
+def test_divisions_are_whole() -> None:
+    for candidate in candidates(question()):
+        parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
+        assert parallelism.gpus == 4
+        assert parallelism.tp <= 2
+        assert run.microbatches * run.microbatch_size * parallelism.dp == 8
+        assert sum(parallelism.layers or (6,)) == 6
+
+
+def test_experts_are_divided_over_replicas() -> None:
+    asked = question(model=MODELS["mixtral-8x7b"], gpus=8, gpu=GPUS["H200"])
+    divisions = {c.division for c in candidates(asked)}
+    assert {ep for _, _, dp, ep, _ in divisions if dp == 8} == {1, 2, 4, 8}
+
+
+def test_context_parallelism_divides_what_replicas_cannot() -> None:
+    """Sequences of flash attention, into two halves a GPU; with fewer sequences than GPUs it takes all of them."""
+    few = {c.estimate.parallelism.cp for c in candidates(question(batch=1))}
+    assert few == {1, 2, 4}
+    odd = question(model=SMALL.model_copy(update={"sequence": 1026}))
+    unfused = question(run=Run(microbatches=1, attention="unfused"))
+    assert {c.estimate.parallelism.cp for asked in (odd, unfused) for c in candidates(asked)} == {1}
+    for candidate in candidates(question()):
+        parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
+        assert parallelism.cp == 1 or run.microbatch_size == 1  # else replicas send less
+
+
+def test_zero_is_what_the_stack_has() -> None:
+    for stack, stages in (("optpipe", {0, 1, 2}), ("torch", {0, 1, 3}), ("megatron", {0, 1})):
+        assert {c.estimate.parallelism.zero for c in candidates(question(stack=stack))} == stages
+    titan = next(c for c in candidates(question(stack="torch")) if c.estimate.parallelism.zero == 3)
+    assert titan.estimate.parallelism.pp == 1
+    assert "--parallelism.fsdp_reshard_after_forward always" in settings.torchtitan(titan, "")
+
+
+def test_more_of_zero_takes_longer_and_less_memory() -> None:
+    """Within a micro-batch gradients are reduced and weights gathered; at the end of the iteration less is left."""
+    by_stage = {
+        zero: estimate(SMALL, Parallelism(dp=4, zero=zero), GPUS["A100"], Run(microbatches=8)) for zero in range(4)
+    }
+    busy = [made.busy_ms[0] for made in by_stage.values()]
+    state = [made.devices[0].state for made in by_stage.values()]
+    rest = [made.reduction_ms for made in by_stage.values()]
+    assert busy[0] == busy[1] < busy[2] < busy[3]
+    assert state == sorted(state, reverse=True)
+    assert rest == sorted(rest, reverse=True)
+    assert rest[3] == 0
+    gathered = busy[3] - busy[2]  # 2 bytes a weight before F and before B, each three quarters over the ring
+    speed = GPUS["A100"].link_bytes_per_s * GPUS["A100"].link_fraction
+    assert gathered == pytest.approx(2 * 2 * 3 / 4 * by_stage[3].parameters / speed * 1000, rel=1e-6)
+
+
+def test_without_offload_nothing_leaves() -> None:
+    (candidate, *_) = candidates(question(offload=False))
+    assert not any(stage.can_offload for stage in candidate.problem.stages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gpus": 7}, "batch = 8: 7 GPUs make 7 replicas of the model, a multiple of 7 sequences would be right"),
+        ({"gpus": 8191}, "gpus = 8191: cannot be divided into stages of 6 layers"),
+        (
+            {"gpus": 64, "batch": 9, "run": Run(microbatches=1, attention="unfused")},
+            "batch = 9: 64 GPUs make 8 or 16 or 32 or 64 replicas",
+        ),
+        (
+            {"gpu": GPUS["A100"].model_copy(update={"memory_bytes": RESERVED + 10**9, "gpus_per_node": 2})},
+            "no division fits: with tp 2, pp 2, dp 1, .* a GPU needs 7.3 GB for one micro-batch at a time, 7.0 of it "
+            "without any activation, and has 5.3",
+        ),
+        ({"model": SMALL.model_copy(update={"sequence": None})}, "sequence is missing"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said) as error:
+        planned(question(**fields))
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_told_to_be_nearest_misses_by_least() -> None:
+    """Long sequences: the division with the smallest state needs the most for activations."""
+    model = SMALL.model_copy(update={"sequence": 2**17, "vocabulary": 1000})
+    asked = question(RESERVED + 10**8, model=model, stack="megatron")
+    needed = {str(c): (c.needed_bytes, c.state_bytes) for c in candidates(asked)}
+    least, state = min(needed.values())
+    assert state > min(state for _, state in needed.values())
+    with pytest.raises(InputError) as told:
+        planned(asked)
+    (nearest,) = (name for name in needed if f"with {name}, a GPU needs {least / 1e9:.1f} GB" in str(told.value))
+    assert needed[nearest][0] == least
+
+
+def test_a_stack_whose_schedules_do_not_fit_is_told() -> None:
+    model = MODELS["llama-3-8b"].model_copy(update={"layers": 4, "vocabulary": 1000, "sequence": 65535})
+    gpu = GPUS["H100"].model_copy(update={"memory_bytes": 26_600_000_000, "gpus_per_node": 1})
+    with pytest.raises(InputError, match=r"one micro-batch fits, but no schedule that megatron has"):
+        planned(question(model=model, gpu=gpu, batch=7, stack="megatron"))
+
+
+def test_too_little_time_is_said() -> None:
+    options = SearchOptions(time_limit_s=1e-6)
+    with pytest.raises(InputError, match="a longer time would be right"):
+        PlanSearch(question(RESERVED + 3_000_000_000), lambda *_: None, options, 1).run()
+
+
+def placed(**changes: object) -> Candidate:
+    (found, *_) = (
+        c
+        for c in candidates(question())
+        if all(getattr(c.estimate.parallelism, name) == value for name, value in changes.items())
+    )
+    return found
+
+
+def test_other_stacks_run_what_they_have() -> None:
+    megatron = planned(question(stack="megatron"))
+    assert {method for c in megatron.ranked for method in c.lengths} <= {"1f1b", "interleaved"}
+    assert megatron.left_open == 0
+    assert megatron.best.iteration_ms == pytest.approx(everything(question(stack="megatron")), rel=1e-9)
+    assert {c.estimate.parallelism.shape for c in megatron.ranked} == {"looped"}
+    torch = planned(question(stack="torch"))
+    assert torch.best.schedule
+    assert export_schedule(torch.best.schedule, "torch-csv")
+    assert {c.estimate.run.recompute for c in torch.ranked} == {"none", "full"}
+    assert torch.best.iteration_ms <= megatron.best.iteration_ms
+
+
+def test_settings_of_other_stacks() -> None:
+    looped, folded = (placed(pp=2, tp=2, chunks=2, shape=shape) for shape in ("looped", "v"))
+    assert "--parallelism.pipeline_parallel_schedule ZBVZeroBubble" in settings.torchtitan(folded, "s.csv")
+    assert "    pp_schedule: Interleaved1F1B" in settings.nemo(looped, "s.csv")
+    asked = question(model=SMALL.model_copy(update={"layers": 8}))
+    divided = ((c, c.estimate.parallelism) for c in candidates(asked))
+    even = next(c for c, p in divided if (p.pp, p.chunks, p.layers) == (2, 2, None))
+    assert [flag for flag in settings.megatron(even) if "virtual" in flag or "layout" in flag] == [
+        "--num-virtual-stages-per-pipeline-rank 2"
+    ]
+    (layout,) = (flag for flag in settings.megatron(looped) if "virtual" in flag or "layout" in flag)
+    assert layout.startswith("--pipeline-model-parallel-layout")
+    words = layout.split("'")[1].split("|")
+    assert [len(word.strip("EL")) for word in words] == [2, 2, 2, 0]
+    assert (words[0][0], words[-1][-1]) == ("E", "L")

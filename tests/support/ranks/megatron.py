@@ -1,0 +1,407 @@
+"""What ranks run in `test_megatron`: a small GPT of Megatron-core, by its own functions and by ours, on CPUs. The
+package is there in an environment of `make stacks` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from optpipe.errors import InputError
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+
+MICROBATCHES, LENGTH, WORDS, HIDDEN, SAMPLES = 6, 16, 64, 32, 2
+SCALE = 8.0  # of the loss, as in training with fp16
+
+
+class Outcome(NamedTuple):
+    """Two steps on one rank: losses of the second by micro-batch where the last stage is, the sum of both steps'
+    gradients by name in the whole model, and peaks of the first."""
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    tokens: int | None = None
+    peak_bytes: int = 0
+    certified_bytes: int = 0
+    host_peak_bytes: int = 0
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Megatron's GPT asks for a GPU in these places: buffers, the attention's random numbers, and sums of tokens in
+    its schedules."""
+    from megatron.core import tensor_parallel
+
+    zeros = torch.zeros
+
+    def on_this_device(*size: Any, device: Any = None, **how: Any) -> Tensor:
+        return zeros(*size, device="cpu" if device == "cuda" else device, **how)
+
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(tensor_parallel.get_cuda_rng_tracker(), "fork", return_value=nullcontext()),
+        mock.patch.object(torch, "zeros", on_this_device),
+    ):
+        yield
+
+
+def plain(stages: int) -> Outcome:
+    """By Megatron's `forward_backward_no_pipelining`."""
+    with _parallel([0] * stages, chunks=1), on_cpu():
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+        chunks = _chunks([0] * stages, whole=True)
+        return _outcome(forward_backward_no_pipelining, chunks)
+
+
+def theirs(placement: Sequence[int], tensor: int = 1, **how: bool) -> Outcome:
+    """By the function that Megatron itself takes."""
+    with _parallel(placement, tensor), on_cpu():
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        return _outcome(get_forward_backward_func(), _chunks(placement), **how)
+
+
+def ours(schedules: Sequence[Schedule], tensor: int = 1, **how: bool) -> list[Outcome]:
+    """By these schedules. Megatron's GPT needs what `on_cpu` changes, our function none of it."""
+    return [_ours(schedule, tensor, how) for schedule in schedules]
+
+
+def _ours(schedule: Schedule, tensor: int, how: dict[str, bool]) -> Outcome:
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with (
+        _parallel(placement, tensor) as rank,
+        on_cpu(),
+        forward_backward_func(schedule) as run,
+    ):
+        reports = []
+
+        def step(**arguments: Any) -> list[Any]:
+            found = run(**arguments)
+            reports.append(run.report)
+            return found
+
+        outcome = _outcome(step, _chunks(placement), **how)
+        peak, host = reports[0].peak_activation_bytes, reports[0].host_peak_bytes
+        certified = schedule.compiled.certificate.device[rank].bytes
+        return outcome._replace(peak_bytes=peak, certified_bytes=certified, host_peak_bytes=host)
+
+
+def profiled(schedule: Schedule, budget_bytes: int) -> tuple[Problem, list[float]]:
+    """The problem of the stages that a schedule places, and the losses of a step after, with the same iterators."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
+        chunks = list(_chunks(placement).values())
+        arguments = _arguments(chunks, step=1)
+        found = run.profile(budget_bytes, offload_parts=2, repeats=1, **arguments)
+        assert all(p.grad is None for chunk in chunks for p in chunk.parameters())
+        return found, [float(loss["lm loss"]) for loss in run(**arguments)]
+
+
+def profiled_in_ddp(schedule: Schedule) -> list[str]:
+    """In Megatron's DistributedDataParallel, between two steps: the parameters that a profile leaves changed, or with
+    another gradient or mark, and those without gradients before."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
+        chunks = list(_in_ddp(_chunks(placement)).values())
+        parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        run(**_arguments(chunks))
+        for k, parameter in enumerate(parameters.values()):
+            parameter.grad_added_to_main_grad = k % 2 == 0
+        before = {
+            name: (p.main_grad.clone(), p.detach().clone(), p.grad_added_to_main_grad) for name, p in parameters.items()
+        }
+        run.profile(10**8, repeats=1, **_arguments(chunks, step=1))
+        return [
+            name
+            for name, (main_grad, values, mark) in before.items()
+            if not main_grad.any()
+            or not torch.equal(main_grad, parameters[name].main_grad)
+            or not torch.equal(values, parameters[name])
+            or parameters[name].grad is not None
+            or parameters[name].grad_added_to_main_grad != mark
+        ]
+
+
+def evaluated(schedule: Schedule) -> tuple[list[float], list[float], list[int]]:
+    """By our function, with its forwards only: losses, what else is collected, and how many parameters have a gradient.
+    Between them one step."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
+        chunks = list(_chunks(placement).values())
+        with_gradient, found = [], []
+        for forward_only, collects in ((True, False), (False, False), (True, True)):
+            for chunk in chunks:
+                chunk.train(not forward_only)
+            arguments = _arguments(chunks) | {"forward_only": forward_only, "collect_non_loss_data": collects}
+            found.append(run(**arguments))
+            with_gradient.append(sum(p.grad is not None for chunk in chunks for p in chunk.parameters()))
+        losses = [float(loss["lm loss"]) for loss in found[0]]
+        return losses, [float(data) for data in found[2]], with_gradient
+
+
+def refusals(schedule: Schedule, configs: Sequence[tuple[str, Any]], arguments: Sequence[tuple[str, Any]]) -> list[str]:
+    """The sentences for what the function does not take: of the model's config, and of its arguments."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    found = []
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement), on_cpu():
+        chunks = list(_chunks(placement).values())
+        for name, value in configs:
+            before = getattr(chunks[0].config, name)
+            setattr(chunks[0].config, name, value)
+            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
+                run(**_arguments(chunks))
+            found.append(str(refused.value))
+            setattr(chunks[0].config, name, before)
+        for name, value in arguments:
+            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
+                run(**_arguments(chunks) | {name: value})
+            found.append(str(refused.value))
+    return found
+
+
+def refusals_of_one(schedule: Schedule, rank: int) -> list[str]:
+    """The sentences where only this rank has what cannot run: a chunk too many, or one for another place."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    found = []
+    with _parallel([stage.device for stage in schedule.problem.stages]) as own, on_cpu():
+        for wrong in ("number", "place"):
+            chunks = list(_chunks([stage.device for stage in schedule.problem.stages]).values())
+            if own == rank and wrong == "number":
+                chunks *= 2
+            elif own == rank:
+                chunks[0].pre_process = not chunks[0].pre_process
+            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
+                run(**_arguments(chunks))
+            found.append(str(refused.value))
+    return found
+
+
+def refused_later(schedule: Schedule, rank: int) -> str:
+    """What a rank says in the second step, if this one is given too many iterators for it."""
+    from optpipe.errors import OptPipeError
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement) as own, on_cpu():
+        chunks = list(_chunks(placement).values())
+        run = forward_backward_func(schedule)
+        run(**_arguments(chunks))
+        arguments = _arguments(chunks, step=1)
+        if own == rank:
+            arguments["data_iterator"] = [arguments["data_iterator"]] * 2
+        with pytest.raises(OptPipeError) as refused:
+            run(**arguments)
+        run.close()
+        return str(refused.value)
+
+
+def left_at_b(schedule: Schedule, in_ddp: bool) -> tuple[list[str], float | None]:
+    """The parameters on this rank whose gradients came at B, without or in Megatron's DistributedDataParallel, whose
+    hooks clear `.grad`, and their share of B's time. One has a hook of its own, so that it cannot wait."""
+    from optpipe_runtime.megatron import forward_backward_func
+
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
+        chunks = _in_ddp(_chunks(placement)) if in_ddp else _chunks(placement)
+        ((stage, chunk),) = chunks.items()
+        hooked = next(p for name, p in chunk.named_parameters() if name.endswith("linear_fc1.weight"))
+        hooked.register_hook(lambda gradient: gradient)
+        run(**_arguments([chunk]))
+        assert run.pipeline is not None
+        names = run.pipeline.at_b[stage]
+        run.profile(10**9, repeats=1, **_arguments([chunk], step=1))
+        assert run.pipeline.measured is not None
+        told = run.pipeline.measured.at_b[stage]
+        assert set(told.names) == names
+        return sorted(name.removeprefix("model.").removeprefix("module.") for name in names), told.share
+
+
+def _each(placement: Sequence[int]) -> int:
+    """How many stages a rank has."""
+    return placement.count(placement[0])
+
+
+@contextmanager
+def _parallel(placement: Sequence[int], tensor: int = 1, chunks: int | None = None) -> Iterator[int]:
+    """Megatron's groups for a pipeline whose stages `tensor` ranks compute together; this rank's number in it. What
+    ranks there are more are replicas."""
+    from megatron.core import parallel_state
+
+    chunks = chunks or _each(placement)
+    parallel_state.initialize_model_parallel(
+        tensor, len(set(placement)), chunks if chunks > 1 else None, create_gloo_process_groups=False
+    )
+    try:
+        yield parallel_state.get_pipeline_model_parallel_rank()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _chunks(placement: Sequence[int], whole: bool = False) -> dict[int, Any]:
+    """This rank's chunks by stage, of two layers each; `whole` for one with all layers. A layer has the same weights
+    wherever it is."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    stages = 1 if whole else len(placement)
+    config = TransformerConfig(
+        num_layers=2 * len(placement),
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=1 if whole else len(set(placement)),
+        virtual_pipeline_model_parallel_size=None if whole or _each(placement) == 1 else _each(placement),
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=False,
+        batch_p2p_comm=False,  # which waits for a GPU
+        overlap_p2p_comm=not whole
+        and _each(placement) > 1,  # without it two ranks exchange messages of both directions
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    own = [s for s in range(stages) if whole or placement[s] == rank]
+    chunks = {}
+    for k, s in enumerate(own):
+        chunks[s] = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=WORDS,
+            max_sequence_length=LENGTH,
+            pre_process=s == 0,
+            post_process=s == stages - 1,
+            share_embeddings_and_output_weights=False,
+            vp_stage=None if len(own) == 1 else k,
+        ).double()
+        with torch.no_grad():
+            for name, parameter in chunks[s].named_parameters():
+                generator = torch.Generator().manual_seed(crc32(_in_whole(name, s).encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) / 8)
+    return chunks
+
+
+def _in_whole(name: str, stage: int) -> str:
+    """A parameter's name in the whole model."""
+    parts = name.removeprefix("module.").split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + 2 * stage)
+    return ".".join(parts)
+
+
+def _batches(step: int) -> Iterator[tuple[Tensor, ...]]:
+    """New micro-batches, as a data loader has them: others in each replica of a pipeline."""
+    from megatron.core import parallel_state
+
+    alone = parallel_state.get_pipeline_model_parallel_world_size() == 1
+    replica = 0 if alone else parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(step + 10 * replica)
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def forward_step(iterator: Iterator[tuple[Tensor, ...]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    tokens, labels = next(iterator)
+    places = torch.arange(LENGTH).expand(SAMPLES, -1)
+    above = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    output = model(tokens, places, above, labels=labels)
+
+    def loss(output: Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return output.mean()
+        real = labels % 3 > 0  # the others are padding: micro-batches have different numbers of tokens
+        total, tokens = (output * real).sum(), real.sum().to(torch.int)
+        if model.config.calculate_per_token_loss:
+            return total, tokens, {"lm loss": total.detach().clone()}
+        return total / tokens, {"lm loss": (total / tokens).detach().clone()}
+
+    return output, loss
+
+
+def _arguments(chunks: Sequence[Any], step: int = 0) -> dict[str, Any]:
+    iterators: list[Iterator[Any]] = [_batches(step) for _ in chunks]
+    several = len(chunks) > 1
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators if several else iterators[0],
+        "model": list(chunks) if several else chunks[0],
+        "num_microbatches": MICROBATCHES,
+        "seq_length": LENGTH,
+        "micro_batch_size": SAMPLES,
+    }
+
+
+def _in_ddp(chunks: dict[int, Any], sum_in_float32: bool = False) -> dict[int, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=sum_in_float32)
+    return {s: DistributedDataParallel(chunk.config, options, chunk) for s, chunk in chunks.items()}
+
+
+def _outcome(
+    run: Callable[..., list[Any]],
+    chunks: dict[int, Any],
+    in_ddp: bool = False,
+    per_token: bool = False,
+    in_bfloat16: bool = False,
+) -> Outcome:
+    """`in_ddp`: with the chunks in Megatron's own DistributedDataParallel, which has buffers for gradients.
+    `per_token`: with the losses of all tokens summed, and gradients divided by their number. `in_bfloat16`: parameters
+    are, and buffers in float32."""
+    from megatron.core.distributed import finalize_model_grads
+
+    tokens: list[int | None] = []
+
+    def finalize(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+        tokens.append(None if num_tokens is None else int(num_tokens))
+        if in_ddp:
+            finalize_model_grads(model, num_tokens, **groups)
+
+    config = next(iter(chunks.values())).config
+    config.grad_scale_func = lambda loss: loss * SCALE
+    config.finalize_model_grads_func = finalize
+    config.calculate_per_token_loss = per_token
+    if in_bfloat16:
+        config.params_dtype = config.pipeline_dtype = torch.bfloat16
+        chunks = {s: chunk.bfloat16() for s, chunk in chunks.items()}
+    if in_ddp:
+        chunks = _in_ddp(chunks, sum_in_float32=in_bfloat16)
+        config.no_sync_func = [chunk.no_sync for chunk in chunks.values()]
+        if len(chunks) == 1:
+            (config.no_sync_func,) = config.no_sync_func
+    for step in range(2):
+        found = run(**_arguments(list(chunks.values()), step))
+    gradients = {}
+    for s, chunk in chunks.items():
+        for name, parameter in chunk.named_parameters():
+            gradient = parameter.main_grad if in_ddp else parameter.grad
+            gradients[_in_whole(name, s)] = gradient.numpy().copy()
+    return Outcome([float(loss["lm loss"]) for loss in found], gradients, tokens[-1])

@@ -1,0 +1,93 @@
+"""Hypothesis strategies: problems that are small enough for their optimum to be found, and short of memory."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from optpipe.model.problem import Problem
+from support.enumeration import problem_of, stage
+from support.strategies import problems
+
+
+@st.composite
+def problems_of_every_sort(draw: st.DrawFn) -> Problem:
+    """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
+    problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
+    needs = [0] * len(problem.devices)
+    for s in problem.stages:
+        needs[s.device] += max(s.activation_bytes, s.saved_for_weight_bytes)
+    devices = tuple(
+        device.model_copy(
+            update={
+                "activation_budget_bytes": need + draw(st.integers(0, 10)),
+                "host_memory_bytes": draw(st.sampled_from([None, 0, need // 2, 2 * need])),
+            }
+        )
+        for device, need in zip(problem.devices, needs, strict=True)
+    )
+    return problem.model_copy(update={"devices": devices})
+
+
+@st.composite
+def short_of_memory(draw: st.DrawFn, most_devices: int = 3, most_microbatches: int = 9) -> Problem:
+    """One stage a device, each with costs of its own; activations stay, leave in parts or are computed again."""
+    count = draw(st.integers(1, most_devices))
+    stages, memory = [], []
+    ms = st.sampled_from((0, 1, 2, 3, 5, 8, 13))
+    for d in range(count):
+        parts = draw(st.integers(1, 3))
+        size = parts * draw(st.integers(1, 3))
+        gone = parts * draw(st.integers(1, size // parts))
+        away = (draw(ms), draw(ms), gone) if draw(st.integers(0, 2)) else None
+        again = (draw(ms), draw(st.integers(0, size))) if draw(st.integers(0, 2)) == 0 else None
+        kept = draw(st.integers(0, 2 * size))
+        stages.append(stage(d, (draw(ms), draw(ms), draw(ms)), size, kept, away, again, parts))
+        memory.append(size + draw(st.integers(0, 2 * size)))
+    duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
+    links = [{"link": draw(st.sampled_from((None, "bus")))} for _ in range(count)]
+    m = draw(st.integers(2, most_microbatches))
+    return problem_of(stages, memory, m, draw(st.sampled_from((0.0, 1.0))), transfer_mode=duplex, devices=links)
+
+
+@st.composite
+def several_a_device(draw: st.DrawFn, most_microbatches: int = 6) -> Problem:
+    """Two or three stages a device, looped or V-shaped, alike or each with costs of its own; all activations stay."""
+    devices, chunks = draw(st.sampled_from(((1, 2), (1, 3), (2, 2), (2, 3), (3, 2))))
+    turns = draw(st.booleans())
+    order = [d for k in range(chunks) for d in (range(devices)[::-1] if turns and k % 2 else range(devices))]
+    ms, size = st.sampled_from((0, 1, 2, 3, 5, 8)), st.integers(1, 3)
+    costs = st.tuples(st.tuples(ms, ms, ms), size, st.integers(0, 4))
+    alike = draw(costs) if draw(st.booleans()) else None
+    stages, need = [], [0] * devices
+    for d in order:
+        times, held, kept = alike or draw(costs)
+        stages.append(stage(d, times, held, kept))
+        need[d] += max(held, kept)
+    memory = [size + draw(st.integers(0, 2 * size)) for size in need]
+    return problem_of(stages, memory, draw(st.integers(2, most_microbatches)), draw(st.sampled_from((0.0, 1.0))))
+
+
+@st.composite
+def tiny(draw: st.DrawFn) -> Problem:
+    """A few ops on two devices, so that every schedule can be tried: one of them has a choice, or both share a link, or
+    micro-batches take two routes."""
+    ms, size = st.integers(0, 4), 2 * draw(st.integers(1, 2))
+    choice = draw(st.sampled_from(("none", "whole", "parts", "again", "link", "routes")))
+    duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
+    costs = st.tuples(ms, ms, ms)
+    away = (draw(ms), draw(ms), draw(st.sampled_from((2, size))))
+    memory = [size + draw(st.integers(0, size)), 2]
+    if choice == "link":
+        both = [stage(d, draw(costs), size, draw(st.integers(0, size)), away) for d in (0, 1)]
+        return problem_of(both, [size, size], 2, 1.0, transfer_mode=duplex, devices=[{"link": "bus"}] * 2)
+    if choice == "routes":
+        both = [stage(d, draw(costs), 1, draw(st.integers(0, 1))) for d in (0, 1)]
+        turned = draw(st.sampled_from(([0, 1], [1, 0])))
+        return problem_of(both, [1, 2], 2, 1.0, routes=[[0, 1], [1, 0]], microbatch_routes=turned)
+    again = (draw(ms), draw(st.integers(0, size))) if choice == "again" else None
+    leaves = away if choice in ("whole", "parts") else None
+    short = stage(0, draw(costs), size, draw(st.integers(0, size)), leaves, again, 2 if choice == "parts" else 1)
+    plain = stage(1, draw(costs), 1)
+    if draw(st.booleans()):
+        return problem_of([plain | {"device": 0}, short | {"device": 1}], memory[::-1], 2, 1.0, transfer_mode=duplex)
+    return problem_of([short, plain], memory, 2, 1.0, transfer_mode=duplex)
