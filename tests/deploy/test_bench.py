@@ -38,12 +38,14 @@ def test_figures_that_do_not_depend_on_the_machine_hold(
     by_name = {figure.what: figure for figure in figures}
     counts = [figure for figure in figures if figure.target == 0]
     assert len(counts) == (4 if kind == "sqlite" else 6)
-    assert [figure for figure in counts if not figure.held] == []
+    timed = [figure for figure in counts if "without a schedule" in figure.what]  # within the service's limit of 10 s
+    assert len(timed) == 1
+    assert [figure for figure in counts if not figure.held and figure not in timed] == []
     assert any(f"by clients cut off {reconnects} times" in name for name in by_name)
     slow = [figure for figure in figures if figure.unit == "s"]
     assert len(slow) == (2 if kind == "sqlite" else 3)
     if seconds >= 20:  # the short run may have to share the machine
-        assert [figure for figure in slow if not figure.held] == []
+        assert [figure for figure in (*timed, *slow) if not figure.held] == []
 
 
 async def restarted(postgres: Postgres) -> None:

@@ -19,6 +19,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe_server.bench.http_client import HttpConnection, HttpPool
 from optpipe_server.bench.processes import Deployment
+from optpipe_server.warm_process import LOADING_S
 
 MS = 1e3
 WARM_UP_S = 2.0  # of load that is not measured
@@ -112,10 +113,12 @@ async def running(requests: HttpPool, url: str, after: int) -> int:
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:
     """Submit `rate` jobs a second, each with another problem, and read jobs `GETS_PER_POST` times as often.
 
-    Requests are sent when they are due, whether the former ones were answered or not, and measured from then on.
+    Requests are sent when they are due, whether the former ones were answered or not, and measured from then on. The
+    load begins once the service makes first schedules: on a new machine it compiles them for a while.
     """
     load, known, accepted = LoadFigures(), list[tuple[str, str]](), asyncio.Event()
     requests = HttpPool(deployment.address, deployment.keys[0])
+    await _makes_first_schedules(requests)
     chance = random.Random(1)
 
     async def post(number: int, due: float, counts: bool) -> None:
@@ -126,7 +129,7 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
             job = reply.json()
             known.append((job["url"], key))
             accepted.set()
-            load.without_schedule += job["best"] is None
+            load.without_schedule += counts and job["best"] is None
         if counts:
             load.statuses[reply.status] += 1
             load.post_ms.append((time.perf_counter() - due) * MS)
@@ -167,6 +170,17 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
     await asyncio.gather(paced(post, 1 / rate), paced(get, 1 / rate / GETS_PER_POST), cpu())
     requests.close()
     return load
+
+
+async def _makes_first_schedules(requests: HttpPool) -> None:
+    """Wait until a job is answered with a schedule."""
+    began, seed = time.monotonic(), 2 * 10**6
+    while time.monotonic() - began < LOADING_S:
+        job = await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(seed).to_dict()})
+        if job["best"] is not None:
+            return
+        seed += 1
+    raise OptPipeError(f"POST /v1/jobs: no first schedule after {LOADING_S:g} s")
 
 
 async def streams(deployment: Deployment, clients: int, reconnects: int, seconds: float) -> StreamFigures:
