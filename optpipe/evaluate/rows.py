@@ -12,7 +12,7 @@ from optpipe.errors import ScheduleError
 from optpipe.model.arrays import NONE, OFF_ROUTE, Flags, Ints, Table
 from optpipe.model.ops import EVICTION, HOST_LINK, OPTIMIZER, TRANSFERS, Kind, Op, Pair
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, marks_of
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
@@ -32,24 +32,30 @@ class Rows:
         return len(self.table)
 
     @property
-    def kind(self) -> Table:
-        return self.table[:, KIND]
+    def kind(self) -> Ints:
+        return self._columns[KIND]
 
     @property
-    def stage(self) -> Table:
-        return self.table[:, STAGE]
+    def stage(self) -> Ints:
+        return self._columns[STAGE]
 
     @property
-    def microbatch(self) -> Table:
-        return self.table[:, MICROBATCH]
+    def microbatch(self) -> Ints:
+        return self._columns[MICROBATCH]
 
     @property
-    def part(self) -> Table:
-        return self.table[:, PART]
+    def part(self) -> Ints:
+        return self._columns[PART]
 
     def of_kinds(self, *kinds: Kind) -> Flags:
         """Marks the rows of these kinds."""
-        return of_kinds(self.table, *kinds)
+        marks: Flags = marks_of(*kinds)[self.kind]
+        return marks
+
+    @cached_property
+    def _columns(self) -> list[Ints]:
+        """The table's columns, (n,) each, in one piece of memory: they are read many times."""
+        return list(np.ascontiguousarray(self.table.T, dtype=np.int64))
 
     @cached_property
     def first(self) -> Ints:

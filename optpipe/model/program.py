@@ -25,13 +25,14 @@ _NAME = [kind.name for kind in Kind]
 
 
 @cache
-def _lookup(*kinds: Kind) -> NDArray[np.bool_]:
+def marks_of(*kinds: Kind) -> NDArray[np.bool_]:
+    """(number of kinds,) true at these kinds: read at a row's KIND."""
     return np.array([kind in kinds for kind in Kind])
 
 
 def of_kinds(table: NDArray[np.int32], *kinds: Kind) -> NDArray[np.bool_]:
     """Marks the rows of these kinds."""
-    marks: NDArray[np.bool_] = _lookup(*kinds)[table[:, KIND]]
+    marks: NDArray[np.bool_] = marks_of(*kinds)[table[:, KIND]]
     return marks
 
 
