@@ -102,7 +102,6 @@ def service(folder, port):
     with serve_process(
         f"sqlite:///{folder / 'jobs.sqlite'}", port, folder, ("support.held_solver", "support.listed_first")
     ) as process:
-        assert process.stdout.readline()
         yield f"http://127.0.0.1:{port}", process.kill
 
 

@@ -47,9 +47,7 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        process = self._stack.enter_context(serve_process(self.database, self.port, self.folder))
-        assert process.stdout
-        assert process.stdout.readline()
+        self._stack.enter_context(serve_process(self.database, self.port, self.folder))
 
     def kill(self) -> None:
         self._stack.close()

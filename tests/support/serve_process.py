@@ -21,12 +21,18 @@ FAKES = ("support.fake_solver", "support.fake_first_process")
 def serve_process(
     database: str, port: int, folder: Path, modules: tuple[str, str] = FAKES
 ) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process; it writes a line when it answers. `modules` are those of the solver and of first schedules."""
+    """Yield the process once it answers. `modules` are those of the solver and of first schedules."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.db"), "PYTHONPATH": path}
     command = [sys.executable, "-c", START, database, str(port), *modules]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+    wrote = folder / "serve.log"
+    with (
+        wrote.open("w") as log,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True) as started,
+    ):
         try:
+            assert started.stdout
+            assert started.stdout.readline(), f"the service ended before it answered: {wrote.read_text()}"
             yield started
         finally:
             started.kill()
