@@ -56,6 +56,25 @@ def test_searches_that_count_have_the_same_table_everywhere(
         assert row["gap"] >= 0
 
 
+def test_only_some_changes_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "problem.json"
+    pipeline(2, 4, 2, stage((2, 1, 1), (1, 1)), name="small").save(path)
+    monkeypatch.setattr(reuse, "WORK", 1000)
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "reuse", str(path), "--work", "1", "--json"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--changed", "a quarter fewer", "--changed", "half the memory"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["changed"] for row in rows] == ["half the memory", "a quarter fewer"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--changed", "twice the memory"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code
+    assert "--changed = 'twice the memory': unknown; expected one of 'times by a tenth'" in capsys.readouterr().err
+
+
 @pytest.mark.soak  # 45 solver processes
 def test_what_the_cache_has_is_compared_with_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

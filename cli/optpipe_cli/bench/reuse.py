@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 NOISE = {"times by a tenth": 0.1, "times by a fifth": 0.2, "times by two fifths": 0.4}  # standard deviations of factors
 LINKS = {"links a third slower": 4 / 3, "links half as fast": 2.0}
 MEMORY = {"a tenth less memory": 0.9, "a fifth less memory": 0.8, "half the memory": 0.5, "a quarter more memory": 1.25}
+MICROBATCHES: dict[str, Callable[[int], int]] = {
+    "one micro-batch more": lambda m: m + 1,
+    "half as many more": lambda m: m + m // 2,
+    "a quarter fewer": lambda m: m - m // 4,
+}
 DEVICES = {"one device more": 1, "one device fewer": -1}
+CHANGES = (*NOISE, *LINKS, "longer backwards", *MEMORY, *MICROBATCHES, *DEVICES)
 WORK = 10**6  # ops: where searches count, as much as a short one simulates
 SHORT_S = 5.0  # where they do not: of a search from what the cache had, and of one from nothing
 DISTANCES = (-1.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0)
@@ -46,6 +52,9 @@ def reuse(
     options: SolveOptions,
     problems: Annotated[list[Path] | None, typer.Argument(help="Problem files. Default: a grid of 32.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="Only so many problems.")] = None,
+    changed: Annotated[
+        list[str] | None, typer.Option(help="Only what is changed like that, such as 'one device more'; repeatable.")
+    ] = None,
     work: Annotated[
         int | None,
         typer.Option(
@@ -61,8 +70,11 @@ def reuse(
     says how much shorter a schedule could be at most. What is out of reach of a lookup is adapted all the same. Lookups
     are in processor time. With --work searches are among the rules of a list scheduler and count, so that a table is
     the same on every machine."""
+    from optpipe.errors import InputError
     from optpipe.model.problem import Problem
 
+    if unknown := sorted(set(changed or CHANGES).difference(CHANGES)):
+        raise InputError(f"--changed = {unknown[0]!r}: unknown; expected one of {', '.join(map(repr, CHANGES))}")
     loaded = [Problem.load(path) for path in problems] if problems else list(_grid())
     kept = Results(results, "reuse", ("problem", "changed"), options, work=work)
     rows = kept.rows
@@ -72,7 +84,11 @@ def reuse(
             f"{'cold':>8}{'searched':>10}{'gap':>7}"
         )
     for problem in loaded[:first]:
-        like = {name: other for name, other in _like(problem) if not kept.find(problem.name, name)}
+        like = {
+            name: other
+            for name, other in _like(problem)
+            if name in (changed or CHANGES) and not kept.find(problem.name, name)
+        }
         for row in _measured(problem, like, _searches(options, work), options.objective) if like else ():
             kept.add(row)
             if not json:
@@ -176,13 +192,14 @@ def _measured(
 
 def _grid() -> Iterator[Problem]:
     """Pipelines of 4 and 8 devices: times of ops as two models have them, memory for all micro-batches in flight that
-    1F1B has or for half of them, and links on which an activation moves in half a forward or in three."""
+    1F1B has or for half of them, and links on which an activation moves in half a forward or in three. The first 16
+    have the times of the first model."""
     from optpipe.model.problem import Problem
     from optpipe.model.records import Device, Stage
 
     size = 10**9
-    shapes = product((4, 8), (2, 4), ((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0))
-    for p, rounds, (forward, backward, weight), memory, link in shapes:
+    shapes = product(((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0), (4, 8), (2, 4))
+    for (forward, backward, weight), memory, link, p, rounds in shapes:
         stage = Stage(
             device=0,
             forward_ms=forward,
@@ -237,10 +254,8 @@ def _like(problem: Problem) -> Iterator[tuple[str, Problem]]:
     yield "longer backwards", times(1.3, "backward_input_ms")
     for name, factor in MEMORY.items():
         yield name, memory(factor)
-    if len(problem.all_routes) == 1:
-        yield "one micro-batch more", problem.replace(microbatches=m + 1)
-        yield "half as many more", problem.replace(microbatches=m + m // 2)
-        yield "a quarter fewer", problem.replace(microbatches=m - m // 4)
+    for name, number in MICROBATCHES.items() if len(problem.all_routes) == 1 else ():
+        yield name, problem.replace(microbatches=number(m))
     for name, more in DEVICES.items():
         if like := resized(problem, len(problem.devices) + more):
             yield name, like
