@@ -192,14 +192,13 @@ def _measured(
 
 def _grid() -> Iterator[Problem]:
     """Pipelines of 4 and 8 devices: times of ops as two models have them, memory for all micro-batches in flight that
-    1F1B has or for half of them, and links on which an activation moves in half a forward or in three. The first 16
-    have the times of the first model."""
+    1F1B has or for half of them, and links on which an activation moves in half a forward or in three."""
     from optpipe.model.problem import Problem
     from optpipe.model.records import Device, Stage
 
     size = 10**9
-    shapes = product(((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0), (4, 8), (2, 4))
-    for (forward, backward, weight), memory, link, p, rounds in shapes:
+    shapes = product((4, 8), (2, 4), ((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0))
+    for p, rounds, (forward, backward, weight), memory, link in shapes:
         stage = Stage(
             device=0,
             forward_ms=forward,
