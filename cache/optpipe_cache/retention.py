@@ -50,4 +50,4 @@ class Retention:
             return ""
 
 
-ALL = Retention()
+KEEP_ALL = Retention()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optpipe_cache import Retention, default_path
 from optpipe_cache.pack import PATH
-from optpipe_cache.retention import ALL
+from optpipe_cache.retention import KEEP_ALL
 from optpipe_server.database.leases import LEASE_S
 
 LOCAL = "(no key)"  # the tenant of a service without keys; no key can be for it
@@ -62,7 +62,7 @@ class Settings:
     first_schedule_processes: int = 1
     queue: int = 100
     pack: Path | None = PATH
-    kept: Retention = ALL
+    kept: Retention = KEEP_ALL
     streams: int = 1000
     first_schedule_s: float = 10.0
     ping_s: float = 15.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import structlog
 
 from optpipe_cache import Retention
-from optpipe_cache.retention import ALL
+from optpipe_cache.retention import KEEP_ALL
 from optpipe_server import metrics
 from optpipe_server.database import Database, prune, prune_schedules, reap
 from optpipe_server.work.retry import DATABASE_AWAY, first_line
@@ -32,7 +32,7 @@ class Reaper:
         database: Database,
         held: Callable[[], Collection[str]] = tuple,
         every_s: float = EVERY_S,
-        kept: Retention = ALL,
+        kept: Retention = KEEP_ALL,
     ) -> None:
         self._database, self._held, self._every_s, self._kept = database, held, every_s, kept
         self._stopping = threading.Event()

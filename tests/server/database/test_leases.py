@@ -18,7 +18,7 @@ from support.service import running, settings_in
 from optpipe.anytime import Result
 from optpipe.options import SolveOptions
 from optpipe_cache import Cache, Retention
-from optpipe_cache.retention import ALL
+from optpipe_cache.retention import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
@@ -186,7 +186,7 @@ def test_jobs_and_schedules_are_kept_for_some_days(database: Database) -> None:
     assert [len(cache.entries()) for cache in caches] == [1, 0]
 
 
-@pytest.mark.parametrize("kept", [Retention(0), Retention(days=7), ALL], ids=["none", "days", "all"])
+@pytest.mark.parametrize("kept", [Retention(0), Retention(days=7), KEEP_ALL], ids=["none", "days", "all"])
 def test_a_service_deletes_what_it_does_not_keep(tmp_path: Path, kept: Retention) -> None:
     """On SQLite also when it starts."""
     settings = replace(settings_in(tmp_path), kept=kept)
@@ -203,7 +203,7 @@ def test_a_service_deletes_what_it_does_not_keep(tmp_path: Path, kept: Retention
         pass
     with closing(Database(settings.database)) as database, database.read() as db:
         left = [db.execute(select(func.count()).select_from(table)).scalar_one() for table in (jobs, schedules)]
-    assert left == [1 if kept is ALL else 0, 0 if kept.days else 1]
+    assert left == [1 if kept is KEEP_ALL else 0, 0 if kept.days else 1]
 
 
 def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
