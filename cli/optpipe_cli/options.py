@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ KINDS = {"number": float, "integer": int, "string": str, "array": str}
 
 
 def with_options(
-    record: str, only: Collection[str] = (), each: str | None = None, **defaults: Any
+    record: str, only: Collection[str] = (), each: Collection[str] = (), **defaults: Any
 ) -> Callable[[Command], Command]:
     """Give a command an option for each field of a record of `optpipe.options`, which it takes as `options`.
 
@@ -31,8 +32,8 @@ def with_options(
     only
         The fields that the command has options for; all by default.
     each
-        A field for which several values may be given, at commas. The command then takes a list of records, one for
-        each.
+        Fields for which several values may be given, at commas. The command then takes a list of records, one for
+        each combination of them.
     defaults
         Those of the command where they differ from the record's.
     """
@@ -84,13 +85,17 @@ def numbers(name: str, text: str | None, expected: str) -> list[int] | None:
         raise InputError(f"{flag(name)} = {text!r}: {expected}") from None
 
 
-def methods_in(text: str) -> list[str]:
+def at_commas(text: str) -> list[str]:
     """Split at commas, except those between the parameters of one method."""
     return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", text)]
 
 
 def _flagged(
-    function: Command, record: type[SearchOptions], only: Collection[str], each: str | None, defaults: dict[str, Any]
+    function: Command,
+    record: type[SearchOptions],
+    only: Collection[str],
+    each: Collection[str],
+    defaults: dict[str, Any],
 ) -> Command:
     """The function with a parameter for each option in the place of `options`."""
     from optpipe.options import listed
@@ -101,9 +106,10 @@ def _flagged(
 
     def run(**given: Any) -> None:
         values = {name: given.pop(name) for name in options}
-        asked = [values | {each: text} for text in str(values[each]).split(",")] if each and values[each] else [values]
+        several = {name: at_commas(values[name]) for name in each if isinstance(values[name], str)}
         records = [
-            _checked(record, {name: _read(kinds[name], name, value) for name, value in one.items()}) for one in asked
+            _checked(record, {name: _read(kinds[name], name, value) for name, value in (values | one).items()})
+            for one in (dict(zip(several, chosen, strict=True)) for chosen in product(*several.values()))
         ]
         function(options=records if each else records[0], **given)
 
@@ -154,7 +160,7 @@ def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOption
     from optpipe.errors import InputError
 
     if given.get("methods") is not None:
-        given["methods"] = methods_in(given["methods"])
+        given["methods"] = at_commas(given["methods"])
     try:
         return record.of("options", given)
     except InputError as error:

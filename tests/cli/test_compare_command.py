@@ -17,7 +17,7 @@ from optpipe.options import CompareOptions, Placements, SearchOptions
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_cli import main as cli
 from optpipe_cli.bench.pareto import table, verdicts
-from optpipe_cli.options import methods_in
+from optpipe_cli.options import at_commas
 from optpipe_solver import systems
 from optpipe_solver.heuristics import generate
 
@@ -125,7 +125,7 @@ def test_a_users_mistake_is_one_sentence(run, words, told):
     ],
 )
 def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
-    assert methods_in(methods) == apart
+    assert at_commas(methods) == apart
 
 
 def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe_cli import main as cli
 from optpipe_cli.bench.random_problems import KINDS, random_problem
-from optpipe_cli.bench.solver import _by_threads, _gaps
+from optpipe_cli.bench.solver import EACH, _compared, _gaps
 from optpipe_solver.bounds.least_memory import infeasibility
 
 FOUR_OF_EACH = range(4 * len(KINDS))
@@ -51,30 +51,70 @@ def test_gaps_are_told_by_kind_and_of_all() -> None:
     ]
 
 
-def test_more_threads_are_compared_with_the_first_number() -> None:
-    found = [(2, "a", 0.1, 100.0), (2, "b", None, None), (4, "a", 0.0, 90.0), (4, "b", 0.5, 80.0)]
-    rows = [dict(zip(("threads", "problem", "gap", "best_ms"), each, strict=True)) for each in found]
-    assert [line.split() for line in _by_threads(rows).splitlines()[1:]] == [
-        ["2", "1", "0", "10.0%", "100.00%"],
-        ["4", "1", "1", "0.0%", "90.00%"],
+def test_searches_are_compared_with_the_first() -> None:
+    found = [
+        ("auto", "a", 0.1, 100.0),
+        ("auto", "b", None, None),
+        ("auto", "c", 0.0, 50.0),
+        ("lns", "a", 0.0, 90.0),
+        ("lns", "b", 0.5, 80.0),
+        ("lns", "c", 0.2, 55.0),
     ]
+    rows = [dict(zip(("search", "sha256", "gap", "best_ms"), each, strict=True)) for each in found]
+    assert [line.split() for line in _compared(rows).splitlines()[1:]] == [
+        ["auto", "2", "1", "5.0%", "100.00%", "0", "0.00%"],
+        ["lns", "2", "1", "10.0%", "100.00%", "1", "10.00%"],
+    ]
+    assert len(_compared(rows[1:2]).splitlines()) == 1
 
 
-@pytest.mark.parametrize(("threads", "searched"), [("2,4", [2, 4]), ("3", [3])])
-def test_each_number_of_threads_has_its_search(
-    threads: str, searched: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("given", "searched"),
+    [
+        ({"--threads": "2,4"}, [("auto", 60.0, 2, 0), ("auto", 60.0, 4, 0)]),
+        ({"--threads": "3"}, [("auto", 60.0, 3, 0)]),
+        (
+            {"--method": "auto,gis:group=5", "--seed": "1,2", "--time-limit": "9"},
+            [
+                ("auto", 9.0, None, 1),
+                ("auto", 9.0, None, 2),
+                ("gis:group=5", 9.0, None, 1),
+                ("gis:group=5", 9.0, None, 2),
+            ],
+        ),
+    ],
+)
+def test_each_combination_has_its_search(
+    given: dict[str, str],
+    searched: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[int] = []
+    asked: list[tuple[object, ...]] = []
 
-    def solve(problem: Problem, *, threads: int, **_: object) -> Result:
-        asked.append(threads)
+    def solve(problem: Problem, **options: object) -> Result:
+        asked.append(tuple(options.get(name) for name in EACH))
         return Result("unknown", reason="not searched")
 
     monkeypatch.setattr("optpipe.anytime.solve", solve)
-    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "solver", "--random", "1", "--threads", threads, "--json"])
+    arguments = [word for pair in given.items() for word in pair]
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "solver", "--random", "1", *arguments, "--json"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert asked == [row["threads"] for row in json.loads(capsys.readouterr().out)] == searched
+    rows = json.loads(capsys.readouterr().out)
+    assert asked == [tuple(row[f"asked_{name}"] for name in EACH) for row in rows] == searched
+
+
+def test_a_search_is_named_by_what_tells_it_from_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("optpipe.anytime.solve", lambda problem, **_: Result("unknown", reason="not searched"))
+    arguments = ["--random", "1", "--method", "auto,lns", "--time-limit", "1,2"]
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "solver", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    heads = [line.partition("  by ")[2] for line in capsys.readouterr().out.splitlines() if "  by " in line]
+    assert heads == [f"{method}, time-limit {limit}" for method in ("auto", "lns") for limit in (1, 2)]
 
 
 def test_without_problems_a_sentence_says_what_was_expected(

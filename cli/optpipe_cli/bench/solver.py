@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optpipe_cli.bench.random_problems import random_problem
 from optpipe_cli.bench.results import Results, ResultsFile
-from optpipe_cli.options import with_options
+from optpipe_cli.options import flag, with_options
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from optpipe.options import SolveOptions
 
 MOMENTS = (1.0, 10.0)  # s
+EACH = ("method", "time_limit_s", "threads", "seed")  # of which several may be given
 OTHER_NOISE = 12_345  # seed of the noise that judges both schedules; neither search has used it
 
 
-@with_options("SolveOptions", each="threads")
+@with_options("SolveOptions", each=EACH)
 def solver(
     options: list[SolveOptions],
     problems: Annotated[list[Path] | None, typer.Argument(help="Problem files.")] = None,
@@ -30,7 +32,8 @@ def solver(
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
-    """Measure what `solve` finds and when, start of processes included; `--threads 2,4,8`: what more threads bring."""
+    """Measure what `solve` finds and when, start of processes included. Several methods, time limits, numbers of
+    threads or seeds, such as `--method auto,dispatch,lns` or `--threads 2,4`, are compared with the first."""
     from optpipe.anytime import solve
     from optpipe.errors import InputError
     from optpipe.model.problem import Problem, write_file
@@ -40,19 +43,21 @@ def solver(
     loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
     if not loaded:
         raise InputError("problems: none are given; problem files or --random 22 were expected")
-    kept = Results(results, "solver", ("problem", "sha256", "threads"), options[0].model_copy(update={"threads": None}))
+    same = options[0].model_copy(update=dict.fromkeys(EACH))
+    kept = Results(results, "solver", ("problem", "sha256", *(f"asked_{name}" for name in EACH)), same)
     rows: list[dict[str, Any]] = []
     for asked in options:
+        values = {f"asked_{name}": getattr(asked, name) for name in EACH}
         moments = _moments(asked.time_limit_s)
         if not json:
             after = "".join(f"{f'{moment:g} s':>10}" for moment in (*moments, asked.time_limit_s))
-            by = f"by{_on(asked.threads, options)}"
+            by = f"by {_search(values, options)}".rstrip()
             typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{after}{'bound':>10}{'gap':>7}  {by}")
         for problem in loaded:
-            row = kept.find(problem.name, problem.sha256, asked.threads)
+            row = kept.find(problem.name, problem.sha256, *values.values())
             if row is None:
                 result = solve(problem, **asked.arguments())
-                row = kept.add({"sha256": problem.sha256, "threads": asked.threads} | _row(problem, result, moments))
+                row = kept.add({"sha256": problem.sha256} | values | _row(problem, result, moments))
             rows.append(row)
             if not json:
                 typer.echo(_line(row))
@@ -61,32 +66,50 @@ def solver(
     if json:
         print_json(rows)
     elif len(options) > 1:
-        typer.echo(_by_threads(rows))
+        typer.echo(_compared([row | {"search": _search(row, options)} for row in rows]))
     if svg:
         searches = [
             Progress(
-                f"{row['problem']}{_on(row['threads'], options)}", row["steps"], row["bound_ms"] or 0.0, row["time_s"]
+                f"{row['problem']} {_search(row, options)}".strip(),
+                row["steps"],
+                row["bound_ms"] or 0.0,
+                row["time_s"],
             )
             for row in rows
         ]
-        write_file(svg, chart(searches, f"Best schedule over the lower bound, {options[0].time_limit_s:g} s each"))
+        limits = " or ".join(dict.fromkeys(f"{asked.time_limit_s:g}" for asked in options))
+        write_file(svg, chart(searches, f"Best schedule over the lower bound, {limits} s each"))
 
 
-def _on(threads: int | None, options: list[SolveOptions]) -> str:
-    return f" on {threads} threads" if len(options) > 1 else ""
+def _search(asked: dict[str, Any], options: list[SolveOptions]) -> str:
+    """A search by that in which it differs from others."""
+    several = [name for name in EACH if len({getattr(option, name) for option in options}) > 1]
+    shown = {name: asked[f"asked_{name}"] for name in several}
+    return ", ".join(
+        str(value) if name == "method" else f"{flag(name).removeprefix('--')} {value:g}"
+        for name, value in shown.items()
+    )
 
 
-def _by_threads(rows: list[dict[str, Any]]) -> str:
-    """The gaps by the number of threads, and how long schedules are beside those of the first number."""
-    lines = [f"{'threads':18}{'problems':>9}{'proven':>8}{'mean gap':>10}{'length':>9}"]
-    counts = list(dict.fromkeys(row["threads"] for row in rows))
-    first = {row["problem"]: row["best_ms"] for row in rows if row["threads"] == counts[0]}
-    for count in counts:
-        own = [row for row in rows if row["threads"] == count and row["gap"] is not None and first[row["problem"]]]
-        if own:
-            proven, gap = sum(row["gap"] == 0 for row in own), sum(row["gap"] for row in own) / len(own)
-            length = sum(row["best_ms"] / first[row["problem"]] for row in own) / len(own)
-            lines.append(f"{count:<18}{len(own):>9}{proven:>8}{gap:>10.1%}{length:>9.2%}")
+def _compared(rows: list[dict[str, Any]]) -> str:
+    """By search: the gaps, how long schedules are beside those of the first search, how many are shorter and by how
+    much at most. Only of problems for which every search has a schedule."""
+    from optpipe.evaluate.objective import shorter
+
+    searches: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        searches.setdefault(row["search"], {})[row["sha256"]] = row
+    first, *others = searches.values()
+    everywhere = [key for key in first if all(of[key]["gap"] is not None for of in (first, *others))]
+    lines = [f"{'search':24}{'problems':>9}{'proven':>8}{'mean gap':>10}{'length':>9}{'shorter':>9}{'at most by':>12}"]
+    for search, found in searches.items() if everywhere else ():
+        gaps = [found[key]["gap"] for key in everywhere]
+        pairs = [(found[key]["best_ms"], first[key]["best_ms"]) for key in everywhere]
+        length, least = mean(own / of for own, of in pairs), min(own / of for own, of in pairs)
+        lines.append(
+            f"{search:24}{len(gaps):>9}{gaps.count(0):>8}{mean(gaps):>10.1%}{length:>9.2%}"
+            f"{sum(shorter(own, of) for own, of in pairs):>9}{max(0.0, 1 - least):>12.2%}"
+        )
     return "\n".join(lines)
 
 
