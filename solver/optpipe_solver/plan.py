@@ -3,7 +3,8 @@
 Heuristics run first, in the solver's own process; engines follow, each in a process of its own. `side_by_side` says how
 many run at a time, heuristics being one of them for their share of the time. Whenever one ends, the next run of the
 table starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to
-those behind it. Runs that repeat fill what is left, each time with another seed. With one thread one runs at a time.
+those behind it. Runs that repeat fill what is left, each time with another seed. Where all shares are more than the
+time, each is as much less. With one thread one runs at a time.
 """
 
 from __future__ import annotations
@@ -84,20 +85,20 @@ class EngineRun:
     share: float = 1.0  # of the engines' time, summed over all that run side by side
     max_forwards: int | None = None  # a problem with more is not solved by this engine within a minute or so
     repeat: bool = False  # over and over until time is up
-    from_scratch: bool = False  # not from the best schedule, which other windows may have led to a dead end
+    from_heuristics: bool = False  # not from the best schedule of all, which engines may have led to a dead end
 
 
 AUTO = (
-    EngineRun("dispatch", 0.09),  # rules of a list scheduler; the sooner, the better what the others start from
-    EngineRun(methods.RELAX, 0.12),  # bounds by one device alone; mostly over soon, once it is compiled
-    EngineRun("cyclic", 0.09),  # patterns, and windows of the best of them
-    EngineRun("cpsat", 0.13, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.08),  # windows of the best schedule
-    EngineRun("milp", 0.03),  # the paper's formulation; proves what is tiny
-    EngineRun("cpsat", 0.05),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.05, repeat=True, from_scratch=True),
-    EngineRun("dispatch", 0.05, repeat=True),
-    EngineRun("lns", 0.05, repeat=True),
+    EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
+    EngineRun("lns", 0.20, from_heuristics=True),  # windows: what they learn in a long run is lost at its end
+    EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, once it is compiled
+    EngineRun("cyclic", 0.13),  # patterns, and windows of the best of them
+    EngineRun("milp", 0.02),  # the paper's formulation; proves what is tiny
+    EngineRun("cpsat", 0.04),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("lns", 0.15, repeat=True),
+    EngineRun("dispatch", 0.03, repeat=True),
+    EngineRun("lns", 0.15, repeat=True, from_heuristics=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 

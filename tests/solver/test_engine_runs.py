@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,7 @@ from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun
-from optpipe_solver.portfolio import Portfolio, engine_processes
+from optpipe_solver.portfolio import engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.search_state import SearchState
@@ -45,16 +46,20 @@ def end(runs: EngineRuns, start: Schedule | None, spent_s: float) -> None:
     runs.handle(process, None)
 
 
-def test_a_run_from_scratch_has_no_warm_start(runs: EngineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(
+    runs: EngineRuns, state: SearchState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts: list[Schedule | None] = []
     monkeypatch.setattr(
         engine_processes.EngineProcesses,
         "start",
         lambda self, request, start, deadline, allotted_s: starts.append(start),
     )
-    for run in (EngineRun("lns"), EngineRun("lns", from_scratch=True)):
+    found = replace(BETTER, method="dispatch")
+    assert state.offer(found) is None
+    for run in (EngineRun("lns"), EngineRun("lns", from_heuristics=True)):
         runs.start(run, 5.0, 1)
-    assert starts == [NAIVE, None]
+    assert starts == [found, NAIVE]
 
 
 def test_an_engine_has_a_second_at_least(state: SearchState, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,46 +92,25 @@ def test_relax_ends_by_its_own_count_only_where_work_is_counted(
     assert limits == [limit_s]
 
 
-def test_nor_is_the_engine_sent_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.5, from_scratch=True), EngineRun("milp", 0.5)))
-    monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
-    for engine in ("cyclic", "milp"):
-        monkeypatch.setenv(engine, "tells")
-    tight = PROBLEM.replace(
-        devices=[{"activation_budget_bytes": device.activation_budget_bytes // 2} for device in PROBLEM.devices]
-    )
-    frames: list[Frame] = []
-    Portfolio(Request(problem=tight, threads=1, time_limit_s=60.0), frames.append).run()
-    told = [frame.text.split(",")[0] for frame in frames if isinstance(frame, Note)]
-    assert told == ["start False", "start True"]
+LNS = EngineRun("lns")
 
 
-@pytest.mark.parametrize("start", [NAIVE, None])
-def test_an_engine_that_ended_early_runs_again_only_from_a_better_schedule(
-    runs: EngineRuns, state: SearchState, start: Schedule | None
-) -> None:
-    """Also if it ran from scratch: there was nothing to gain from the best schedule before, or it would have run."""
-    assert runs.may_gain("lns")
-    end(runs, start, spent_s=1.0)
-    assert not runs.may_gain("lns")
-    assert runs.may_gain("cyclic")
-    state.offer(BETTER)
-    assert runs.may_gain("lns")
-
-
-def test_what_was_found_while_it_ran_is_a_better_schedule(runs: EngineRuns, state: SearchState) -> None:
-    state.offer(BETTER)
+def test_an_engine_that_ended_early_runs_again_only_from_another_schedule(runs: EngineRuns, state: SearchState) -> None:
+    assert runs.may_gain(LNS)
     end(runs, NAIVE, spent_s=1.0)
-    assert runs.may_gain("lns")
-    end(runs, None, spent_s=1.0)  # from scratch, and no better than what is known
-    assert not runs.may_gain("lns")
+    assert not runs.may_gain(LNS)
+    assert runs.may_gain(EngineRun("cyclic"))
+    found = replace(BETTER, method="dispatch")
+    state.offer(found)
+    assert runs.may_gain(LNS)
+    assert not runs.may_gain(EngineRun("lns", from_heuristics=True))
+    end(runs, found, spent_s=1.0)
+    assert not runs.may_gain(LNS)
 
 
 def test_an_engine_that_used_its_time_runs_again(runs: EngineRuns) -> None:
     end(runs, NAIVE, spent_s=9.0)
-    assert runs.may_gain("lns")
+    assert runs.may_gain(LNS)
 
 
 def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:

@@ -304,7 +304,7 @@ def test_engines_start_from_the_best_that_they_know(engines):
     for schedule in (joined, apart):
         assert state.offer(schedule) is None
     assert (state.best, state.shortest) == (joined, joined)
-    assert (state.start_for("lns"), state.start_for("robust")) == (apart, joined)
+    assert (state.start_for(EngineRun("lns")), state.start_for(EngineRun("robust"))) == (apart, joined)
 
 
 class Unfit:

@@ -38,7 +38,7 @@ class EngineRuns:
         self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
         self._started = 0
         self._any_ready = False  # whether an engine's search has begun
-        self._exhausted: dict[str, Schedule | None] = {}  # the schedule from which an engine found nothing more to do
+        self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
 
     @property
     def running(self) -> bool:
@@ -69,11 +69,10 @@ class EngineRuns:
             if self._left_s() <= plan.ENGINE_END_S:
                 self._drop_planned()
                 return
-            able = [run for run in self._planned if self.may_gain(run.engine)]
+            able = [run for run in self._planned if self.may_gain(run)]
             if not able:
                 return
-            under_way = {process.engine for process in running}
-            run = next((run for run in able if run.engine not in under_way), able[0])
+            run = next((run for run in able if not self._under_way(run)), able[0])
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
@@ -81,6 +80,11 @@ class EngineRuns:
             own_threads = min(own_threads, engines.load(run.engine).most_threads or own_threads)
             self.start(run, self._allotted_s(run), own_threads)
             free, threads = free - 1, threads - own_threads
+
+    def _under_way(self, run: EngineRun) -> bool:
+        """Whether the engine runs already, from the schedule that this run would start from."""
+        start = self._state.start_for(run)
+        return any(process.engine == run.engine and process.start is start for process in self._processes.running)
 
     def _left_s(self) -> float:
         left_s = self._limit.left_s
@@ -107,16 +111,17 @@ class EngineRuns:
             "seed": (self._request.seed + self._started) % 2**31,
         }
         self._started += 1
-        start = None if run.from_scratch else self._state.start_for(run.engine)
+        start = self._state.start_for(run)
         deadline = self._limit.until(plan.LOADING_S + self._longest_s(allotted_s))
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
 
     def _longest_s(self, allotted_s: float) -> float:
         return allotted_s * (plan.COUNTED_TIMEOUT if self._counted else 1.0)
 
-    def may_gain(self, engine: str) -> bool:
-        """Whether an engine never ended early, or there is a better schedule to start from since it did."""
-        return engine not in self._exhausted or self._exhausted[engine] is not self._state.start_for(engine)
+    def may_gain(self, run: EngineRun) -> bool:
+        """Whether the engine never ended early from the schedule that this run would start from."""
+        start = self._state.start_for(run)
+        return not any(engine == run.engine and known is start for engine, known in self._exhausted)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
         """Take what engines have said; wait for a first message, `wait_s` at most."""
@@ -181,7 +186,7 @@ class EngineRuns:
         if process.gained and not process.stopped:
             self._repeat_next(process.engine)
         if process.ended_early:
-            self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
+            self._exhausted.append((process.engine, process.start))
 
     def _repeat_next(self, engine: str) -> None:
         """Let an engine that gained be the first of those that repeat: win-stay, lose-shift (Robbins 1952).
@@ -189,7 +194,7 @@ class EngineRuns:
         One that was stopped had gone on for as long as it gained.
         """
         again = next(
-            (run for run in self._planned if run.repeat and run.engine == engine and not run.from_scratch), None
+            (run for run in self._planned if run.repeat and run.engine == engine and not run.from_heuristics), None
         )
         if again is not None:
             self._planned.remove(again)

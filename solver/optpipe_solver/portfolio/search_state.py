@@ -11,8 +11,9 @@ from optpipe.model.program import JOINED
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
-from optpipe_solver.methods import ROBUST
+from optpipe_solver.methods import ENGINES, ROBUST
 from optpipe_solver.paths import has_only_known_ops
+from optpipe_solver.plan import EngineRun
 
 Emit = Callable[[Frame], None]
 
@@ -28,6 +29,8 @@ class SearchState:
         The schedule that is shortest by nominal times.
     modelled, modelled_ms
         The shortest of those whose ops the models of all engines know: no pairs, no evictions.
+    listed, listed_ms
+        Of these, the shortest that no engine found: of heuristics, of a published system, or the warm start.
     bound_ms
         No schedule is shorter than this by nominal times.
     """
@@ -38,7 +41,8 @@ class SearchState:
         self.best: Schedule | None = None
         self.shortest: Schedule | None = None
         self.modelled: Schedule | None = None
-        self.best_ms = self.shortest_ms = self.modelled_ms = NEVER
+        self.listed: Schedule | None = None
+        self.best_ms = self.shortest_ms = self.modelled_ms = self.listed_ms = NEVER
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
 
     @property
@@ -76,13 +80,18 @@ class SearchState:
         except ScheduleError as error:  # it cannot run
             return str(error)
         shortest, best = shorter(nominal_ms, self.shortest_ms), shorter(counts_ms, self.best_ms)
-        modelled = shorter(nominal_ms, self.modelled_ms) and is_modelled(schedule)
-        if not (shortest or best or modelled):
+        modelled = shorter(nominal_ms, self.modelled_ms)
+        listed = shorter(nominal_ms, self.listed_ms) and not found_by_engine(schedule)
+        if (modelled or listed) and not is_modelled(schedule):
+            modelled = listed = False
+        if not (shortest or best or modelled or listed):
             return None
         if wrong := check(self._problem, schedule):
             return wrong[0]
         if shortest:
             self.shortest, self.shortest_ms = schedule, nominal_ms
+        if listed:
+            self.listed, self.listed_ms = schedule, nominal_ms
         if modelled:
             self.modelled, self.modelled_ms = schedule, nominal_ms
         if best:
@@ -97,11 +106,19 @@ class SearchState:
             return NEVER
         return self._noise.percentile_ms(schedule, self._objective)
 
-    def start_for(self, engine: str) -> Schedule | None:
-        """The schedule that an engine starts from: the best one that it knows all ops of."""
-        return self.best if engine == ROBUST else self.modelled
+    def start_for(self, run: EngineRun) -> Schedule | None:
+        """The schedule that a run of an engine starts from: the best one that it knows all ops of, or of these the best
+        of heuristics."""
+        if run.engine == ROBUST:
+            return self.best
+        return self.listed if run.from_heuristics else self.modelled
 
 
 def is_modelled(schedule: Schedule) -> bool:
     """Whether engines' models know all its ops, and none of them run in pairs."""
     return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
+
+
+def found_by_engine(schedule: Schedule) -> bool:
+    """Whether its method is an engine, or begins with one, such as `milp+lns`."""
+    return schedule.method.partition("+")[0] in (*ENGINES, ROBUST)
