@@ -157,7 +157,11 @@ def list_ops(
                     j = next_out[s]
                     while j < following[0, s] and gone[s, j] >= leaving[s, j]:
                         j += 1
+                    back = next_back[s]
                     while j < following[0, s] and (left[d] == 0 or ready[1, s, j] <= now):
+                        older = back < j and coming[s, back] < gone[s, back]
+                        if older and held[d] - freed[d] + part_bytes[s, coming[s, back]] > memory[d]:
+                            break  # an older one needs its room
                         leaving[s, j] = min(leaving[s, j], gone[s, j])  # what is left of it would leave in vain
                         j += 1
                     next_out[s] = j

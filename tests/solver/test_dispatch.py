@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from optpipe.dispatch.change import first_rules, neighbour
+from optpipe.dispatch.change import first_rules, neighbour, spread
 from optpipe.dispatch.simulate import Rules, Simulator
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
@@ -199,6 +199,19 @@ def test_what_is_in_flight_and_waiting_change_the_order():
         assert schedule is not None
         orders.append("".join(op.kind.name for op in schedule.programs[0].ops()))
     assert orders == ["FFFFBWBWBWBW", "FFFBBBFWWWBW", "FBFWBFWBFWBW"]
+
+
+def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
+    """Memory for fewer than two activations: what leaves last could stay if there were more. One micro-batch at a
+    time takes 944 ms."""
+    tight = Problem.load(Path(__file__).parents[2] / "examples/problems/fastlink-4x8.json").with_memory_for(1.8)
+    simulator = Simulator(tight)
+    leaves = spread(simulator, "leaves", np.ones(4), 0.0)
+    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.carry_ms)
+    schedule = simulator.schedule(rules, "dispatch")
+    assert schedule is not None
+    assert not check(tight, schedule)
+    assert schedule.makespan_ms < 400
 
 
 @pytest.mark.parametrize(
