@@ -95,10 +95,10 @@ AUTO = (
     EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, once it is compiled
     EngineRun("cyclic", 0.13),  # patterns, and windows of the best of them
     EngineRun("milp", 0.02),  # the paper's formulation; proves what is tiny
-    EngineRun("cpsat", 0.04),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.15, repeat=True),
+    EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("lns", 0.14, repeat=True),
     EngineRun("dispatch", 0.03, repeat=True),
-    EngineRun("lns", 0.15, repeat=True, from_heuristics=True),
+    EngineRun("lns", 0.14, repeat=True, from_heuristics=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 
