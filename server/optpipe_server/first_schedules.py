@@ -99,7 +99,16 @@ class FirstSchedules:
                 initial = _better(initial, InitialResult(Result.of(retimed, options), source))
         asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
         request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
-        return _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
+        first = _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
+        if first.state(options) == "done":  # no worker will keep it
+            self._keep(tenant, first.best)
+        return first
+
+    def _keep(self, tenant: str, best: Result) -> None:
+        try:
+            self._caches.add(tenant, best)
+        except OptPipeError as error:
+            log.warning("a proven schedule was not cached", why=str(error))
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
         """What the cache has; a heuristic or a published schedule that is asked for is made anew."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from optpipe.anytime import Result
 from optpipe_cache import Cache, Pack
 from optpipe_cache.cache import KEPT
 from optpipe_server.database import Database
@@ -27,6 +28,14 @@ class TenantCaches:
             return self._file
         of = ALL if self._settings.shared_cache else tenant
         return Cache(TableStorage(self._database, of), pack=self._pack)
+
+    def add(self, tenant: str, best: Result) -> None:
+        """Keep the schedule of a job that is over, if it has one, verified where it came in.
+
+        Raises `InputError` if the cache cannot be used, and what the database raises.
+        """
+        if best.schedule is not None:
+            self.of(tenant).add(best.schedule, best.found_status, best.lower_bound_ms, best.objective, verified=True)
 
     @cached_property
     def _file(self) -> Cache:

@@ -44,6 +44,15 @@ def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> Non
 
 
 @on_sqlite
+def test_an_answer_that_needs_no_worker_is_cached_too(client: httpx.Client) -> None:
+    problem = chain(memory=4, m=2)
+    job = client.post("/v1/jobs", json={"problem": problem.to_dict()}).json()
+    assert (job["state"], job["best"]["source"]) == ("done", "heuristic")
+    hit = client.post("/v1/cache/lookup", json={"problem": problem.to_dict()}).json()["hit"]
+    assert (hit["exact"], hit["status"]) == (True, "optimal")
+
+
+@on_sqlite
 def test_the_milp_asked_for_by_name_runs_though_the_first_schedule_is_proven(client: httpx.Client) -> None:
     asked = {"problem": chain(memory=4, m=2).to_dict(), "method": "milp", "time_limit_s": 60.0}
     job = client.post("/v1/jobs", json=asked).json()

@@ -297,12 +297,8 @@ class Solve:
         return False
 
     def _add_to_cache(self, claim: Claim, best: Result) -> None:
-        if best.schedule is None:
-            return
         try:
-            self._environment.caches.of(claim.tenant).add(
-                best.schedule, best.found_status, best.lower_bound_ms, claim.options.objective, verified=True
-            )
+            self._environment.caches.add(claim.tenant, best)
         except (OptPipeError, *DATABASE_AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))
 
