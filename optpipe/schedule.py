@@ -25,6 +25,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, read_file, write_file
 from optpipe.model.program import Program, parse_programs
 from optpipe.model.records import Document, Items, Record, TotalMs
+from optpipe.model.rules import Rules
 from optpipe.show.page import Picture, plot, still
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -48,6 +49,8 @@ class Schedule:
         What made it.
     placement
         How `problem` came from the problem that was asked about, where its stages are others.
+    rules
+        Of a list scheduler, by which it was made, or what it was improved from. A search among rules begins with them.
     """
 
     problem: Problem
@@ -55,6 +58,7 @@ class Schedule:
     links: Mapping[str, Program] = field(default_factory=dict)
     method: str = ""
     placement: Placement | None = None
+    rules: Rules | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def parse(

@@ -305,4 +305,23 @@ def list_ops(
             look_at[links + there] = min(look_at[links + there], max(moment, free_at[there]))
 
 
-listed_ops = LazyJit(list_ops)
+def length_ms(ms: Floats, device: Ints, devices: int, start: Floats, span: bool) -> float:
+    """The makespan, or the longest span of a device, from the starts of F, B, W and C."""
+    first, last = np.full(devices, np.inf), np.zeros(devices)
+    kinds, stages, m = start.shape
+    for k in range(kinds):
+        for s in range(stages):
+            for j in range(m):
+                if start[k, s, j] < np.inf:
+                    first[device[s]] = min(first[device[s]], start[k, s, j])
+                    last[device[s]] = max(last[device[s]], start[k, s, j] + ms[k, s])
+    if not span:
+        return float(last.max())
+    longest = 0.0
+    for d in range(devices):
+        if first[d] < np.inf:
+            longest = max(longest, last[d] - first[d])
+    return longest
+
+
+listed_ops, listed_ms = LazyJit(list_ops), LazyJit(length_ms)

@@ -8,38 +8,59 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from random import Random
+from typing import NamedTuple
 
-from optpipe.dispatch.change import first_rules, neighbour
-from optpipe.dispatch.simulate import Rules, Simulator
-from optpipe.evaluate.objective import NEVER, Objective, shorter
+import numpy as np
+
+from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import first_rules
+from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
-SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
-FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
+MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
+AT_A_TIME = 100  # changes at most, and
+OPS_AT_A_TIME = 20_000  # so many ops that are simulated, before the caller is asked whether to go on
+DRAWS = 40  # random numbers for a change; one takes about 15
 
 
-def descents(
-    simulator: Simulator, objective: Objective, seed: int, given: Schedule | None = None
-) -> Iterator[tuple[Rules, float]]:
-    """Yields rules and the length (ms) that they lead to, `NEVER` if that is too long to matter: descents from one
-    start after the other, the best first. Ends if no start leads to a schedule."""
-    random = Random(seed)
+class Step(NamedTuple):
+    """What a search in rules has come to: the best rules of a descent, the length in ms that they lead to (`NEVER` if
+    that is too long to matter), and how many rules were simulated since the last step."""
+
+    rules: Rules
+    ms: float
+    tried: int
+
+
+def descents(simulator: Simulator, objective: Objective, seed: int, given: Schedule | None = None) -> Iterator[Step]:
+    """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule."""
+    from optpipe.dispatch.descend import FAILURES, SHORTEST, descend  # compiled, so only where it is used
+
+    random, span = np.random.default_rng(seed), objective == "span"
     starts: list[tuple[float, int, Rules]] = []
     for n, rules in enumerate(first_rules(simulator, given)):
         ms = simulator.length_ms(rules, objective)
-        yield rules, ms
+        yield Step(rules, ms, 1)
         starts.append((ms, n, rules))
     starts = [start for start in sorted(starts) if start[0] < NEVER]
+    tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops))
     while starts:
         for ms, _, rules in starts:
-            shortest, failures = ms, 0
-            while failures < FAILURES:
-                changed = neighbour(simulator, rules, random)
-                most = ms * (1 + random.expovariate(1) * SLACK)
-                found = simulator.length_ms(changed, objective, most)
-                yield changed, found
-                failures = 0 if shorter(found, shortest) else failures + 1
-                shortest = min(shortest, found)
-                if found <= most:
-                    rules, ms = changed, found
+            at_hand, best, trial = rules.copy(), rules.copy(), rules.copy()
+            tried = at_hand.arrays, best.arrays, trial.arrays
+            state = np.array([ms, ms, 0.0, 0.0])
+            while state[FAILURES] < MOST_FAILURES:
+                draws = random.random(DRAWS * tries)
+                descend(*simulator.of_descent, *tried, *simulator.room(), draws, state, tries, span)
+                yield Step(best.copy(), float(state[SHORTEST]), tries)
+
+
+def compile_descents(simulator: Simulator) -> None:
+    """Compile what descents take: some seconds the first time on a machine, later a moment."""
+    from optpipe.dispatch.descend import descend
+
+    rules = next(first_rules(simulator))
+    simulator.length_ms(rules, "makespan")
+    tried = (rules.copy().arrays for _ in range(3))
+    descend(*simulator.of_descent, *tried, *simulator.room(), np.zeros(1), np.zeros(4), 0, False)

@@ -28,8 +28,14 @@ class LazyJit:
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
         if self._compiled is None and (_eager or self._work > ENOUGH):
-            self._compiled = compiled(self._function)  # one store: threads may come here together
+            self.compiled_now()
         return (self._compiled or self._function)(*args)
+
+    def compiled_now(self) -> Callable[..., Any]:
+        """The compiled function, for others that are compiled, too."""
+        found = self._compiled or compiled(self._function)
+        self._compiled = found  # one store: threads may come here together
+        return found
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

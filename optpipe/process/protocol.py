@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -22,6 +23,7 @@ from optpipe.errors import FrameError, input_error
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
+from optpipe.model.rules import RulesRecord
 from optpipe.options import CompareOptions, SearchOptions, SolveOptions, Threads
 from optpipe.schedule import Schedule
 
@@ -33,13 +35,15 @@ class Programs(Record):
     """A schedule on the wire: each device's program, and each shared link's order, as one text of ops between spaces.
 
     With a `placement` it is a schedule for that placement of the problem. Who receives it places the problem that was
-    asked about, so that a solver cannot pass off an easier one. `method` is what made it.
+    asked about, so that a solver cannot pass off an easier one. `method` is what made it, and `rules` are those of
+    `Schedule`.
     """
 
     method: Text = ""
     programs: tuple[str, ...]
     links: dict[str, str] = Field(default_factory=dict)
     placement: Placement | None = None
+    rules: RulesRecord | None = None
 
     @classmethod
     def of(cls, schedule: Schedule) -> Programs:
@@ -48,6 +52,7 @@ class Programs(Record):
             programs=tuple(program.text() for program in schedule.programs),
             links={link: order.text() for link, order in schedule.links.items()},
             placement=schedule.placement,
+            rules=RulesRecord.of(schedule.rules) if schedule.rules else None,
         )
 
     def schedule(self, problem: Problem, method: str = "") -> Schedule:
@@ -57,9 +62,10 @@ class Programs(Record):
         """
         placed = self.placement.apply(problem) if self.placement else problem
         links = {link: texts.split() for link, texts in self.links.items()}
-        return Schedule.parse(
+        schedule = Schedule.parse(
             placed, (texts.split() for texts in self.programs), links, method or self.method, self.placement
         )
+        return replace(schedule, rules=self.rules.rules()) if self.rules else schedule
 
 
 class Request(SolveOptions):

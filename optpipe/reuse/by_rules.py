@@ -6,16 +6,17 @@ Rules say nothing of single micro-batches and little of memory, so they hold for
 from __future__ import annotations
 
 from optpipe.dispatch.descents import descents
-from optpipe.dispatch.simulate import Rules, Simulator
+from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, of_kinds
+from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
 METHOD = "dispatch"
-MOST_SIMULATED = 500_000  # ops: about 50 ms of compiled search, however many devices there are
-EACH = 300  # what it costs to change rules and to begin to simulate them, in ops
+MOST_SIMULATED = 500_000  # ops: about 70 ms of compiled search, however many devices there are
+EACH = 20  # what it costs to change rules, in ops
 PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which are looked at when one is over
 SAID = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
 
@@ -45,10 +46,10 @@ def by_rules(
     simulator, simulated = Simulator(problem), 0
     best: Rules | None = None
     shortest = NEVER
-    for rules, ms in descents(simulator, objective, 0, schedule):
+    for rules, ms, tried in descents(simulator, objective, 0, schedule):
         if ms < shortest:
             best, shortest = rules, ms
-        simulated += round((simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))
+        simulated += tried * round((simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))
         if simulated > most:
             break
     return simulator.schedule(best, METHOD if schedule is None else schedule.method) if best else None

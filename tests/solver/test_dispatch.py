@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from optpipe.dispatch.change import first_rules, neighbour, spread
-from optpipe.dispatch.simulate import Rules, Simulator
+from optpipe.dispatch.descend import change
+from optpipe.dispatch.descents import descents
+from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import first_rules, moved, spread
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
+from optpipe.model.rules import Rules, RulesRecord
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
 from optpipe_solver import systems
@@ -99,10 +102,17 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> Rules:
+    """Rules of which some are others."""
+    other, (fixed, *more) = rules.copy(), simulator.of_descent
+    change(other.arrays, *fixed[:2], len(simulator.memory), *more, random.random(400), np.zeros(4))
+    return other
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, seed: int) -> None:
-    simulator, random = Simulator(problem), Random(seed)
+    simulator, random = Simulator(problem), np.random.default_rng(seed)
     for rules in first_rules(simulator):
         for changes in range(3):
             schedule = simulator.schedule(rules, "dispatch")
@@ -115,14 +125,14 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
                 lengths = {objective: length_ms(schedule, objective) for objective in simulated}
                 assert simulated == pytest.approx(lengths, abs=0.01)  # what takes no time takes an instant
             assert schedule.makespan_ms <= simulated["makespan"] + 1e-6
-            rules = neighbour(simulator, rules, random)
+            rules = changed(simulator, rules, random)
 
 
 @settings(max_examples=examples(24), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_no_bound_is_above_what_rules_lead_to(problem: Problem, seed: int) -> None:
     """Not even with no more memory than the schedule needs, where bounds are highest."""
-    simulator, random = Simulator(problem), Random(seed)
+    simulator, random = Simulator(problem), np.random.default_rng(seed)
     for rules in islice(first_rules(simulator), 0, None, 3):
         for _ in range(2):
             if (schedule := simulator.schedule(rules, "dispatch")) is None:
@@ -134,7 +144,54 @@ def test_no_bound_is_above_what_rules_lead_to(problem: Problem, seed: int) -> No
             tight = problem.replace(devices=needs)
             for objective in ("makespan", "span"):
                 assert memory_bound(tight, objective) <= length_ms(schedule, objective) + 1e-6
-            rules = neighbour(simulator, rules, random)
+            rules = changed(simulator, rules, random)
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_a_descent_tells_what_its_rules_lead_to(problem: Problem, seed: int) -> None:
+    simulator = Simulator(problem)
+    for objective in ("makespan", "span"):
+        for rules, ms, tried in islice(descents(simulator, objective, seed), 0, 40, 3):
+            assert simulator.length_ms(rules, objective) == ms
+            assert tried > 0
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_a_schedule_brings_its_rules_along(problem: Problem, seed: int) -> None:
+    """Over the wire, and with them a search begins, as long as the problem is the same."""
+    simulator, random = Simulator(problem), np.random.default_rng(seed)
+    for rules in first_rules(simulator):
+        rules = changed(simulator, rules, random)
+        if schedule := simulator.schedule(rules, "dispatch"):
+            read = Programs.model_validate_json(Programs.of(schedule).model_dump_json()).schedule(problem)
+            began = next(first_rules(simulator, read))
+            assert simulator.length_ms(began, "makespan") == pytest.approx(simulator.length_ms(rules, "makespan"))
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(problem=problems(), other=problems(), value=st.sampled_from((-1, 0, 1, 2**20)))
+def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
+    problem: Problem, other: Problem, value: int
+) -> None:
+    """As those of other costs, or of a stranger who made them up."""
+    simulator, stages = Simulator(problem), len(other.stages)
+    leaves = np.full((stages, other.microbatches), value)
+    rules = Rules(np.full(stages, value), np.full((2, stages), 1e12), leaves, np.full(stages, 1e12))
+    if found := moved(simulator, rules, other):
+        assert (found.in_flight >= 1).all()
+        assert ((found.leaves <= simulator.parts[:, None]) & (found.leaves >= -1)).all()
+        assert not found.leaves[~simulator.can_recompute].min(initial=0) < 0
+        schedule = simulator.schedule(found, "dispatch")
+        assert schedule is None or check(problem, schedule) == []
+    assert moved(simulator, replace(rules, leaves=leaves[:, 1:]), other) is None
+
+
+def test_rules_on_the_wire_are_of_one_shape() -> None:
+    wrong = {"in_flight": [1, 2], "wait_ms": [[0, 0], [0, 0]], "leaves": [[0], [0, 0]], "lead_ms": [0, 0]}
+    with pytest.raises(ValueError, match="rows of one length"):
+        RulesRecord.model_validate(wrong)
 
 
 def found(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:

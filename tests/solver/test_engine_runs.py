@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from support.chain import chain
 
 from optpipe import Problem, Schedule
+from optpipe.model.rules import Rules
 from optpipe.process.child import Child
-from optpipe.process.protocol import End, Frame, Note, Request
+from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun
@@ -60,6 +62,16 @@ def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(
     for run in (EngineRun("lns"), EngineRun("lns", from_heuristics=True)):
         runs.start(run, 5.0, 1)
     assert starts == [found, NAIVE]
+
+
+def test_what_an_engine_improves_keeps_the_rules_of_its_start(runs: EngineRuns, state: SearchState) -> None:
+    rules = Rules(np.array([1, 1]), np.zeros((2, 2)), np.zeros((2, 6), dtype=int), np.zeros(2))
+    start = replace(NAIVE, rules=rules)
+    process = EngineProcess("lns", cast(Child, None), 1, start, time.monotonic() + 60, allotted_s=10.0)
+    runs.handle(process, Incumbent(method="lns", schedule=Programs.of(replace(BETTER, rules=None))))
+    assert state.best is not None
+    assert state.best.makespan_ms == BETTER.makespan_ms
+    assert state.best.rules is rules
 
 
 def test_an_engine_has_a_second_at_least(state: SearchState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from support.processes import over
 from support.strategies import problems
 
 from optpipe import Problem, check
-from optpipe.dispatch.change import first_rules
 from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import first_rules
 from optpipe.errors import InputError
 from optpipe.model.placement import rechunk
 from optpipe.process.child import Child

@@ -16,13 +16,13 @@ from support.small_problems import several_a_device, short_of_memory
 from support.strategies import problems_with_schedules
 
 from optpipe import Problem, Schedule, certify, check
+from optpipe.dispatch.descents import descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import length_ms
 from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_cli.bench.core import offloading
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.dispatch.search import descents
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.relax import ENGINE, STATES_PER_S, one_device
 from optpipe_solver.relax.one_device import bounds, devices
@@ -68,7 +68,7 @@ def test_nothing_that_is_found_is_shorter(problem):
             assert bound <= length_ms(schedule, objective) + 1e-6
         if problem.costs.ms.any():
             request = Request(problem=problem, objective=objective)
-            for _, ms in islice(descents(Simulator(problem), request.objective, request.seed), 100):
+            for _, ms, _ in islice(descents(Simulator(problem), request.objective, request.seed), 100):
                 assert bound <= ms + 1e-6
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from optpipe.dispatch.change import first_rules
-from optpipe.dispatch.descents import descents
+from optpipe.dispatch.descents import compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.process.protocol import Frame, Ready, Request
@@ -23,16 +22,16 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     With one thread these are what is limited, so that the search is the same on a busy machine.
     """
     simulator, shortest, (tries, factor) = Simulator(request.problem), NEVER, HOPELESS
-    simulator.length_ms(next(first_rules(simulator)), request.objective)  # compiles what it takes
+    compile_descents(simulator)
     emit(Ready())
-    began, spent_s = time.monotonic(), 0.0
+    began, spent_s, simulated = time.monotonic(), 0.0, 0
     best = BestSchedule(request, emit)
     hopeless_ms = factor * best.value
-    for n, (rules, ms) in enumerate(descents(simulator, request.objective, request.seed, best.schedule)):
-        shortest = min(shortest, ms)
-        if n == tries and shortest > hopeless_ms:
+    for rules, ms, tried in descents(simulator, request.objective, request.seed, best.schedule):
+        shortest, simulated = min(shortest, ms), simulated + tried
+        if simulated - tried < tries <= simulated and shortest > hopeless_ms:
             break
-        spent_s += simulator.ops / OPS_PER_S
+        spent_s += tried * simulator.ops / OPS_PER_S
         if shorter(ms, best.value) and (schedule := simulator.schedule(rules, METHOD)):
             best.offer(schedule)
         if (spent_s if request.threads == 1 else time.monotonic() - began) > request.time_limit_s:

@@ -1,0 +1,77 @@
+"""`Rules` of the list scheduler in `optpipe.dispatch`: stages in the order of the only route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from optpipe.model.arrays import Floats, Ints
+from optpipe.model.records import Items, Ms, Record
+
+Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
+class Rules:
+    """What tells one run of the list scheduler from another.
+
+    Attributes
+    ----------
+    in_flight
+        (S,) the most micro-batches between the start of their F and that of their B at each stage.
+    wait_ms
+        (2, S) how long a device waits for the F, the B of each stage rather than start an op of less rank.
+    leaves
+        (S, m) how many parts of each activation leave, if there is time for that; `AGAIN` if it is recomputed.
+    lead_ms
+        (S,) how long before its backward is expected an activation begins to come back or to be recomputed.
+    """
+
+    in_flight: Ints
+    wait_ms: Floats
+    leaves: Ints
+    lead_ms: Floats
+
+    @property
+    def arrays(self) -> tuple[Ints, Floats, Ints, Floats]:
+        return self.in_flight, self.wait_ms, self.leaves, self.lead_ms
+
+    def copy(self) -> Rules:
+        return Rules(self.in_flight.copy(), self.wait_ms.copy(), self.leaves.copy(), self.lead_ms.copy())
+
+
+class RulesRecord(Record):
+    """Rules on the wire."""
+
+    in_flight: Items[Count]
+    wait_ms: tuple[Items[Ms], Items[Ms]]
+    leaves: Items[Items[Count]]
+    lead_ms: Items[Ms]
+
+    @model_validator(mode="after")
+    def _of_one_shape(self) -> Self:
+        stages = len(self.in_flight)
+        rows = (*self.wait_ms, self.leaves, self.lead_ms)
+        if any(len(row) != stages for row in rows) or len({len(row) for row in self.leaves}) > 1:
+            raise ValueError(f"values for {stages} stages were expected, and rows of one length in leaves")
+        return self
+
+    @classmethod
+    def of(cls, rules: Rules) -> RulesRecord:
+        return cls(
+            in_flight=rules.in_flight.tolist(),
+            wait_ms=rules.wait_ms.tolist(),
+            leaves=rules.leaves.tolist(),
+            lead_ms=rules.lead_ms.tolist(),
+        )
+
+    def rules(self) -> Rules:
+        return Rules(
+            np.array(self.in_flight, dtype=np.int64),
+            np.array(self.wait_ms, dtype=np.float64),
+            np.array(self.leaves, dtype=np.int64).reshape(len(self.in_flight), -1),
+            np.array(self.lead_ms, dtype=np.float64),
+        )
