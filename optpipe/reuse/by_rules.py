@@ -15,7 +15,7 @@ from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
 METHOD = "dispatch"
-MOST_SIMULATED = 500_000  # ops: about 70 ms of compiled search, however many devices there are
+MOST_SIMULATED = 400_000  # ops: about 60 ms of compiled search, however many devices there are
 EACH = 20  # what it costs to change rules, in ops
 PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which are looked at when one is over
 SAID = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
