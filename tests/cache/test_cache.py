@@ -13,6 +13,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
+from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import check
 from optpipe_cache import Cache, Retention, default_path, distance, features, storage, structure
 from optpipe_cache import cache as cache_module
@@ -72,6 +73,18 @@ def test_exact_hit(cache: Cache) -> None:
     assert hit.schedule.programs == gpipe(problem).programs
     assert hit.schedule.method == "gpipe"
     assert (hit.status, hit.lower_bound_ms) == ("feasible", 5.0)
+
+
+def test_rules_are_kept_with_a_schedule(cache: Cache) -> None:
+    schedule = by_rules(chain(), None, "makespan", most=1)
+    assert schedule is not None
+    assert schedule.rules is not None
+    cache.add(schedule, "feasible")
+    hit = cache.lookup(chain())
+    assert hit is not None
+    assert hit.schedule.rules is not None
+    for kept, array in zip(hit.schedule.rules.arrays, schedule.rules.arrays, strict=True):
+        assert (kept == array).all()
 
 
 def test_the_better_schedule_is_kept(cache: Cache) -> None:

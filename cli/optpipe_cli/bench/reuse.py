@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from math import ceil, log
+from operator import eq
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -192,13 +193,22 @@ def _measured(
 
 def _grid() -> Iterator[Problem]:
     """Pipelines of 4 and 8 devices: times of ops as two models have them, memory for all micro-batches in flight that
-    1F1B has or for half of them, and links on which an activation moves in half a forward or in three."""
+    1F1B has or for half of them, and links on which an activation moves in half a forward or in three.
+
+    The first 8 have each two values of p, times, memory and link twice (a fractional factorial design); the next 8 have
+    the other pairs. Twice as many micro-batches come last.
+    """
     from optpipe.model.problem import Problem
     from optpipe.model.records import Device, Stage
 
     size = 10**9
-    shapes = product((4, 8), (2, 4), ((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0))
-    for p, rounds, (forward, backward, weight), memory, link in shapes:
+    shapes = product((4, 8), ((10, 10, 10), (10, 13, 8)), (1.0, 0.5), (0.5, 3.0), (2, 4))
+    others = (8, (10, 13, 8), 0.5, 3.0)
+
+    def by_halves(shape: tuple[Any, ...]) -> tuple[int, int]:
+        return shape[-1], sum(map(eq, shape, others)) % 2
+
+    for p, (forward, backward, weight), memory, link, rounds in sorted(shapes, key=by_halves):
         stage = Stage(
             device=0,
             forward_ms=forward,
