@@ -231,6 +231,7 @@ def test_export_and_import(cache: Cache, tmp_path: Path) -> None:
         (lambda line: line.replace("0F0 0F1", "0F0 0F0"), "line 2: the schedule is not valid"),
         (lambda line: line.replace("0F0 0F1", "0F0 nonsense"), "line 2: programs\\[0\\]"),
         (lambda line: line.replace('"lower_bound_ms":2.0', '"lower_bound_ms":1e9'), "line 2: lower_bound_ms"),
+        (lambda line: line.replace('"programs":{', '"programs":{"rules":{},'), "line 2: programs.rules.in_flight"),
     ],
 )
 def test_import_refuses_what_is_wrong(cache: Cache, tmp_path: Path, spoil: Any, message: str) -> None:

@@ -64,13 +64,15 @@ def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(
     assert starts == [found, NAIVE]
 
 
-def test_what_an_engine_improves_keeps_the_rules_of_its_start(runs: EngineRuns, state: SearchState) -> None:
+def test_what_is_better_and_has_no_rules_gets_those_of_the_best(runs: EngineRuns, state: SearchState) -> None:
     rules = Rules(np.array([1, 1]), np.zeros((2, 2)), np.zeros((2, 6), dtype=int), np.zeros(2))
-    start = replace(NAIVE, rules=rules)
-    process = EngineProcess("lns", cast(Child, None), 1, start, time.monotonic() + 60, allotted_s=10.0)
-    runs.handle(process, Incumbent(method="lns", schedule=Programs.of(replace(BETTER, rules=None))))
+    best = generate("zb-auto", PROBLEM)
+    assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
+    assert state.offer(replace(BETTER, rules=rules)) is None
+    process = EngineProcess("lns", cast(Child, None), 1, NAIVE, time.monotonic() + 60, allotted_s=10.0)
+    runs.handle(process, Incumbent(method="lns", schedule=Programs.of(best)))
     assert state.best is not None
-    assert state.best.makespan_ms == BETTER.makespan_ms
+    assert state.best.makespan_ms == best.makespan_ms
     assert state.best.rules is rules
 
 

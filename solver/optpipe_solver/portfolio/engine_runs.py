@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
@@ -146,10 +145,7 @@ class EngineRuns:
         if isinstance(message, Incumbent):
             before_ms = self._state.best_ms
             try:
-                found = message.schedule.schedule(self._request.problem, message.method)
-                if found.rules is None and process.start is not None:
-                    found = replace(found, rules=process.start.rules)
-                wrong = self._state.offer(found)
+                wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
             except OptPipeError as error:
                 wrong = str(error)
             if self._state.best_ms < before_ms:

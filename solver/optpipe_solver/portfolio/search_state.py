@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.jitter import Noise
 from optpipe.evaluate.objective import NEVER, length_ms, raises, reaches, shorter
 from optpipe.model.program import JOINED
+from optpipe.model.rules import Rules
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
@@ -33,6 +35,8 @@ class SearchState:
         Of these, the shortest that no engine found: of heuristics, of a published system, or the warm start.
     bound_ms
         No schedule is shorter than this by nominal times.
+    rules
+        Of the last best schedule that had any. Those that are better and have none get them.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
@@ -44,6 +48,7 @@ class SearchState:
         self.listed: Schedule | None = None
         self.best_ms = self.shortest_ms = self.modelled_ms = self.listed_ms = NEVER
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
+        self.rules: Rules | None = None
 
     @property
     def proven(self) -> bool:
@@ -88,6 +93,9 @@ class SearchState:
             return None
         if wrong := check(self._problem, schedule):
             return wrong[0]
+        if schedule.rules is None:
+            schedule = replace(schedule, rules=self.rules)
+        self.rules = schedule.rules
         if shortest:
             self.shortest, self.shortest_ms = schedule, nominal_ms
         if listed:
