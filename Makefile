@@ -104,4 +104,5 @@ pack: setup ## solve common problems, for the pack of the release; goes on where
 	nice -n 5 $(BIN)/python scripts/pack.py
 
 clean: ## remove the environment and all caches
+	find . -name '*.nb[ic]' -delete
 	rm -rf .venv .gpu .stacks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info

@@ -50,7 +50,8 @@ class Schedule:
     placement
         How `problem` came from the problem that was asked about, where its stages are others.
     rules
-        Of a list scheduler, by which it was made, or what it was improved from. A search among rules begins with them.
+        Of a list scheduler, by which it was made, or one before it in the same search. A search among rules begins with
+        them.
     """
 
     problem: Problem

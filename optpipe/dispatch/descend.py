@@ -13,7 +13,8 @@ from optpipe.model.arrays import Flags, Floats, Ints
 
 SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
 TOLERANCE = 1e-9  # what is shorter by a smaller share is as long
-MS, SHORTEST, FAILURES, DRAWN = range(4)  # columns of a descent's state
+SEEDS = 2.0**31 - 1  # of random numbers: any from 1 on, below this
+MS, SHORTEST, FAILURES, SEED = range(4)  # columns of a descent's state
 
 Fixed = tuple[Any, ...]  # the arguments of `list_ops` that are no rules
 Arrays = tuple[Ints, Floats, Ints, Floats]  # of `Rules`: in_flight, wait_ms, leaves, lead_ms
@@ -22,41 +23,42 @@ _list_ops, _length_ms, _nth = listed_ops.compiled_now(), listed_ms.compiled_now(
 
 
 @compiled
-def _draw(draws: Floats, state: Floats) -> float:
-    """The next random number in [0, 1)."""
-    state[DRAWN] += 1.0
-    return float(draws[int(state[DRAWN]) % len(draws)])
+def _draw(state: Floats) -> float:
+    """The next random number between 0 and 1 (Park and Miller 1988, with the factor of 1993): the same whether compiled
+    or not."""
+    state[SEED] = (48_271.0 * state[SEED]) % SEEDS
+    return float(state[SEED] / SEEDS)
 
 
 @compiled
-def _below(n: int, draws: Floats, state: Floats) -> int:
+def _below(n: int, state: Floats) -> int:
     """A random number of 0, 1, ..., n - 1."""
-    return int(n * _draw(draws, state))
+    return int(n * _draw(state))
 
 
 @compiled
-def _exponential(draws: Floats, state: Floats) -> float:
+def _exponential(state: Floats) -> float:
     """A random number with the mean 1."""
-    return float(-np.log(1.0 - _draw(draws, state)))
+    return float(-np.log(1.0 - _draw(state)))
 
 
 @compiled
 def _relieve(
-    rules: Arrays, chosen: Flags, sends: bool, parts: Ints, again: Flags, carry_ms: Floats, draws: Floats, state: Floats
+    rules: Arrays, chosen: Flags, sends: bool, parts: Ints, again: Flags, carry_ms: Floats, state: Floats
 ) -> None:
     """Let the chosen stages' activations come back sooner or later, let others of them leave or be computed again, or
     let some of them one after the other do or not do so."""
     _, _, leaves, lead_ms = rules
-    (stages, m), what = leaves.shape, _draw(draws, state)
+    (stages, m), what = leaves.shape, _draw(state)
     if what < 0.2:
-        factor = (0.0, 1.0, 1.5, 4.0 * _draw(draws, state))[_below(4, draws, state)]
+        factor = (0.0, 1.0, 1.5, 4.0 * _draw(state))[_below(4, state)]
         for s in range(stages):
             if chosen[s]:
                 lead_ms[s] = factor * carry_ms[s]
     elif what < 0.4:
-        share, eighths = _draw(draws, state), (1.0 + _below(7, draws, state)) / 8.0
-        share = (0.0, 1.0, share, eighths)[_below(4, draws, state)]
-        phase = _draw(draws, state)
+        share, eighths = _draw(state), (1.0 + _below(7, state)) / 8.0
+        share = (0.0, 1.0, share, eighths)[_below(4, state)]
+        phase = _draw(state)
         for s in range(stages):
             if chosen[s]:
                 most = parts[s] if sends else int(again[s])
@@ -64,16 +66,16 @@ def _relieve(
                     count = int(_nth(share * most, phase, j))
                     leaves[s, j] = count if sends else AGAIN * count
     elif what < 0.6:  # another micro-batch instead
-        j, step = _below(m, draws, state), 2 * _below(2, draws, state) - 1
+        j, step = _below(m, state), 2 * _below(2, state) - 1
         if 0 <= j + step < m:
             for s in range(stages):
                 if chosen[s]:
                     leaves[s, j], leaves[s, j + step] = leaves[s, j + step], leaves[s, j]
     else:
-        first = _below(m, draws, state)
-        end = min(m, first + 1 + int(_exponential(draws, state)))
+        first = _below(m, state)
+        end = min(m, first + 1 + int(_exponential(state)))
         for s in range(stages):
-            value = _below(parts[s] + 1, draws, state) if sends else AGAIN * _below(int(again[s]) + 1, draws, state)
+            value = _below(parts[s] + 1, state) if sends else AGAIN * _below(int(again[s]) + 1, state)
             if chosen[s]:
                 leaves[s, first:end] = value
 
@@ -88,7 +90,6 @@ def change(
     again: Flags,
     visits: Ints,
     carry_ms: Floats,
-    draws: Floats,
     state: Floats,
 ) -> None:
     """Change rules of some devices in a row: at one stage of each or at all, what is in flight, how long is waited, or
@@ -98,21 +99,21 @@ def change(
     chunks, can_leave, can_recompute = int(visits.max()) + 1, parts.max() > 0, again.any()
     chosen = np.zeros(stages, dtype=np.bool_)
     while True:
-        begin = _below(devices, draws, state)
-        end = begin + 1 + int(_exponential(draws, state) * devices / 4.0)
-        if _draw(draws, state) < 0.15:
+        begin = _below(devices, state)
+        end = begin + 1 + int(_exponential(state) * devices / 4.0)
+        if _draw(state) < 0.15:
             begin, end = 0, devices
         at, other = (
-            _below(chunks + 1, draws, state) - 1,
-            _below(chunks + 1, draws, state) - 1,
+            _below(chunks + 1, state) - 1,
+            _below(chunks + 1, state) - 1,
         )  # -1: all stages, or none
         for s in range(stages):
             chosen[s] = begin <= device[s] < end and (at < 0 or visits[s] == at)
-        if (can_leave or can_recompute) and _draw(draws, state) < 0.6:
-            sends = _draw(draws, state) < 0.5 if can_leave and can_recompute else can_leave
-            _relieve(rules, chosen, sends, parts, again, carry_ms, draws, state)
-        elif _draw(draws, state) < 0.5:
-            step = 2 * _below(2, draws, state) - 1
+        if (can_leave or can_recompute) and _draw(state) < 0.6:
+            sends = _draw(state) < 0.5 if can_leave and can_recompute else can_leave
+            _relieve(rules, chosen, sends, parts, again, carry_ms, state)
+        elif _draw(state) < 0.5:
+            step = 2 * _below(2, state) - 1
             for s in range(stages):
                 if chosen[s]:
                     in_flight[s] += step
@@ -120,12 +121,12 @@ def change(
                     in_flight[s] -= step
                 in_flight[s] = min(max(in_flight[s], 1), m)
         else:
-            kind, share = _below(2, draws, state), _draw(draws, state)
-            share = (0.0, 0.3 * share, share)[_below(3, draws, state)]
+            kind, share = _below(2, state), _draw(state)
+            share = (0.0, 0.3 * share, share)[_below(3, state)]
             for s in range(stages):
                 if chosen[s]:
                     wait_ms[kind, s] = share * ms[kind, s]
-        if _draw(draws, state) < 0.7:
+        if _draw(state) < 0.7:
             return
 
 
@@ -141,7 +142,6 @@ def descend(
     trial: Arrays,
     start: Floats,
     moved: Floats,
-    draws: Floats,
     state: Floats,
     tries: int,
     span: bool,
@@ -158,18 +158,16 @@ def descend(
         The rules at hand, the best of this descent, and room for others; all are changed.
     start, moved
         Room for what `list_ops` fills.
-    draws
-        Random numbers in [0, 1), which are taken one after the other, then again from the first one on.
     state
         (4,) the length in ms by the rules at hand and by the best, how many changes in a row have led to nothing
-        shorter than that, and how many random numbers were drawn; all are changed.
+        shorter than that, and the seed of random numbers; all are changed.
     """
     ms, device, devices = fixed[0], fixed[1], len(fixed[7])
     (stages, m), recomputed = rules[2].shape, 0
     for _ in range(tries):
         trial[0][:], trial[1][:], trial[2][:], trial[3][:] = rules
-        change(trial, ms, device, devices, parts, again, visits, carry_ms, draws, state)
-        most = state[MS] * (1.0 + _exponential(draws, state) * SLACK)
+        change(trial, ms, device, devices, parts, again, visits, carry_ms, state)
+        most = state[MS] * (1.0 + _exponential(state) * SLACK)
         stop_ms = np.inf if span else most
         done = _list_ops(*fixed, *trial, stop_ms, start, moved)
         recomputed = 0

@@ -21,7 +21,6 @@ from optpipe.schedule import Schedule
 MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
 AT_A_TIME = 100  # changes at most, and
 OPS_AT_A_TIME = 20_000  # so many ops that are simulated, before the caller is asked whether to go on
-DRAWS = 40  # random numbers for a change; one takes about 15
 
 
 class Step(NamedTuple):
@@ -35,7 +34,7 @@ class Step(NamedTuple):
 
 def descents(simulator: Simulator, objective: Objective, seed: int, given: Schedule | None = None) -> Iterator[Step]:
     """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule."""
-    from optpipe.dispatch.descend import FAILURES, SHORTEST, descend  # compiled, so only where it is used
+    from optpipe.dispatch.descend import FAILURES, SEEDS, SHORTEST, descend  # compiled, so only where it is used
 
     random, span = np.random.default_rng(seed), objective == "span"
     starts: list[tuple[float, int, Rules]] = []
@@ -49,10 +48,9 @@ def descents(simulator: Simulator, objective: Objective, seed: int, given: Sched
         for ms, _, rules in starts:
             at_hand, best, trial = rules.copy(), rules.copy(), rules.copy()
             tried = at_hand.arrays, best.arrays, trial.arrays
-            state = np.array([ms, ms, 0.0, 0.0])
+            state = np.array([ms, ms, 0.0, random.integers(1, int(SEEDS))])
             while state[FAILURES] < MOST_FAILURES:
-                draws = random.random(DRAWS * tries)
-                descend(*simulator.of_descent, *tried, *simulator.room(), draws, state, tries, span)
+                descend(*simulator.of_descent, *tried, *simulator.room(), state, tries, span)
                 yield Step(best.copy(), float(state[SHORTEST]), tries)
 
 
@@ -63,4 +61,4 @@ def compile_descents(simulator: Simulator) -> None:
     rules = next(first_rules(simulator))
     simulator.length_ms(rules, "makespan")
     tried = (rules.copy().arrays for _ in range(3))
-    descend(*simulator.of_descent, *tried, *simulator.room(), np.zeros(1), np.zeros(4), 0, False)
+    descend(*simulator.of_descent, *tried, *simulator.room(), np.zeros(4), 0, False)

@@ -95,7 +95,7 @@ class Simulator:
         start, moved = found
         (compute, begins), (moves, leaves) = self._rows_of(start[..., None], COMPUTE), self._rows_of(moved, MOVES)
         listed = lift_table(self.problem, np.concatenate([compute, moves]), np.r_[begins, leaves], method)
-        return replace(prune(listed), rules=rules)
+        return prune(replace(listed, rules=rules))
 
     def room(self) -> tuple[Floats, Floats]:
         """(4, S, m) for when each compute op starts, and (2, S, m, parts) each transfer."""

@@ -19,6 +19,7 @@ from optpipe.schedule import Schedule
 Relief = Literal["leaves", "again"]
 
 RELIEFS: tuple[Relief, ...] = ("leaves", "again")  # what can become of an activation that does not stay
+INSTANT_MS = 1e-9  # what takes no longer takes no time
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the activations of each stage, at first
 
 
@@ -91,7 +92,7 @@ def moved(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:
     can_leave = np.where(leaves < 0, simulator.can_recompute[:, None], simulator.parts[:, None])
     lasted, carried = costs.ms[np.ix_(np.array((Kind.F, Kind.B)), route[like])], carry_ms(costs, route[like])
     return Rules(
-        np.ceil(rules.in_flight[like].clip(1) * after[0] / before[0]).astype(np.int64),
+        np.ceil(rules.in_flight[like] * after[0] / before[0]).clip(1, after[1]).astype(np.int64),
         _scaled(rules.wait_ms[:, like], lasted, simulator.ms[:2], np.zeros_like(lasted)),
         np.sign(leaves) * np.minimum(np.abs(leaves), can_leave),
         _scaled(rules.lead_ms[like], carried, simulator.carry_ms, simulator.carry_ms),
@@ -100,8 +101,8 @@ def moved(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:
 
 def _scaled(value: Floats, before: Floats, after: Floats, otherwise: Floats) -> Floats:
     """The value as it is to `after` what it was to `before`; another one where that was nothing."""
-    found: Floats = np.divide(value * after, before, out=otherwise.copy(), where=before > 0.0)
-    return found
+    there = before > INSTANT_MS
+    return np.where(there, value * (after / np.where(there, before, 1.0)), otherwise)
 
 
 def _alike(before: int, after: int) -> Ints:

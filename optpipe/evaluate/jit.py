@@ -39,7 +39,11 @@ class LazyJit:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled by numba at its first call; as it is where there is no numba."""
+    """The function, compiled by numba at its first call; as it is where there is no numba.
+
+    What is compiled is kept on disk until the function's own file changes. Who changes a function of another file that
+    it calls deletes that, by `find . -name '*.nb[ic]' -delete`.
+    """
     try:
         import numba
     except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower

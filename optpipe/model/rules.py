@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.records import Items, Ms, Record
 
+MOST_MS = 1e12  # as of all times
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
 
 
@@ -55,7 +56,8 @@ class RulesRecord(Record):
     def _of_one_shape(self) -> Self:
         stages = len(self.in_flight)
         rows = (*self.wait_ms, self.leaves, self.lead_ms)
-        if any(len(row) != stages for row in rows) or len({len(row) for row in self.leaves}) > 1:
+        lengths = {len(row) for row in self.leaves}
+        if any(len(row) != stages for row in rows) or len(lengths) != 1 or lengths == {0}:
             raise ValueError(f"values for {stages} stages were expected, and rows of one length in leaves")
         return self
 
@@ -63,9 +65,9 @@ class RulesRecord(Record):
     def of(cls, rules: Rules) -> RulesRecord:
         return cls(
             in_flight=rules.in_flight.tolist(),
-            wait_ms=rules.wait_ms.tolist(),
+            wait_ms=rules.wait_ms.clip(0.0, MOST_MS).tolist(),
             leaves=rules.leaves.tolist(),
-            lead_ms=rules.lead_ms.tolist(),
+            lead_ms=rules.lead_ms.clip(0.0, MOST_MS).tolist(),
         )
 
     def rules(self) -> Rules:

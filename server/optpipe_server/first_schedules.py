@@ -28,6 +28,7 @@ from optpipe_server.first_schedule_process import Answer, FirstScheduleProcess
 from optpipe_server.metrics import CACHE, REJECTED
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work.retry import DATABASE_AWAY
 
 log = structlog.get_logger("optpipe.server")
 
@@ -107,7 +108,7 @@ class FirstSchedules:
     def _keep(self, tenant: str, best: Result) -> None:
         try:
             self._caches.add(tenant, best)
-        except OptPipeError as error:
+        except (OptPipeError, *DATABASE_AWAY) as error:
             log.warning("a proven schedule was not cached", why=str(error))
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:

@@ -13,18 +13,44 @@ from optpipe_cli import main as cli
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("bench", ["table1", "published", "scale", pytest.param("figures", marks=pytest.mark.soak)])
+NEAR = ("times by a tenth", "a tenth less memory", "a fifth less memory", "one micro-batch more")
+NEAR += ("half as many more", "a quarter fewer")
+EXAMPLES = [*map(str, sorted((DOCS.parent / "examples/problems").glob("*.json")))]
+ZERO_BUBBLE = [*map(str, sorted((DOCS.parent / "examples/problems/zero-bubble").glob("*.json")))]
+
+
+@pytest.mark.parametrize(
+    ("bench", "results", "page"),
+    [
+        (["table1"], "table1", "papers"),
+        (["published"], "published", "papers"),
+        (["scale"], "scale", "papers"),
+        pytest.param(["figures"], "figures", "papers", marks=pytest.mark.soak),
+        (["solver", *EXAMPLES], "examples", "solver"),
+        (["solver", *ZERO_BUBBLE, "--placements", "all"], "zero-bubble", "solver"),
+        (["solver", "--random", "33"], "random", "solver"),
+        (["reuse", "--first", "8", *(word for name in NEAR for word in ("--changed", name))], "reuse", "cache"),
+    ],
+)
 def test_the_page_has_what_the_bench_prints(
-    bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: list[str],
+    results: str,
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for module, name in ((anytime, "solve"), (anytime, "improve"), (comparison, "compare")):
         monkeypatch.setattr(module, name, None)
-    results = tmp_path / "results.jsonl"
-    results.write_bytes((DOCS / "results" / f"{bench}.jsonl").read_bytes())
-    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", bench, "--time-limit", "60", "--results", str(results)])
+    kept = tmp_path / "results.jsonl"
+    kept.write_bytes((DOCS / "results" / f"{results}.jsonl").read_bytes())
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", *bench, "--time-limit", "60", "--results", str(kept)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    printed, page = capsys.readouterr().out.splitlines(), (DOCS / "papers.md").read_text(encoding="utf-8").splitlines()
-    assert len(printed) > 10
-    assert [line for line in printed if line and not line.startswith("wrote ") and line not in page] == []
+    printed = capsys.readouterr().out.splitlines()
+    lines = (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    assert len(printed) > 3
+    assert [
+        line for line in printed if line and not line.startswith(("wrote ", "problem  ")) and line not in lines
+    ] == []

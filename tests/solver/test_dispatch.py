@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems import pipeline as chain_of
+from support.problems import stage
 
 from optpipe.dispatch.descend import change
 from optpipe.dispatch.descents import descents
@@ -104,8 +106,8 @@ def problems(draw: st.DrawFn) -> Problem:
 
 def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> Rules:
     """Rules of which some are others."""
-    other, (fixed, *more) = rules.copy(), simulator.of_descent
-    change(other.arrays, *fixed[:2], len(simulator.memory), *more, random.random(400), np.zeros(4))
+    other, (fixed, *more), seed = rules.copy(), simulator.of_descent, float(random.integers(1, 2**31 - 1))
+    change(other.arrays, *fixed[:2], len(simulator.memory), *more, np.array([0.0, 0.0, 0.0, seed]))
     return other
 
 
@@ -188,10 +190,24 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     assert moved(simulator, replace(rules, leaves=leaves[:, 1:]), other) is None
 
 
-def test_rules_on_the_wire_are_of_one_shape() -> None:
-    wrong = {"in_flight": [1, 2], "wait_ms": [[0, 0], [0, 0]], "leaves": [[0], [0, 0]], "lead_ms": [0, 0]}
+@pytest.mark.parametrize("leaves", [[[0], [0, 0]], [[], []], [[0]], []])
+def test_rules_on_the_wire_are_of_one_shape(leaves: list[list[int]]) -> None:
+    row = [0.0] * min(2, len(leaves) * 2)
+    wrong = {"in_flight": [1] * len(row), "wait_ms": [row, row], "leaves": leaves, "lead_ms": row}
     with pytest.raises(ValueError, match="rows of one length"):
         RulesRecord.model_validate(wrong)
+
+
+def test_rules_of_times_beyond_all_are_cut_on_the_wire() -> None:
+    rules = Rules(np.array([1]), np.full((2, 1), 4e12), np.zeros((1, 1), dtype=int), np.full(1, np.inf))
+    assert RulesRecord.of(rules).rules().lead_ms == 1e12
+
+
+def test_a_deep_pipeline_of_many_microbatches_is_searched() -> None:
+    """A change takes a random number for each stage: they must not begin anew within one."""
+    fields = stage((10, 10, 8), (10, 4), offload=(12, 12, 10))
+    simulator = Simulator(chain_of(30, 112, 80, fields))
+    assert sum(step.tried for step in islice(descents(simulator, "makespan", 0), 80)) == 80  # one at a time
 
 
 def found(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:

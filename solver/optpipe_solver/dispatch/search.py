@@ -25,6 +25,7 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     compile_descents(simulator)
     emit(Ready())
     began, spent_s, simulated = time.monotonic(), 0.0, 0
+    offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
     best = BestSchedule(request, emit)
     hopeless_ms = factor * best.value
     for rules, ms, tried in descents(simulator, request.objective, request.seed, best.schedule):
@@ -32,7 +33,8 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
         if simulated - tried < tries <= simulated and shortest > hopeless_ms:
             break
         spent_s += tried * simulator.ops / OPS_PER_S
-        if shorter(ms, best.value) and (schedule := simulator.schedule(rules, METHOD)):
+        if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD)):
+            offered_ms = ms
             best.offer(schedule)
         if (spent_s if request.threads == 1 else time.monotonic() - began) > request.time_limit_s:
             break

@@ -93,9 +93,8 @@ class SearchState:
             return None
         if wrong := check(self._problem, schedule):
             return wrong[0]
-        if schedule.rules is None:
+        if schedule.rules is None and self.rules is not None:
             schedule = replace(schedule, rules=self.rules)
-        self.rules = schedule.rules
         if shortest:
             self.shortest, self.shortest_ms = schedule, nominal_ms
         if listed:
@@ -103,7 +102,7 @@ class SearchState:
         if modelled:
             self.modelled, self.modelled_ms = schedule, nominal_ms
         if best:
-            self.best, self.best_ms = schedule, counts_ms
+            self.best, self.best_ms, self.rules = schedule, counts_ms, schedule.rules
             self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
         return None
 
