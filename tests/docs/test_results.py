@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NEAR = ("times by a tenth", "a tenth less memory", "a fifth less memory", "one micro-batch more")
 NEAR += ("half as many more", "a quarter fewer")
 EXAMPLES = [*map(str, sorted((DOCS.parent / "examples/problems").glob("*.json")))]
+ZERO_BUBBLE = [*map(str, sorted((DOCS.parent / "examples/problems/zero-bubble").glob("*.json")))]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ EXAMPLES = [*map(str, sorted((DOCS.parent / "examples/problems").glob("*.json"))
         (["scale"], "scale", "papers"),
         pytest.param(["figures"], "figures", "papers", marks=pytest.mark.soak),
         (["solver", *EXAMPLES], "examples", "solver"),
+        (["solver", *ZERO_BUBBLE, "--placements", "all"], "zero-bubble", "solver"),
         (["solver", "--random", "33"], "random", "solver"),
         (["reuse", "--first", "8", *(word for name in NEAR for word in ("--changed", name))], "reuse", "cache"),
     ],
