@@ -9,25 +9,26 @@ import numpy as np
 from optpipe.dispatch.clock import AGAIN, listed_ms, listed_ops
 from optpipe.dispatch.starts import nth
 from optpipe.evaluate.jit import compiled
+from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import Flags, Floats, Ints
 
 SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
-TOLERANCE = 1e-9  # what is shorter by a smaller share is as long
-SEEDS = 2.0**31 - 1  # of random numbers: any from 1 on, below this
-MS, SHORTEST, FAILURES, SEED = range(4)  # columns of a descent's state
+MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and below this
+MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's state
 
 Fixed = tuple[Any, ...]  # the arguments of `list_ops` that are no rules
 Arrays = tuple[Ints, Floats, Ints, Floats]  # of `Rules`: in_flight, wait_ms, leaves, lead_ms
 
-_list_ops, _length_ms, _nth = listed_ops.compiled_now(), listed_ms.compiled_now(), compiled(nth)
+_list_ops, _length_ms = listed_ops.compiled_now(), listed_ms.compiled_now()
+_nth, _shorter = compiled(nth), compiled(shorter)
 
 
 @compiled
 def _draw(state: Floats) -> float:
     """The next random number between 0 and 1 (Park and Miller 1988, with the factor of 1993): the same whether compiled
     or not."""
-    state[SEED] = (48_271.0 * state[SEED]) % SEEDS
-    return float(state[SEED] / SEEDS)
+    state[RANDOM] = (48_271.0 * state[RANDOM]) % MODULUS
+    return float(state[RANDOM] / MODULUS)
 
 
 @compiled
@@ -103,10 +104,8 @@ def change(
         end = begin + 1 + int(_exponential(state) * devices / 4.0)
         if _draw(state) < 0.15:
             begin, end = 0, devices
-        at, other = (
-            _below(chunks + 1, state) - 1,
-            _below(chunks + 1, state) - 1,
-        )  # -1: all stages, or none
+        # Which stage of each device, and which other one; -1 is all of them, or none.
+        at, other = _below(chunks + 1, state) - 1, _below(chunks + 1, state) - 1
         for s in range(stages):
             chosen[s] = begin <= device[s] < end and (at < 0 or visits[s] == at)
         if (can_leave or can_recompute) and _draw(state) < 0.6:
@@ -160,23 +159,20 @@ def descend(
         Room for what `list_ops` fills.
     state
         (4,) the length in ms by the rules at hand and by the best, how many changes in a row have led to nothing
-        shorter than that, and the seed of random numbers; all are changed.
+        shorter than that, and the state of the random numbers; all are changed.
     """
     ms, device, devices = fixed[0], fixed[1], len(fixed[7])
-    (stages, m), recomputed = rules[2].shape, 0
+    ops = 3 * rules[2].size
     for _ in range(tries):
         trial[0][:], trial[1][:], trial[2][:], trial[3][:] = rules
         change(trial, ms, device, devices, parts, again, visits, carry_ms, state)
         most = state[MS] * (1.0 + _exponential(state) * SLACK)
         stop_ms = np.inf if span else most
         done = _list_ops(*fixed, *trial, stop_ms, start, moved)
-        recomputed = 0
-        for s in range(stages):
-            for j in range(m):
-                recomputed += trial[2][s, j] < 0
-        found = _length_ms(ms, device, devices, start, span) if done == 3 * stages * m + recomputed else np.inf
+        complete = done == ops + (trial[2] < 0).sum()  # with what is recomputed
+        found = _length_ms(ms, device, devices, start, span) if complete else np.inf
         state[FAILURES] += 1.0
-        if found < state[SHORTEST] * (1.0 - TOLERANCE):
+        if _shorter(found, state[SHORTEST]):
             state[SHORTEST], state[FAILURES] = found, 0.0
             best[0][:], best[1][:], best[2][:], best[3][:] = trial
         if found <= most:

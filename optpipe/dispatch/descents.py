@@ -24,8 +24,8 @@ OPS_AT_A_TIME = 20_000  # so many ops that are simulated, before the caller is a
 
 
 class Step(NamedTuple):
-    """What a search in rules has come to: the best rules of a descent, the length in ms that they lead to (`NEVER` if
-    that is too long to matter), and how many rules were simulated since the last step."""
+    """What a search in rules has found: the best rules of a descent, the length in ms that they lead to (`NEVER` where
+    they lead to no schedule), and how many rules were simulated since the last step."""
 
     rules: Rules
     ms: float
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 def descents(simulator: Simulator, objective: Objective, seed: int, given: Schedule | None = None) -> Iterator[Step]:
     """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule."""
-    from optpipe.dispatch.descend import FAILURES, SEEDS, SHORTEST, descend  # compiled, so only where it is used
+    from optpipe.dispatch.descend import FAILURES, MODULUS, SHORTEST, descend  # compiled, so only where it is used
 
     random, span = np.random.default_rng(seed), objective == "span"
     starts: list[tuple[float, int, Rules]] = []
@@ -48,7 +48,7 @@ def descents(simulator: Simulator, objective: Objective, seed: int, given: Sched
         for ms, _, rules in starts:
             at_hand, best, trial = rules.copy(), rules.copy(), rules.copy()
             tried = at_hand.arrays, best.arrays, trial.arrays
-            state = np.array([ms, ms, 0.0, random.integers(1, int(SEEDS))])
+            state = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
             while state[FAILURES] < MOST_FAILURES:
                 descend(*simulator.of_descent, *tried, *simulator.room(), state, tries, span)
                 yield Step(best.copy(), float(state[SHORTEST]), tries)

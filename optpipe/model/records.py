@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optpipe.errors import input_error
 
-Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
+MOST_MS = 1e12
+Ms = Annotated[float, Field(strict=True, ge=0, le=MOST_MS, allow_inf_nan=False)]
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]

@@ -9,9 +9,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.records import Items, Ms, Record
+from optpipe.model.records import MOST_MS, Items, Ms, Record
 
-MOST_MS = 1e12  # as of all times
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
 
 
