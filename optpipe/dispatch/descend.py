@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from optpipe.dispatch.clock import AGAIN, listed_ms, listed_ops
-from optpipe.dispatch.starts import nth
+from optpipe.dispatch.starts import evenly
 from optpipe.evaluate.jit import compiled
 from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import Flags, Floats, Ints
@@ -20,7 +20,7 @@ Fixed = tuple[Any, ...]  # the arguments of `list_ops` that are no rules
 Arrays = tuple[Ints, Floats, Ints, Floats]  # of `Rules`: in_flight, wait_ms, leaves, lead_ms
 
 _list_ops, _length_ms = listed_ops.compiled_now(), listed_ms.compiled_now()
-_nth, _shorter = compiled(nth), compiled(shorter)
+_evenly, _shorter = compiled(evenly), compiled(shorter)
 
 
 @compiled
@@ -64,7 +64,7 @@ def _relieve(
             if chosen[s]:
                 most = parts[s] if sends else int(again[s])
                 for j in range(m):
-                    count = int(_nth(share * most, phase, j))
+                    count = int(_evenly(share * most, phase, j))
                     leaves[s, j] = count if sends else AGAIN * count
     elif what < 0.6:  # another micro-batch instead
         j, step = _below(m, state), 2 * _below(2, state) - 1

@@ -124,7 +124,7 @@ def carry_ms(costs: Costs, route: Ints) -> Floats:
 
 
 def _in_rows(*values: Any) -> tuple[Any, ...]:
-    """The values, of arrays such as lie in memory row by row."""
+    """The values; arrays are copied to row-major order where they have another."""
     return tuple(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value for value in values)
 
 

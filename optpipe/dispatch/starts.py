@@ -47,11 +47,11 @@ def first_rules(simulator: Simulator, given: Schedule | None = None) -> Iterator
 def spread(simulator: Simulator, relief: Relief, share: Floats, phase: float) -> Ints:
     """(S, m) what becomes of activations if of each stage's a share, evenly spread, leaves or is computed again."""
     most = simulator.parts if relief == "leaves" else simulator.can_recompute.astype(np.int64)
-    counts: Ints = nth((share * most)[:, None], phase, np.arange(simulator.problem.microbatches)).astype(np.int64)
+    counts: Ints = evenly((share * most)[:, None], phase, np.arange(simulator.problem.microbatches)).astype(np.int64)
     return counts if relief == "leaves" else AGAIN * counts
 
 
-def nth(each: Floats, phase: float, j: Ints) -> Floats:
+def evenly(each: Floats, phase: float, j: Ints) -> Floats:
     """How many of the j-th activation leave if of each so many, a fraction, are to leave on average."""
     return np.floor(each * (j + 1) + phase) - np.floor(each * j + phase)
 
