@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from optpipe.options import ENGINES, MILP
+from optpipe.options import ENGINES, MILP, RELAX
 
 HEURISTICS = ("naive", "zb-auto", "adaoffload")  # each fits wherever any schedule does; the most promising last
 ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
-RELAX = "relax"  # an engine that only proves bounds, which `auto` starts
 METHODS = ("auto", *HEURISTICS, *ENGINES)
 
 __all__ = ["ENGINES", "HEURISTICS", "METHODS", "MILP", "RELAX", "ROBUST"]

@@ -57,6 +57,7 @@ FIRST_LOOK_SHARE = 0.06  # of the time: a heuristic for every placement
 RULES_S = 10.0  # a search for so long waits until the rules of `dispatch` are compiled, mostly less than a second
 PARTITIONS_SHARE = 0.2  # of the time: for better partitions, if there are layers
 HALVING = ((4, 0.2), (2, 0.2))  # so many placements, for that share of the time
+WEAKEST_SHARE = 0.1  # of the time: for the bounds of the placements that have the least ones
 PLACEMENT_S = 2.5  # below that an engine has hardly begun
 PARTITION_POLICIES = 6  # of AdaOffload that judge a partition
 PARTITION_MOVES = 240  # from one partition; of more a sample is tried

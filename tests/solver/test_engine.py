@@ -81,7 +81,7 @@ def test_the_time_limit_holds() -> None:
 
 
 def test_an_unknown_method_is_one_sentence() -> None:
-    with pytest.raises(SolverError, match=r"method = 'simplex': the engines are dispatch, cyclic, .*milp$"):
+    with pytest.raises(SolverError, match=r"method = 'simplex': the engines are dispatch, cyclic, .*milp, relax$"):
         list(Child("optpipe_solver.engine", Request(problem=pipeline(2, 2), method="simplex")).frames())
 
 

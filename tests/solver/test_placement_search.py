@@ -188,7 +188,8 @@ class FakePortfolio:
         chunks = len(self.request.problem.stages) // 4
         self.best_ms = 100.0 + 100.0 / chunks - self.request.time_limit_s / 1000
         self.emit(Note(text="the same words"))
-        self.emit(Bound(method="shown", lower_bound_ms=30.0 + chunks))
+        proven_ms = 50.0 if self.request.method == "relax" else 30.0
+        self.emit(Bound(method="shown", lower_bound_ms=proven_ms + chunks))
         self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
 
     def by_simple_rules(self) -> Iterator[None]:
@@ -205,7 +206,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
     FakePortfolio.asked, FakePortfolio.with_published, FakePortfolio.by_rules = [], [], []
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
-    first, *looks = [request for request in FakePortfolio.asked if request.method != "auto"]
+    first, *looks = [request for request in FakePortfolio.asked if request.method not in ("auto", "relax")]
     deep = [request for request in FakePortfolio.asked if request.method == "auto"]
     assert first.method == "naive"
     assert looks == FakePortfolio.with_published == FakePortfolio.by_rules
@@ -217,10 +218,17 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert deep[6].time_limit_s > 25.0
     if threads == 1:
         assert sum(request.time_limit_s for request in FakePortfolio.asked[1:]) <= 60.0 + 1e-6
-    assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)][
-        -1
-    ] == 31.0  # the least of the placements' own
+    assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(monkeypatch, threads):
+    monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
+    FakePortfolio.asked, FakePortfolio.with_published, FakePortfolio.by_rules = [], [], []
+    run(pipeline(offload_ms=None), method="auto", time_limit_s=600.0, threads=threads)
+    relaxed = [request.problem for request in FakePortfolio.asked if request.method == "relax"]
+    assert [len(problem.stages) for problem in relaxed] == ([4] if threads == 1 else [4, 8])  # next was the best's
 
 
 def test_an_unknown_method_is_one_sentence():

@@ -9,7 +9,7 @@ from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, plan
-from optpipe_solver.methods import MILP
+from optpipe_solver.methods import MILP, RELAX
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
 from optpipe_solver.portfolio.search_state import Emit, SearchState
@@ -31,7 +31,8 @@ class EngineRuns:
         self._request, self._state, self._limit, self._emit = request, state, limit, emit
         self._planned = list(planned)
         self._processes = EngineProcesses()
-        self._parallel = plan.side_by_side(request.threads) if request.method == "auto" else 1
+        beside = request.method in ("auto", RELAX)  # what gives bounds only need not wait for heuristics
+        self._parallel = plan.side_by_side(request.threads) if beside else 1
         share = 1 - plan.heuristics_share(limit.seconds)
         self._counted = limit.counted and request.method != MILP
         self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if self._counted else 1)

@@ -3,7 +3,8 @@
 A placement has one chunk a device or several, looped or V-shaped, or, where forwards run beside backwards, one each
 way. A problem with layers is cut anew. A `Portfolio` searches the schedules of one placement. Here portfolios run one
 after the other by successive halving (Jamieson and Talwalkar 2016): a heuristic on every placement, then everything
-there is for a short time on the best few, then on the best for the rest of the time.
+there is for a short time on the best few, then on the best for the rest of the time. Before that, `relax` raises the
+bounds of the placements that have the least ones.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
-from optpipe_solver import plan
+from optpipe_solver import engines, plan
 from optpipe_solver.bounds import lower_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
-from optpipe_solver.methods import ENGINES
+from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.partitions import SHAPES, PartitionDescent, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit
@@ -73,6 +74,7 @@ class PlacementSearch:
         if self.has_layers and (complaint := mismatch(request.problem)):
             raise InputError(complaint)
         self.deadline = time.monotonic() + request.time_limit_s
+        self.one_thread = request.threads == 1  # one search in one order, whatever the clock says
         self.best_ms, self.bound_ms = NEVER, float("-inf")
         self.notes: set[str] = set()
         self.last_note = ""  # the latest one about the problem's own stages
@@ -117,10 +119,12 @@ class PlacementSearch:
                 share_left -= share
                 for candidate in self._ranked()[:count]:
                     self._search(candidate, self.request.method, share / count)
-        one_thread = self.request.threads == 1
+        if self.request.method == "auto" and plan.WEAKEST_SHARE * self.request.time_limit_s >= plan.PLACEMENT_S:
+            share_left -= plan.WEAKEST_SHARE
+            self._search_weakest(plan.WEAKEST_SHARE)
         for candidate in self._ranked():  # the second one if the best is proven for its placement before time is up
-            self._search(candidate, self.request.method, share_left if one_thread else 1.0)
-            if one_thread:  # one search in one order, whatever the clock says
+            self._search(candidate, self.request.method, share_left if self.one_thread else 1.0)
+            if self.one_thread:
                 break
         if not (self.engine_ran or self.request.ends_when_proven):  # the best is proven, or time is up
             best = min((c for c in self.candidates if not c.infeasible), key=lambda candidate: candidate.best_ms)
@@ -193,6 +197,24 @@ class PlacementSearch:
                 if self.left_s < self.request.time_limit_s / 2:
                     return
 
+    def _search_weakest(self, share: float) -> None:
+        """Let `relax` search the placement with the least bound for half of the time, then what has the least bound
+        now, and so on: the least bound holds for all.
+
+        It ends at the best placement, on which everything there is runs anyway.
+        """
+        relax, searched = engines.load(RELAX), {id(best) for best in self._ranked()[:1]}
+        until = time.monotonic() + share * self.request.time_limit_s
+        while alive := self._ranked():
+            weakest = min(alive, key=lambda candidate: candidate.bound_ms)
+            left = share if self.one_thread else (until - time.monotonic()) / self.request.time_limit_s
+            if left <= 0 or id(weakest) in searched or relax.unsupported(weakest.problem, alone=False):
+                return
+            searched.add(id(weakest))
+            self._search(weakest, RELAX, left / 2)
+            if self.one_thread:
+                return
+
     def _heuristic(self, name: str) -> str:
         """The heuristic that the request names; this one if it names none."""
         return name if self.request.method in ("auto", *ENGINES) else self.request.method
@@ -216,10 +238,9 @@ class PlacementSearch:
     def _descend(self, descent: PartitionDescent, seconds: float) -> None:
         """Go on with a descent for so long: with one thread by the work that is counted, else by the clock."""
         until, ops = time.monotonic() + seconds, 0
-        counted = self.request.threads == 1
         for handled in descent.steps:
             ops += handled
-            over = ops > seconds * plan.OPS_PER_S if counted else time.monotonic() > until
+            over = ops > seconds * plan.OPS_PER_S if self.one_thread else time.monotonic() > until
             if over or self.left_s < plan.ENGINE_END_S:
                 return
 
