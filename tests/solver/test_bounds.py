@@ -136,6 +136,14 @@ def test_what_is_left_of_the_memory_beside_whole_activations_is_of_no_use():
     assert memory_bound(by_bytes, "span") >= 40 * (turn + 10) / 3
 
 
+def test_parts_of_one_activation_leave_one_after_the_other():
+    """Memory for one activation, links of two ways: of its 4 parts all, then 3, 2 and 1 are there for 2 ms each on the
+    way out, and as long on the way back."""
+    away = problems.stage((2, 2, 0), (4, 0), offload=(8.0, 8.0, 4), offload_parts=4)
+    problem = problems.pipeline(2, 100, 4, away, p2p_ms=50.0, transfer_mode="full_duplex")
+    assert memory_bound(problem, "span") == pytest.approx(100 * (2 + 2 + (4 + 3 + 2 + 1) * (2 + 2) / 4), rel=0.01)
+
+
 def test_memory_fills_forward_by_forward_and_empties_backward_by_backward():
     problem = pipeline(12, 100, (10.0, 10.0, 10.0), 0.0, memory=4)
     filling = (3 + 2 + 1) * 10 / 4

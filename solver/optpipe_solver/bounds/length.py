@@ -92,8 +92,9 @@ def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float
     """Return (choices, 4) what becomes of one activation, and its cost: the columns of `choices`, in ms of the device.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
-    computing it again. Of one that leaves in part, what stays and each part during its own transfers are worth no more
-    one by one than together, as f is superadditive.
+    computing it again. Its parts leave one after the other and come back so: while the n-th of them moves, all but
+    n - 1 are there. Links of two ways may carry them there and back at once. Then fewer are away at a time, which is
+    the choice of those only.
     """
     stage = problem.stages[s]
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
@@ -104,8 +105,10 @@ def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float
         out, back = float(ms[Kind.O]), float(ms[Kind.R])
         busy = (out + back,) * 2 if problem.transfer_mode == "half_duplex" else (out, back)
         parts = sorted(held.parts, reverse=True)
-        for n, gone in enumerate(accumulate(parts), start=1):
-            area = ends + measure(held.stays - gone) * max(between, out + back) + n * measure(parts[-1]) * (out + back)
+        there = [measure(held.stays - gone) for gone in accumulate(parts, initial=0)]
+        for n in range(1, len(there)):
+            moves = sum(there[:n]) * (out + back)
+            area = ends + moves + there[n] * max(0.0, between - n * (out + back))
             found.append((area, n * busy[0], n * busy[1], 0.0))
     if stage.can_recompute:
         again = float(ms[Kind.C])
