@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 # Ops that are handled in plain Python, in about 0.1 s, before numba is imported, which takes about as long.
@@ -41,14 +43,27 @@ class LazyJit:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled by numba at its first call; as it is where there is no numba.
 
-    What is compiled is kept on disk until the function's own file changes. Who changes a function of another file that
-    it calls deletes that, by `find . -name '*.nb[ic]' -delete`.
+    What is compiled is kept on disk until a file changes in the function's folder or in this one, where all that it
+    calls is.
     """
     try:
         import numba
     except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
         return function
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        found = numba.njit(cache=True)(function)
     except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
         return numba.njit(function)  # type: ignore[no-any-return]
+    _forget_if_changed(function, Path(found.stats.cache_path))
+    return found  # type: ignore[no-any-return]
+
+
+def _forget_if_changed(function: Callable[..., Any], cache: Path) -> None:
+    """Delete what was compiled of the function before any of those files changed; numba looks at its own only."""
+    own = Path(function.__code__.co_filename)
+    with suppress(OSError):  # another process was first, or the cache cannot be changed
+        sources = (source for folder in (own.parent, Path(__file__).parent) for source in folder.glob("*.py"))
+        changed_at = max(source.stat().st_mtime for source in sources)
+        for index in cache.glob(f"{own.stem}.{function.__name__}-*.nbi"):
+            if index.stat().st_mtime < changed_at:
+                index.unlink()
