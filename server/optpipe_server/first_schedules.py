@@ -28,7 +28,6 @@ from optpipe_server.first_schedule_process import Answer, FirstScheduleProcess
 from optpipe_server.metrics import CACHE, REJECTED
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work.retry import DATABASE_AWAY
 
 log = structlog.get_logger("optpipe.server")
 
@@ -102,14 +101,8 @@ class FirstSchedules:
         request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
         first = _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
         if first.state(options) == "done":  # no worker will keep it
-            self._keep(tenant, first.best)
+            self._caches.keep(tenant, first.best)
         return first
-
-    def _keep(self, tenant: str, best: Result) -> None:
-        try:
-            self._caches.add(tenant, best)
-        except (OptPipeError, *DATABASE_AWAY) as error:
-            log.warning("a proven schedule was not cached", why=str(error))
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
         """What the cache has; a heuristic or a published schedule that is asked for is made anew."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+import structlog
+
 from optpipe.anytime import Result
+from optpipe.errors import OptPipeError
 from optpipe_cache import Cache, Pack
 from optpipe_cache.cache import KEPT
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
+from optpipe_server.database.retry import DATABASE_AWAY, first_line
 from optpipe_server.settings import LOCAL, Settings
+
+log = structlog.get_logger("optpipe.server")
 
 ALL = ""  # the tenant of schedules that all tenants share
 
@@ -29,13 +35,17 @@ class TenantCaches:
         of = ALL if self._settings.shared_cache else tenant
         return Cache(TableStorage(self._database, of), pack=self._pack)
 
-    def add(self, tenant: str, best: Result) -> None:
+    def keep(self, tenant: str, best: Result) -> None:
         """Keep the schedule of a job that is over, if it has one, verified where it came in.
 
-        Raises `InputError` if the cache cannot be used, and what the database raises.
+        Where the cache or the database cannot be used, that is logged: the job has its answer all the same.
         """
-        if best.schedule is not None:
+        if best.schedule is None:
+            return
+        try:
             self.of(tenant).add(best.schedule, best.found_status, best.lower_bound_ms, best.objective, verified=True)
+        except (OptPipeError, *DATABASE_AWAY) as error:
+            log.warning("a schedule was not cached", error=first_line(error))
 
     @cached_property
     def _file(self) -> Cache:

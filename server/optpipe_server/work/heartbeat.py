@@ -15,7 +15,7 @@ import structlog
 
 from optpipe_server.database import Leases
 from optpipe_server.database.leases import Claim
-from optpipe_server.work.retry import DATABASE_AWAY, first_line
+from optpipe_server.database.retry import DATABASE_AWAY, first_line
 from optpipe_server.work.solve import Solve
 
 log = structlog.get_logger("optpipe.work")

@@ -11,7 +11,7 @@ from optpipe_cache import Retention
 from optpipe_cache.retention import KEEP_ALL
 from optpipe_server import metrics
 from optpipe_server.database import Database, prune, prune_schedules, reap
-from optpipe_server.work.retry import DATABASE_AWAY, first_line
+from optpipe_server.database.retry import DATABASE_AWAY, first_line
 
 log = structlog.get_logger("optpipe.work")
 

@@ -18,18 +18,18 @@ from typing import Literal, TypeVar
 import structlog
 
 from optpipe.anytime import Result, Search, improve, merged
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import InputError
 from optpipe.process import process_tree
 from optpipe.process.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import Claim, LostError, RequestedChanges
+from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
 from optpipe_server.database.tables import Level, State
 from optpipe_server.settings import within
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.memory_limit import MemoryLimit, Unlimited, memory_limit, solver_memory_mib
-from optpipe_server.work.retry import DATABASE_AWAY, retry_while_away
 
 log = structlog.get_logger("optpipe.work")
 
@@ -293,14 +293,8 @@ class Solve:
         metrics.SOLVES.labels(state).observe(self.spent_s)
         if best.gap is not None:
             metrics.GAP.observe(best.gap)
-        self._add_to_cache(claim, best)
+        self._environment.caches.keep(claim.tenant, best)
         return False
-
-    def _add_to_cache(self, claim: Claim, best: Result) -> None:
-        try:
-            self._environment.caches.add(claim.tenant, best)
-        except (OptPipeError, *DATABASE_AWAY) as error:
-            self._log.warning("its schedule was not cached", error=str(error))
 
     def _retry(self, call: Callable[[], T]) -> T:
         return retry_while_away(call, self._environment.stopping)

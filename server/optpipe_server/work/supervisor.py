@@ -12,11 +12,11 @@ import structlog
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
+from optpipe_server.database.retry import DATABASE_AWAY, first_line
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.cgroup import delegated_group
 from optpipe_server.work.heartbeat import Heartbeat, Watchdog
-from optpipe_server.work.retry import DATABASE_AWAY, first_line
 from optpipe_server.work.solve import Solve, SolveEnvironment
 from optpipe_server.work.thread_budget import ThreadBudget
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
+from structlog.testing import capture_logs
 from support.chain import chain, gpipe, one_by_one
 
+from optpipe.anytime import Result
+from optpipe.options import SolveOptions
 from optpipe_cache import Cache, Retention
 from optpipe_server import Settings
 from optpipe_server.database import Database
@@ -42,6 +47,22 @@ def test_days_count_for_the_user_s_own_file(database: Database, tmp_path: Path) 
     caches.of(LOCAL).add(gpipe(chain()), "feasible")
     caches.of(LOCAL).add(gpipe(chain(forward=2.0)), "feasible")
     assert caches.of(LOCAL).entries() == []
+
+
+def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(sqlite_url: str, tmp_path: Path) -> None:
+    database = Database(sqlite_url)
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", pack=None), database)
+    best = Result.of(gpipe(chain()), SolveOptions())
+
+    @event.listens_for(database.engine, "checkout")
+    def read_only(connection: Any, *_: object) -> None:
+        connection.execute("pragma query_only = 1").close()
+
+    with capture_logs() as logs:
+        caches.keep("a", best)
+    [line] = logs
+    assert (line["event"], line["error"]) == ("a schedule was not cached", "attempt to write a readonly database")
+    assert caches.of("a").entries() == []
 
 
 def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
