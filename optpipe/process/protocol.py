@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -166,7 +166,9 @@ def parse_frame(line: bytes) -> Frame:
 
 
 def read_request() -> Request:
-    """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
+    """In a child that writes frames: the request from standard input. From then on the child ends as soon as that input
+    closes."""
+    keep_output_for_frames()
     return _read(Request)
 
 
@@ -188,6 +190,7 @@ def requests(model: type[Asked]) -> Iterator[Asked | ValidationError]:
 
     From the call on the child ends as soon as its standard input closes.
     """
+    keep_output_for_frames()
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
     return _requests(model, lines)
@@ -220,6 +223,16 @@ def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
 
 
 _writing = threading.Lock()
+_frames: BinaryIO | None = None  # where they go, if not to standard output as it is
+
+
+def keep_output_for_frames() -> None:
+    """In a child, before it writes a frame: standard output is for frames only from now on. What a library prints, as
+    HiGHS 1.16 does, goes to standard error."""
+    global _frames
+    sys.stdout.flush()
+    _frames = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
 
 
 def write_frame(frame: Frame, request: int | None = None) -> None:
@@ -227,5 +240,6 @@ def write_frame(frame: Frame, request: int | None = None) -> None:
     if request is not None:
         frame = frame.model_copy(update={"request": request})
     with _writing:
-        sys.stdout.buffer.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        lines = _frames or sys.stdout.buffer
+        lines.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
+        lines.flush()

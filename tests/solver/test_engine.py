@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,21 @@ from optpipe import Problem, SolverError, Stage, check
 from optpipe.model.records import Device
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Note, Request
+
+PRINTS = """
+import os, sys
+
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["highspy"]
+import highspy
+
+class Highs(highspy.Highs):
+    def __init__(self):
+        super().__init__()
+        os.write(1, b"Running HiGHS\\n")
+
+highspy.Highs = Highs
+"""
 
 
 def pipeline(devices: int, microbatches: int) -> Problem:
@@ -68,6 +85,16 @@ def test_the_engine_solves_and_ends() -> None:
     schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     assert schedules
     assert [check(problem, schedule) for schedule in schedules] == [[]] * len(schedules)
+
+
+def test_what_a_library_prints_is_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS 1.16 prints its version whatever it is told."""
+    (tmp_path / "highspy.py").write_text(PRINTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    child = Child("optpipe_solver.engine", Request(problem=pipeline(2, 3), method="milp", time_limit_s=30))
+    *frames, last = child.frames()
+    assert any(isinstance(frame, Incumbent) for frame in frames)
+    assert last == End()
 
 
 def test_the_time_limit_holds() -> None:

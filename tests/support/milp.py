@@ -21,7 +21,7 @@ from support.enumeration import length
 
 DRIVER = """
 import json, re, sys, time
-from optpipe.process.protocol import End, Note, Request, write_frame
+from optpipe.process.protocol import End, Note, Request, keep_output_for_frames, write_frame
 from optpipe_solver.milp import solve
 from optpipe_solver.milp.switches import Switches
 
@@ -31,6 +31,7 @@ def keep(*given):
     return limits
 
 Limits, solve.Limits = solve.Limits, keep
+keep_output_for_frames()
 for line in sys.stdin:
     asked = json.loads(line)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from optpipe.options import usual_name
@@ -15,12 +18,27 @@ def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> tuple[str,
 
     Returns the name of the backend that did it, and how it ended.
     """
-    try:
-        outcome = backend(solver)(task)
-    except UnavailableError as reason:
-        tell(f"{reason}; HiGHS solves it instead")
-        solver, outcome = "highs", backend("highs")(task)
+    with _stdout_to_stderr():
+        try:
+            outcome = backend(solver)(task)
+        except UnavailableError as reason:
+            tell(f"{reason}; HiGHS solves it instead")
+            solver, outcome = "highs", backend("highs")(task)
     return solver, replace(outcome, seconds=task.limits.spent_s)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Whatever a solver's library prints goes to standard error: standard output is for answers."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def backend(solver: str) -> Minimize:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +27,11 @@ def solver(name: str) -> Minimize:
     Raises UnavailableError.
     """
     asked = usual_name(name or "cbc")
-    with _stdout_to_stderr():
-        named = sorted((found for found in pulp.listSolvers() if usual_name(found) == asked), key=lambda x: x != name)
-        for chosen in CBC if asked == "cbc" else named:
-            if pulp.getSolver(chosen, msg=False).available():
-                return lambda task: _minimize(chosen, task)
-        found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
+    named = sorted((found for found in pulp.listSolvers() if usual_name(found) == asked), key=lambda x: x != name)
+    for chosen in CBC if asked == "cbc" else named:
+        if pulp.getSolver(chosen, msg=False).available():
+            return lambda task: _minimize(chosen, task)
+    found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
     raise UnavailableError(f"solver = 'pulp:{name or CBC[0]}': PuLP does not find this solver; it finds {found}")
 
 
@@ -68,11 +63,10 @@ def _solve(name: str, task: Task, relaxed: bool) -> _Found:
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
     began, seconds = time.monotonic(), SHARE * task.limits.seconds
-    with _stdout_to_stderr():
-        try:
-            problem.solve(_solver(name, seconds, task.limits, relaxed, warm=bool(task.start)))
-        except Exception as error:  # PuLP lets through what a solver's own library raises
-            raise UnavailableError(f"PuLP's {name} failed: {error}") from None
+    try:
+        problem.solve(_solver(name, seconds, task.limits, relaxed, warm=bool(task.start)))
+    except Exception as error:  # PuLP lets through what a solver's own library raises
+        raise UnavailableError(f"PuLP's {name} failed: {error}") from None
     any_found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     values = np.array([v.value() or 0.0 for v in variables]) if any_found else None
     proven, infeasible = (problem.sol_status == pulp.LpSolutionOptimal, problem.sol_status == pulp.LpSolutionInfeasible)
@@ -80,20 +74,6 @@ def _solve(name: str, task: Task, relaxed: bool) -> _Found:
     unproven = problem.sol_status == pulp.LpSolutionIntegerFeasible
     out_of_time = unproven or time.monotonic() - began >= NEARLY * seconds
     return _Found(values, proven, infeasible, out_of_time)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Whatever a solver prints goes to standard error: an engine's standard output is for its frames."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _solver(name: str, seconds: float, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
