@@ -16,4 +16,6 @@ def need(extra: str, *packages: str) -> None:
     """Raise `InputError` if the packages of this extra, or those of it that are named, are not installed."""
     missing = [name for name in packages or NEEDS[extra] if find_spec(name) is None]
     if missing:
-        raise InputError(f"{', '.join(missing)} is not installed: pip install 'optpipe[{extra}]'")
+        raise InputError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'optpipe[{extra}]'"
+        )

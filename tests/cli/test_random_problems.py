@@ -125,3 +125,16 @@ def test_without_problems_a_sentence_says_what_was_expected(
         cli.main()
     assert ended.value.code
     assert "problem files or --random 22 were expected" in capsys.readouterr().err
+
+
+def test_an_unknown_method_is_refused_before_the_first_search(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("optpipe.anytime.solve", None)
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "solver", "--random", "1", "--method", "auto,foo"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code
+    said = capsys.readouterr()
+    assert (said.out, said.err.partition(":")[0]) == ("", "error")
+    assert "method = 'foo': the methods are auto, " in said.err

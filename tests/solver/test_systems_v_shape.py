@@ -26,7 +26,7 @@ def bubble(name, p):
     """Of the span."""
     if name == "zb-v" or p == 1:
         return 0
-    return max(1, 3 * p - (4 if p % 2 else 7)) if name == "v-half" else 4 * p - (5 if p % 3 else 7)
+    return max(1, 3 * p - (4 if p % 2 else 7)) if name == "v-half" else 4 * p - (7, 5, 6)[p % 3]
 
 
 def peaks(problem, schedule):

@@ -38,8 +38,11 @@ def solver(
     from optpipe.errors import InputError
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.progress import Progress, chart
+    from optpipe_solver.systems.variants import is_system
 
     require_writable(svg)
+    for asked in options:
+        is_system(asked.method)  # an unknown method is refused before the first search
     loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
     if not loaded:
         raise InputError("problems: none are given; problem files or --random 22 were expected")

@@ -22,7 +22,9 @@ class RelaxEngine:
         """Why the engine cannot work on this problem, None if it can."""
         from optpipe_solver.relax.one_device import devices
 
-        return None if devices(problem) else "no device has one stage, or only such that nothing leaves, on one route"
+        if devices(problem):
+            return None
+        return "it needs a device with one stage on one route, or with several whose activations can only stay"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float:
         """Emits better and better bounds; ends when each device has been searched as far as states can be kept.

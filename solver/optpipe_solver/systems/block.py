@@ -91,14 +91,14 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
     return replace(block, weight=weight)
 
 
-def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
+def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = False) -> Floats:
     """Return the slots after the paper's reordering: it fills bubbles of warm-up and cool-down within the same peak.
 
     In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F
     only as far as no device then holds more activations, each from its F to its W, than the fullest did. From the first
-    B of stage 0 to its last F the pipeline is full: there no op overtakes another, since the block's own order suits
-    other times as well. Behind a device's last F nothing is allocated: there weight gradients take what slots input
-    gradients, for which other devices wait, leave.
+    B of stage 0 to its last F the pipeline is full: there no op overtakes another, unless all is reordered `wholly`, as
+    the block's own order mostly suits other times better. Behind a device's last F nothing is allocated: there weight
+    gradients take what slots input gradients, for which other devices wait, leave.
 
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
@@ -115,7 +115,8 @@ def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
     np.add.at(changes, (device[weight], at[weight] + 1), -1)
     held = changes.cumsum(axis=1)
     most = held.max()
-    full = range(int(at[(kind == Kind.B) & (stage == 0)].min()), int(at[forward & (stage == 0)].max()) + 1)
+    filled = int(at[(kind == Kind.B) & (stage == 0)].min())
+    full = range(filled, filled if wholly else int(at[forward & (stage == 0)].max()) + 1)
 
     waits = weight & (at > last[device])
     taken = [bytearray(end) for _ in problem.devices]

@@ -50,7 +50,8 @@ def v_half(problem: Problem) -> Schedule:
 def v_min(problem: Problem) -> Schedule:
     """V-Min: one slot either way, the least there is, holds 2·floor((p+4)/3) chunks, about M/3.
 
-    From m = p on the bubble is 4p - 5, where 3 divides p 4p - 7 (0 for p = 1): two thirds of 1F1B's, the paper's 2p/3m.
+    From m = p on the bubble is 4p - 5, where 3 divides p 4p - 7, where it leaves 2 4p - 6 (0 for p = 1): two thirds of
+    1F1B's, the paper's 2p/3m.
 
     Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the
     same way as long as the 2p slots between them are no multiple of six, else with two more.
@@ -76,8 +77,10 @@ def v_block(problem: Problem, there: int, back: int, ends: tuple[int, int, int])
 
 
 def _v_schedule(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Schedule:
+    """The shorter one of the block's two reorderings."""
     table, slot = slots(v_block(problem, there, back, ends), range(0, INTERVAL * problem.microbatches, INTERVAL))
-    return by_slot(problem, table, reordered(problem, table, slot))
+    orders = (reordered(problem, table, slot, wholly=wholly) for wholly in (False, True))
+    return min((by_slot(problem, table, order) for order in orders), key=lambda schedule: schedule.makespan_ms)
 
 
 def _devices(problem: Problem) -> int:
