@@ -80,6 +80,7 @@ def test_what_a_terminal_shows_of_a_search_while_it_runs(problem):
         ["best 12 ms by an engine", "bound 12 ms", "gap proven optimal", "bubble 25.0%"],
     ]
     assert sum("12 s of 60 s" in line for line in lines) == 4
+    assert sum("the first run on a machine compiles" in line for line in lines) == 1
     assert lines[-3:] == ["     1.5 s   15 ms   an engine", *["     1.5 s   12 ms   an engine"] * 2]
 
 
