@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +64,8 @@ def _forget_if_changed(function: Callable[..., Any], cache: Path) -> None:
     own = Path(function.__code__.co_filename)
     with suppress(OSError):  # another process was first, or the cache cannot be changed
         sources = (source for folder in (own.parent, Path(__file__).parent) for source in folder.glob("*.py"))
-        changed_at = max(source.stat().st_mtime for source in sources)
+        times, now = (source.stat().st_mtime for source in sources), time.time()
+        changed_at = max((at for at in times if at <= now), default=0.0)  # a clock that was wrong costs no compilation
         for index in cache.glob(f"{own.stem}.{function.__name__}-*.nbi"):
             if index.stat().st_mtime < changed_at:
                 index.unlink()
