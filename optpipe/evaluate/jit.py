@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import hashlib
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +45,30 @@ class LazyJit:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled by numba at its first call; as it is where there is no numba.
 
-    What is compiled is kept on disk until a file changes in the function's folder or in this one, where all that it
-    calls is.
+    What is compiled is kept on disk, in a folder named by the contents of all files beside the function's and of those
+    here, where all that it calls is; numba itself looks at the function's own file only.
     """
     try:
         import numba
     except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
         return function
-    try:
-        found = numba.njit(cache=True)(function)
-    except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
-        return numba.njit(function)  # type: ignore[no-any-return]
-    _forget_if_changed(function, Path(found.stats.cache_path))
-    return found  # type: ignore[no-any-return]
+    own = Path(function.__code__.co_filename).parent
+    kept = Path(numba.config.CACHE_DIR or own / "__pycache__") / f"optpipe-{_digest(own)}"
+    with _numbas_folder:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(kept)
+        try:
+            return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
+            return numba.njit(function)  # type: ignore[no-any-return]
+        finally:
+            numba.config.CACHE_DIR = before
 
 
-def _forget_if_changed(function: Callable[..., Any], cache: Path) -> None:
-    """Delete what was compiled of the function before any of those files changed; numba looks at its own only."""
-    own = Path(function.__code__.co_filename)
-    with suppress(OSError):  # another process was first, or the cache cannot be changed
-        sources = (source for folder in (own.parent, Path(__file__).parent) for source in folder.glob("*.py"))
-        times, now = (source.stat().st_mtime for source in sources), time.time()
-        changed_at = max((at for at in times if at <= now), default=0.0)  # a clock that was wrong costs no compilation
-        for index in cache.glob(f"{own.stem}.{function.__name__}-*.nbi"):
-            if index.stat().st_mtime < changed_at:
-                index.unlink()
+_numbas_folder = threading.Lock()
+
+
+@cache
+def _digest(folder: Path) -> str:
+    """Of the contents of all Python files in the folder and in this one."""
+    files = sorted(path for each in {folder, Path(__file__).parent} for path in each.glob("*.py") if path.is_file())
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

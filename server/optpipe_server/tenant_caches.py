@@ -45,7 +45,7 @@ class TenantCaches:
         try:
             self.of(tenant).add(best.schedule, best.found_status, best.lower_bound_ms, best.objective, verified=True)
         except (OptPipeError, *DATABASE_AWAY) as error:
-            log.warning("a schedule was not cached", error=first_line(error))
+            log.warning("a schedule was not cached", tenant=tenant, error=first_line(error))
 
     @cached_property
     def _file(self) -> Cache:

@@ -185,3 +185,18 @@ def test_it_stops_by_its_own_count_of_states(monkeypatch: pytest.MonkeyPatch) ->
     frames: list[Frame] = []
     spent_s = ENGINE.run(Request(problem=SPAN, method="auto", time_limit_s=0.5), frames.append)
     assert 0.5 < spent_s <= 0.5 + one_device.POPS / STATES_PER_S
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8), "it knows no pairs"),
+        (problems.pipeline(2, 513, 20, problems.stage()), "of more than 512 micro-batches its states do not suffice"),
+        (
+            EXHAUSTIVE["two directions"],
+            "it needs a device with one stage on one route, or with several whose activations can only stay",
+        ),
+    ],
+)
+def test_why_it_cannot_search_is_said(problem: Problem, why: str) -> None:
+    assert ENGINE.unsupported(problem, alone=True) == why

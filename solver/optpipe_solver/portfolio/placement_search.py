@@ -120,8 +120,7 @@ class PlacementSearch:
                 for candidate in self._ranked()[:count]:
                     self._search(candidate, self.request.method, share / count)
         if self.request.method == "auto" and plan.WEAKEST_SHARE * self.request.time_limit_s >= plan.PLACEMENT_S:
-            share_left -= plan.WEAKEST_SHARE
-            self._search_weakest(plan.WEAKEST_SHARE)
+            share_left -= self._search_weakest(plan.WEAKEST_SHARE)
         for candidate in self._ranked():  # the second one if the best is proven for its placement before time is up
             self._search(candidate, self.request.method, share_left if self.one_thread else 1.0)
             if self.one_thread:
@@ -197,23 +196,22 @@ class PlacementSearch:
                 if self.left_s < self.request.time_limit_s / 2:
                     return
 
-    def _search_weakest(self, share: float) -> None:
+    def _search_weakest(self, share: float) -> float:
         """Let `relax` search the placement with the least bound for half of the time, then what has the least bound
         now, and so on: the least bound holds for all.
 
-        It ends at the best placement, on which everything there is runs anyway.
+        It ends at the best placement, on which everything there is runs anyway. Returns the share that was used.
         """
-        relax, searched = engines.load(RELAX), {id(best) for best in self._ranked()[:1]}
-        until = time.monotonic() + share * self.request.time_limit_s
+        relax, searched, left = engines.load(RELAX), {id(best) for best in self._ranked()[:1]}, share
         while alive := self._ranked():
             weakest = min(alive, key=lambda candidate: candidate.bound_ms)
-            left = share if self.one_thread else (until - time.monotonic()) / self.request.time_limit_s
-            if left <= 0 or id(weakest) in searched or relax.unsupported(weakest.problem, alone=False):
-                return
+            too_short = left / 2 * self.request.time_limit_s < plan.ENGINE_LEAST_S
+            if too_short or id(weakest) in searched or relax.unsupported(weakest.problem, alone=False):
+                break
             searched.add(id(weakest))
-            self._search(weakest, RELAX, left / 2)
-            if self.one_thread:
-                return
+            left /= 2
+            self._search(weakest, RELAX, left)
+        return share - left
 
     def _heuristic(self, name: str) -> str:
         """The heuristic that the request names; this one if it names none."""

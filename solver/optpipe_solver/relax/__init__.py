@@ -20,10 +20,14 @@ class RelaxEngine:
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
-        from optpipe_solver.relax.one_device import devices
+        from optpipe_solver.relax.one_device import MOST_MICROBATCHES, devices
 
         if devices(problem):
             return None
+        if problem.overlap_factor is not None:
+            return "it knows no pairs"
+        if problem.microbatches > MOST_MICROBATCHES:
+            return f"of more than {MOST_MICROBATCHES} micro-batches its states do not suffice"
         return "it needs a device with one stage on one route, or with several whose activations can only stay"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float:
