@@ -235,11 +235,15 @@ def keep_output_for_frames() -> None:
     os.dup2(2, 1)
 
 
+def output() -> BinaryIO:
+    """In a child: where its frames go."""
+    return _frames or sys.stdout.buffer
+
+
 def write_frame(frame: Frame, request: int | None = None) -> None:
     """In a child: one line to the parent, which answers the request of this number."""
     if request is not None:
         frame = frame.model_copy(update={"request": request})
     with _writing:
-        lines = _frames or sys.stdout.buffer
-        lines.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
-        lines.flush()
+        output().write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
+        output().flush()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, Ready, read_request, write_frame
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, Ready, output, read_request, write_frame
 
 
 def main() -> None:
@@ -20,7 +20,8 @@ def main() -> None:
     if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "garbage":
-        print("no frame", flush=True)
+        output().write(b"no frame\n")
+        output().flush()
     if behaviour == "slow":
         write_frame(Note(text="asleep"))
         time.sleep(600)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,18 @@ from pydantic import ValidationError
 
 from optpipe.model.problem import Problem
 from optpipe.process import protocol
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Programs, Refused, Request, requests
+from optpipe.process.protocol import (
+    Bound,
+    End,
+    Frame,
+    Incumbent,
+    Infeasible,
+    Programs,
+    Refused,
+    Request,
+    output,
+    requests,
+)
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 
@@ -60,8 +70,8 @@ def found(schedule: Schedule, method: str = "odd") -> None:
 
 def raw(*lines: bytes) -> None:
     for line in lines:
-        sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
+        output().write(line)
+    output().flush()
 
 
 def behave(method: str, problem: Problem) -> None:

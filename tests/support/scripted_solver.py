@@ -15,6 +15,7 @@ from optpipe.process.protocol import (
     Note,
     Programs,
     Refused,
+    output,
     read_request,
     write_frame,
 )
@@ -66,15 +67,16 @@ def main() -> None:
         os._exit(7)
     elif request.method == "garbage":
         found(slow, "slow")
-        print('{"type": "incumbent"}', flush=True)
+        output().write(b'{"type": "incumbent"}\n')
+        output().flush()
     elif request.method == "half a frame":
         found(slow, "slow")
-        sys.stdout.write('{"type": "bou')
-        sys.stdout.flush()
+        output().write(b'{"type": "bou')
+        output().flush()
         os._exit(0)
     elif request.method == "close":
         found(slow, "slow")
-        os.close(sys.stdout.fileno())
+        os.close(output().fileno())
         time.sleep(60)
     elif request.method == "sleep":
         found(slow, "slow")
