@@ -77,7 +77,7 @@ def v_block(problem: Problem, there: int, back: int, ends: tuple[int, int, int])
 
 
 def _v_schedule(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Schedule:
-    """The shorter one of the block's two reorderings."""
+    """Return the shorter one of the block's two reorderings, by the problem's own op times."""
     table, slot = slots(v_block(problem, there, back, ends), range(0, INTERVAL * problem.microbatches, INTERVAL))
     orders = (reordered(problem, table, slot, wholly=wholly) for wholly in (False, True))
     return min((by_slot(problem, table, order) for order in orders), key=lambda schedule: schedule.makespan_ms)
