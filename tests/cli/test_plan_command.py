@@ -194,8 +194,8 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):
 
         def __init__(self, problem, **_):
             self.cancelled = threading.Event()
-            if not pressed:
-                pressed.append(signal.raise_signal(signal.SIGINT))
+            if unpressed.acquire(blocking=False):  # two searches begin at once; Ctrl-C is pressed once
+                signal.raise_signal(signal.SIGINT)
 
         def __iter__(self):
             assert self.cancelled.wait(60)
@@ -204,7 +204,7 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):
         def cancel(self):
             self.cancelled.set()
 
-    pressed = []
+    unpressed = threading.Lock()
     monkeypatch.setattr(anytime, "improve", Searched)
     monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
     before = signal.getsignal(signal.SIGINT)
