@@ -76,6 +76,7 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "zb-v": (units(4, 8, 2, "v"), V_SHAPES),
     "v-half": (units(4, 8, 2, "v"), V_SHAPES),
     "v-min": (units(4, 8, 2, "v"), V_SHAPES),
+    "v-auto": (units(4, 8, 2, "v", memory=6), "no figure"),
     "dualpipe": (units(8, 20, shape="bidirectional", overlap_factor=1.0), "DeepSeek-V3, figure 5"),
     "dualpipe-v": (units(4, 10, 2, "v", overlap_factor=1.0), "DualPipeV"),
     "gis": (units(4, 8, 2), "PipeOffload, figure 5"),

@@ -250,7 +250,7 @@ def test_solve_writes_what_check_accepts_for_the_problem_asked_about(tmp_path, m
         return ended.value.code or 0, capsys.readouterr().out
 
     # The gap ends each search, but not with the given stages: device 2 works for 108 ms there, and 94 can be reached.
-    solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "600", "--gap", "0.12")
+    solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "60", "--gap", "0.12")
     code, out = command(*solve, "-o", "s.json")
     placed = Schedule.load("s.json").placement
     assert code == 0

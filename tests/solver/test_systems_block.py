@@ -80,7 +80,7 @@ def test_reordered_ops_wait_for_less_and_hold_no_more(there, back, p, m):
 def test_reordering_fills_warm_up_and_cool_down():
     """V-Half on four devices: the bubble falls from 12 slots to 5, at the same peak."""
     problem, launches = units(4, 8, v=2, shape="v"), range(0, 48, 6)
-    block = v_block(problem, 2, 1, (1, 4, 2))
+    block = v_block(problem, [2] * 3, [1] * 3, (1, 4, 2))
     table, slot = slots(block, launches)
     before, after = repeat(problem, block, launches), by_slot(problem, table, reordered(problem, table, slot))
     assert (before.span_ms, after.span_ms) == (48 + 12, 48 + 5)

@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: their formulas in the paper's unit model."""
+"""ZB-V, V-Half and V-Min: their formulas in the paper's unit model. V-Auto: never behind them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,50 @@ def test_blocks_repeat_without_collisions(step):
     there, back, turns = step
     for p in range(1, 40):
         problem = units(p, p + 5, v=2, shape="v")
-        repeat(problem, v_block(problem, there, back, turns(p)), range(0, 6 * (p + 5), 6))  # refuses a collision
+        block = v_block(problem, [there] * (p - 1), [back] * (p - 1), turns(p))
+        repeat(problem, block, range(0, 6 * (p + 5), 6))  # refuses a collision
+
+
+def limited(p, m, memory):
+    """Memory for so many chunks."""
+    problem = units(p, m, v=2, shape="v")
+    devices = [device.model_copy(update={"activation_budget_bytes": memory * ACTIVATION}) for device in problem.devices]
+    return problem.replace(devices=devices)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_v_auto_fits_and_is_never_longer_than_what_has_a_name(p):
+    for m in (p, 2 * p + 1):
+        for memory in range(chunks("v-min", p), 2 * p + 2):
+            problem = limited(p, m, memory)
+            schedule = generate("v-auto", problem)
+            assert check(problem, schedule) == []
+            named = [generate(name, problem) for name in NAMES]
+            assert schedule.makespan_ms <= min(each.makespan_ms for each in named if not check(problem, each))
+
+
+def test_v_auto_uses_memory_in_small_steps():
+    """Between V-Half's ten chunks and ZB-V's sixteen each one more makes it shorter."""
+    lengths = [generate("v-auto", limited(8, 24, memory)).makespan_ms for memory in range(10, 17)]
+    assert lengths == sorted(set(lengths), reverse=True)
+
+
+@given(data=st.data(), p=st.integers(2, 6), m=st.integers(1, 14), memory=st.integers(1, 16))
+@settings(max_examples=examples(40), deadline=None)
+def test_v_auto_asks_what_each_device_has_room_for(data, p, m, memory):
+    """Uneven memory and stages: it fits, or no block was found and it is V-Min."""
+    problem = limited(p, m, memory)
+    rooms = data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p))
+    rooms = [{"activation_budget_bytes": room * ACTIVATION} for room in rooms]
+    problem = problem.replace(
+        devices=[device.model_copy(update=room) for device, room in zip(problem.devices, rooms, strict=True)],
+        stages=[
+            stage.model_copy(update={"saved_for_weight_bytes": data.draw(st.integers(0, ACTIVATION))})
+            for stage in problem.stages
+        ],
+    )
+    schedule = generate("v-auto", problem)
+    assert not check(problem, schedule) or schedule.programs == generate("v-min", problem).programs
 
 
 @given(data=st.data(), name=st.sampled_from(NAMES), p=st.integers(1, 6), m=st.integers(1, 14))
@@ -114,7 +157,7 @@ def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m
 
 def test_other_stages_are_refused_or_made():
     row = units(4, 8)
-    for name in NAMES:
+    for name in (*NAMES, "v-auto"):
         with pytest.raises(
             InputError, match=rf"^{name} needs 2 V-shaped stages a device: the problem has other stages"
         ):

@@ -1,6 +1,6 @@
 """The published schedules, each as its paper has it: `generate(name, problem)`.
 
-They do not ask whether memory suffices, nor how long ops take unless the paper does; `check` says whether one fits.
+They do not ask whether memory suffices, nor how long ops take, unless the paper does; `check` says whether one fits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from optpipe_solver.systems import (
     dualpipe,
     optimizer_offload,
     pipeoffload,
+    v_auto,
     v_shape,
     zero_bubble,
 )
@@ -30,7 +31,18 @@ __all__ = ["SYSTEMS", "System", "generate", "parse"]
 
 SYSTEMS: dict[str, System] = {
     system.name: system
-    for family in (classic, dualpipe, pipeoffload, adaoffload, chronos, optimizer_offload, zero_bubble, v_shape, bpipe)
+    for family in (
+        classic,
+        dualpipe,
+        pipeoffload,
+        adaoffload,
+        chronos,
+        optimizer_offload,
+        zero_bubble,
+        v_shape,
+        v_auto,
+        bpipe,
+    )
     for system in family.SYSTEMS
 }
 

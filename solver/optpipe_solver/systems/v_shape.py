@@ -13,6 +13,7 @@ F, B and W below are those of a chunk. The formulas are those of the paper's uni
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from optpipe.model.problem import Problem
@@ -22,6 +23,8 @@ from optpipe_solver.systems.order import by_slot
 from optpipe_solver.systems.system import System
 
 INTERVAL = 6  # F, B and W of two chunks
+
+Ends = tuple[int, int, int]
 
 
 def zb_v(problem: Problem) -> Schedule:
@@ -59,28 +62,37 @@ def v_min(problem: Problem) -> Schedule:
     return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
 
 
-def v_block(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Block:
-    """Return the building block.
+def v_block(problem: Problem, there: Sequence[int], back: Sequence[int], ends: Ends) -> Block:
+    """Return the building block; each W is in the first slot left behind its B."""
+    return with_weights(problem, v_path(there, back, ends), INTERVAL)
+
+
+def v_path(there: Sequence[int], back: Sequence[int], ends: Ends) -> Block:
+    """Return the building block without W.
 
     Parameters
     ----------
     there, back
-        The slots from one device to the next on the way there and on the way back.
+        The slots from each device to the next on the way there and on the way back.
     ends
         The slots from the first chunk's last F to the second's first F, from the last F to its B, and from the second
         chunk's last B to the first's first B.
     """
-    hops = _devices(problem) - 1
     first, last, second = ends
-    path = [*accumulate([0, *[there] * hops, first, *[back] * hops, last, *[there] * hops, second, *[back] * hops])]
-    return with_weights(problem, Block(path[: len(path) // 2], path[len(path) // 2 :][::-1]), INTERVAL)
+    path = [*accumulate([0, *there, first, *back, last, *there, second, *back])]
+    return Block(path[: len(path) // 2], path[len(path) // 2 :][::-1])
 
 
-def _v_schedule(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Schedule:
+def repeated(problem: Problem, block: Block) -> Schedule:
     """Return the shorter one of the block's two reorderings, by the problem's own op times."""
-    table, slot = slots(v_block(problem, there, back, ends), range(0, INTERVAL * problem.microbatches, INTERVAL))
+    table, slot = slots(block, range(0, INTERVAL * problem.microbatches, INTERVAL))
     orders = (reordered(problem, table, slot, wholly=wholly) for wholly in (False, True))
     return min((by_slot(problem, table, order) for order in orders), key=lambda schedule: schedule.makespan_ms)
+
+
+def _v_schedule(problem: Problem, there: int, back: int, ends: Ends) -> Schedule:
+    hops = _devices(problem) - 1
+    return repeated(problem, v_block(problem, [there] * hops, [back] * hops, ends))
 
 
 def _devices(problem: Problem) -> int:
