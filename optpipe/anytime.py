@@ -139,7 +139,7 @@ class Result:
     def __str__(self) -> str:
         """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
         if self.schedule is None:
-            return f"{self.status}: {self.reason}"
+            return f"infeasible: {self.reason}" if self.status == "infeasible" else self.reason or NOTHING_YET
         placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
         line = f"{self.objective_ms:.6g} ms by {self.method}{placed}"
         if self.percentile_ms is not None:

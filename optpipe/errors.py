@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
 # Beyond it only their number is reported: each takes time and memory, and a hostile file has a hundred thousand.
 MOST_COMPLAINTS = 1000
+MOST_SHOWN, LONGEST_SHOWN = 3, 120  # of the other fields that complaints are about, and their characters in all
 
 
 class OptPipeError(Exception):
@@ -44,10 +45,11 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def input_error(error: ValidationError, what: str) -> InputError:
-    """Makes one sentence of one of pydantic's complaints about `what`, with the number of the others.
+def input_error(error: ValidationError, what: str, record: type[BaseModel] | None = None) -> InputError:
+    """Makes one sentence of one of pydantic's complaints about `what`, and says which fields the others are about.
 
-    A wrong format comes first, then an unknown field: both explain complaints about other fields.
+    A wrong format comes first, then an unknown field: both explain complaints about other fields. If `record` is what
+    was expected, the field that may be meant is named.
     """
     if error.error_count() > MOST_COMPLAINTS:
         return InputError(f"{what}: {error.error_count()} of its fields are wrong or missing")
@@ -60,24 +62,55 @@ def input_error(error: ValidationError, what: str) -> InputError:
     elif first["type"] == "extra_forbidden":
         *place, name = first["loc"]
         missing = [each["loc"][-1] for each in complaints if each["type"] == "missing" and [*each["loc"][:-1]] == place]
-        message += f" is not a field of this format{did_you_mean(str(name), map(str, missing), ': ')}"
+        meant = nearest(str(name), map(str, missing))
+        complaints = [each for each in complaints if not meant or each["loc"] != (*place, meant)]
+        message += f" is not a field of this format{_ask(meant or nearest(str(name), _fields(record, place)), ': ')}"
     elif first["loc"] == ("format",) and first["type"] == "literal_error":
         return InputError(_wrong_format(what, first))
     elif first["type"] == "value_error":
         message += f": {first['msg'].removeprefix('Value error, ')}"
     else:
         message = complained(first, message) if path else f"{what}: {_told(first)}"
-    if len(complaints) > 1:
-        message += f" (and {len(complaints) - 1} more)"
+    places = {each["loc"][:n] for each in complaints for n in range(len(each["loc"]))}  # what they are parts of
+    others = [field_path(each["loc"]) for each in complaints if each is not first and each["loc"] not in places]
+    if others:
+        shown = ", ".join(others[:MOST_SHOWN]) + (", ..." if len(others) > MOST_SHOWN else "")
+        message += f" (and {len(others)} more: {shown[:LONGEST_SHOWN]})"
     return InputError(message)
 
 
 def did_you_mean(word: str, words: Iterable[str], before: str) -> str:
     """Asks for the nearest of the words in any case, such as `; did you mean gpipe?` with "; " before; "" if none is
     near."""
+    return _ask(nearest(word, words), before)
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The nearest of the words in any case; None if none is near."""
     known = {each.lower(): each for each in words}
     near = get_close_matches(word[:100].lower(), list(known), n=1)
-    return f"{before}did you mean {known[near[0]]}?" if near else ""
+    return known[near[0]] if near else None
+
+
+def _ask(meant: str | None, before: str) -> str:
+    return f"{before}did you mean {meant}?" if meant else ""
+
+
+def _fields(record: Any, place: Iterable[int | str]) -> Iterable[str]:
+    """The fields of the record at this place in a record; none if there is no record, or a choice of them."""
+    for key in place:
+        if isinstance(key, str) and record is not None:
+            field = record.model_fields.get(key)
+            records = [each for each in _types(field.annotation) if hasattr(each, "model_fields")] if field else []
+            record = records[0] if len(records) == 1 else None
+    return record.model_fields if record is not None else ()
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation such as `tuple[Device, ...]` is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
 
 
 def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from optpipe_cli import (
@@ -29,7 +31,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from optpipe import __version__
+
+        typer.echo(f"optpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def optpipe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None: ...
+
+
 register(
     app,
     solve.solve,

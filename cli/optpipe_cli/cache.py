@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import register, with_options
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SearchOptions
@@ -123,13 +123,12 @@ def list_(cache: At = None, json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*(rows[0] if rows else ["the cache is empty"]), box=None)
     for row in rows:
         table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    print_table(table)
 
 
 @app.command(name="export")

@@ -157,7 +157,7 @@ def _sizes(problem: Problem) -> str:
     )
     return (
         f"{devices} devices, {stages} stages, {problem.microbatches} micro-batches{k}; ms, peak of the device "
-        "whose memory is fullest"
+        "whose memory is fullest, gap to the best bound of a row's stages"
     )
 
 

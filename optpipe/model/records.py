@@ -41,7 +41,7 @@ class Document(Record):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            raise input_error(error, what or cls.WHAT) from None
+            raise input_error(error, what or cls.WHAT, cls) from None
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str | None = None) -> Self:
@@ -49,7 +49,7 @@ class Document(Record):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise input_error(error, what or cls.WHAT) from None
+            raise input_error(error, what or cls.WHAT, cls) from None
 
 
 class Device(Record):

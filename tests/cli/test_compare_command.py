@@ -55,7 +55,8 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     head, columns, *rows = out.splitlines()
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert head == (
-        "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is fullest"
+        "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is "
+        "fullest, gap to the best bound of a row's stages"
     )
     assert columns.split() == ["method", "makespan", "span", "bubble", "peak", "gap", "stages"]
     assert all(re.match(r"auto(, any)? \(\S+\) ", row) for row in rows[:2])

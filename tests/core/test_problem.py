@@ -88,7 +88,13 @@ WRONG = [
     ),
     (content(devices=[{"activation_budget_bytes": 100, "peer": -1}] * 2), r"devices\[0\]\.peer = -1"),
     (with_stage(surprise=1), r"stages\[1\]\.surprise is not a field"),
-    (with_stage(forwrd_ms=1), r"stages\[1\]\.forwrd_ms is not a field of this format$"),
+    (with_stage(forwrd_ms=1), r"stages\[1\]\.forwrd_ms is not a field of this format: did you mean forward_ms\?$"),
+    (with_stage(ofload_ms=1), r"stages\[1\]\.ofload_ms is not a field of this format: did you mean offload_ms\?$"),
+    (with_stage(colour=1), r"stages\[1\]\.colour is not a field of this format$"),
+    (
+        with_stage(forward_ms="x", backward_input_ms=-1),
+        r"stages\[1\]\.forward_ms = 'x': input should be .* \(and 1 more: stages\[1\]\.backward_input_ms\)$",
+    ),
     (
         misspelled("forward_ms", "forwrd_ms"),
         r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?",

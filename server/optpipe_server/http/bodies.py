@@ -78,7 +78,7 @@ def parse(model: type[Model], body: bytes, what: str) -> Model:
     except ValidationError as error:
         if error.error_count() == 1 and error.errors(include_url=False)[0]["type"] == "json_invalid":
             raise ReplyError(400, "The body is not valid JSON.") from None
-        raise input_error(error, what) from None
+        raise input_error(error, what, model) from None
     # Valid by now: neither deep, nor with numbers out of range, nor with many objects.
     json.loads(body, object_pairs_hook=_unique)
     return parsed
