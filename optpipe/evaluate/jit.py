@@ -46,7 +46,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled by numba at its first call; as it is where there is no numba.
 
     What is compiled is kept on disk, in a folder named by the contents of all files beside the function's and of those
-    here, where all that it calls is; numba itself looks at the function's own file only.
+    here, where all that it calls is; numba itself looks at the function's own file only. While it runs, other threads
+    do, too.
     """
     try:
         import numba
@@ -57,9 +58,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with _numbas_folder:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(kept)
         try:
-            return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+            return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
         except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
-            return numba.njit(function)  # type: ignore[no-any-return]
+            return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
         finally:
             numba.config.CACHE_DIR = before
 

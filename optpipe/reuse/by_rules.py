@@ -5,7 +5,9 @@ Rules say nothing of single micro-batches and little of memory, so they hold for
 
 from __future__ import annotations
 
-from optpipe.dispatch.descents import descents
+from collections.abc import Iterator
+
+from optpipe.dispatch.descents import Step, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.ops import Kind
@@ -21,35 +23,49 @@ PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which
 SAID = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
 
 
-def by_rules(
-    problem: Problem, schedule: Schedule | None, objective: Objective, most: int = MOST_SIMULATED
-) -> Schedule | None:
-    """Searches, until so many ops are simulated, from the rules that a schedule of another problem seems to follow.
+class RulesSearch:
+    """A search that can go on, from the rules that a schedule of another problem seems to follow.
 
     Parameters
     ----------
     schedule
         Of any problem whose stages lie alike on its devices, of which there may be more or fewer; None to begin with
         rules that share memory among stages.
-    most
-        Ops, of which one counts for more the more devices there are.
 
-    Returns
-    -------
-    The shortest schedule found; None where rules lead to none, or do not say all: they know one route, no pairs, no
-    evictions and no updates on the host. Whether it is valid, its reader checks.
+    Attributes
+    ----------
+    ms
+        The length of the shortest schedule found; `NEVER` where rules lead to none, or do not say all: they know one
+        route, no pairs, no evictions and no updates on the host.
     """
-    problems, programs = ((problem,), ()) if schedule is None else ((problem, schedule.problem), schedule.programs)
-    said = all(of_kinds(each.table, *SAID).all() and not each.table[:, JOINED].any() for each in programs)
-    if not said or any(len(each.all_routes) > 1 for each in problems) or not problem.costs.ms.any():
-        return None
-    simulator, simulated = Simulator(problem), 0
-    best: Rules | None = None
-    shortest = NEVER
-    for rules, ms, tried in descents(simulator, objective, 0, schedule):
-        if ms < shortest:
-            best, shortest = rules, ms
-        simulated += tried * round((simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))
-        if simulated > most:
-            break
-    return simulator.schedule(best, METHOD if schedule is None else schedule.method) if best else None
+
+    def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:
+        problems, programs = ((problem,), ()) if schedule is None else ((problem, schedule.problem), schedule.programs)
+        said = all(of_kinds(each.table, *SAID).all() and not each.table[:, JOINED].any() for each in programs)
+        one_route = all(len(each.all_routes) == 1 for each in problems)
+        self.ms = NEVER
+        self._method = METHOD if schedule is None else schedule.method
+        self._best: Rules | None = None
+        self._simulator, self._simulated = Simulator(problem), 0
+        self._costs = round((self._simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))  # of a try, in ops
+        self._steps: Iterator[Step] = iter(())
+        if said and one_route and problem.costs.ms.any():
+            self._steps = descents(self._simulator, objective, 0, schedule)
+
+    def go_on(self, most: int) -> Schedule | None:
+        """Search until so many ops are simulated in all, of which one counts for more the more devices there are.
+
+        Returns the shortest schedule found, if any. Whether it is valid, its reader checks.
+        """
+        while self._simulated <= most and (step := next(self._steps, None)):
+            if step.ms < self.ms:
+                self._best, self.ms = step.rules, step.ms
+            self._simulated += step.tried * self._costs
+        return self._simulator.schedule(self._best, self._method) if self._best else None
+
+
+def by_rules(
+    problem: Problem, schedule: Schedule | None, objective: Objective, most: int = MOST_SIMULATED
+) -> Schedule | None:
+    """The shortest schedule of a `RulesSearch` that simulates so many ops."""
+    return RulesSearch(problem, schedule, objective).go_on(most)

@@ -177,7 +177,8 @@ class FakePortfolio:
 
     asked: list[Request]
     with_published: list[Request]
-    by_rules: list[Request]
+    with_rules: list[Request]
+    in_rules: list[tuple[int, int]]  # chunks, and ops
 
     def __init__(self, request: Request, emit: Any) -> None:
         self.request, self.emit, self.best_ms = request, emit, float("inf")
@@ -193,8 +194,13 @@ class FakePortfolio:
         self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
 
     def by_simple_rules(self) -> Iterator[None]:
-        FakePortfolio.by_rules.append(self.request)
+        FakePortfolio.with_rules.append(self.request)
         yield
+
+    def by_rules(self, most: int) -> float:
+        chunks = len(self.request.problem.stages) // 4
+        FakePortfolio.in_rules.append((chunks, most))
+        return 100.0 + 100.0 / chunks
 
     def published(self) -> Iterator[None]:
         FakePortfolio.with_published.append(self.request)
@@ -204,20 +210,29 @@ class FakePortfolio:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, threads):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
-    FakePortfolio.asked, FakePortfolio.with_published, FakePortfolio.by_rules = [], [], []
+    FakePortfolio.asked, FakePortfolio.with_published = [], []
+    FakePortfolio.with_rules, FakePortfolio.in_rules = [], []
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
-    first, *looks = [request for request in FakePortfolio.asked if request.method not in ("auto", "relax")]
+    first, *looks = [request for request in FakePortfolio.asked if request.method in ("naive", "adaoffload")]
     deep = [request for request in FakePortfolio.asked if request.method == "auto"]
     assert first.method == "naive"
-    assert looks == FakePortfolio.with_published == FakePortfolio.by_rules
+    assert looks == FakePortfolio.with_published == FakePortfolio.with_rules
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
     assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
-    assert [len(request.problem.stages) for request in deep[:4]] == [16, 16, 12, 12]
-    assert [len(request.problem.stages) for request in deep[4:7]] == [16, 16, 16]
+    # In rules on seven placements, on the half of them, on the half of these: each time for a third of their share.
+    a_round = plan.RULES_OPS_PER_S * 60 * plan.RULES_SHARE / 3 * threads
+    seven, four, two = (round(a_round * each) for each in (1 / 7, 1 / 7 + 1 / 4, 1 / 7 + 1 / 4 + 1 / 2))
+    assert sorted(FakePortfolio.in_rules, key=lambda each: (each[1], each[0])) == [
+        *((chunks, seven) for chunks in (1, 2, 2, 3, 3, 4, 4)),
+        *((chunks, four) for chunks in (3, 3, 4, 4)),
+        *((chunks, two) for chunks in (4, 4)),
+    ]
+    assert [len(request.problem.stages) for request in deep[:3]] == [16, 16, 16]
     assert all(request.placements == "keep" and request.warm_start is not None for request in deep)
-    assert deep[6].time_limit_s > 25.0
+    assert deep[2].time_limit_s > 20.0
     if threads == 1:
-        assert sum(request.time_limit_s for request in FakePortfolio.asked[1:]) <= 60.0 + 1e-6
+        ran = [request for request in FakePortfolio.asked[1:] if request.method != "dispatch"]
+        assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - plan.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
 
@@ -225,7 +240,8 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
 @pytest.mark.parametrize("threads", [1, 2])
 def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(monkeypatch, threads):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
-    FakePortfolio.asked, FakePortfolio.with_published, FakePortfolio.by_rules = [], [], []
+    FakePortfolio.asked, FakePortfolio.with_published = [], []
+    FakePortfolio.with_rules, FakePortfolio.in_rules = [], []
     run(pipeline(offload_ms=None), method="auto", time_limit_s=600.0, threads=threads)
     relaxed = [request.problem for request in FakePortfolio.asked if request.method == "relax"]
     assert [len(problem.stages) for problem in relaxed] == [4, 8]  # next would be the best one

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from optpipe.evaluate.objective import NEVER
 from optpipe_solver.portfolio import first_schedules, heuristic_runs
 
 if __name__ == "__main__":
-    heuristic_runs.by_rules = lambda *_: None
+    heuristic_runs.HeuristicRuns.by_rules = lambda *_: NEVER
     first_schedules.main()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.process.protocol import Note, Request
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse.by_rules import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS
@@ -120,13 +121,22 @@ class HeuristicRuns:
 
     def by_simple_rules(self) -> Iterator[None]:
         """Offer what a compiled list scheduler finds by rules in some 50 ms; the engine `dispatch` goes on from it."""
+        self.by_rules(MOST_SIMULATED)
+        yield
+
+    def by_rules(self, most: int) -> float:
+        """Offer what rules lead to when so many ops are simulated in all, and return how long that is."""
 
         def found() -> Iterator[Schedule]:
-            if schedule := by_rules(self._request.problem, None, self._request.objective):
+            if schedule := self._in_rules.go_on(most):
                 yield schedule
 
         self._next("dispatch", found())
-        yield
+        return self._in_rules.ms
+
+    @cached_property
+    def _in_rules(self) -> RulesSearch:
+        return RulesSearch(self._request.problem, None, self._request.objective)
 
     def published(self) -> Iterator[None]:
         """Offer each published system for these stages once, so that none that fits is better than the answer.

@@ -2,18 +2,21 @@
 
 A placement has one chunk a device or several, looped or V-shaped, or, where forwards run beside backwards, one each
 way. A problem with layers is cut anew. A `Portfolio` searches the schedules of one placement. Here portfolios run one
-after the other by successive halving (Jamieson and Talwalkar 2016): a heuristic on every placement, then everything
-there is for a short time on the best few, then on the best for the rest of the time. Before that, `relax` raises the
-bounds of the placements that have the least ones.
+after the other by successive halving (Jamieson and Talwalkar 2016): a heuristic on every placement, then a search in
+rules, as how far they lead cannot be told before, then everything there is for a short time on the best two, then on
+the best for the rest of the time. Before that, `relax` raises the bounds of the placements that have the least ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from operator import methodcaller
+from threading import RLock
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, raises, reaches, shorter
@@ -77,6 +80,7 @@ class PlacementSearch:
         self.one_thread = request.threads == 1  # one search in one order, whatever the clock says
         self.best_ms, self.bound_ms = NEVER, float("-inf")
         self.notes: set[str] = set()
+        self._handling = RLock()
         self.last_note = ""  # the latest one about the problem's own stages
         self.engine_ran = False  # the method that was asked for, which may be an engine
         self.unplaced = Candidate(None, request.problem)
@@ -113,12 +117,14 @@ class PlacementSearch:
         if all(candidate.infeasible for candidate in self.candidates):
             self._emit_infeasible()
             return
-        for most, share in plan.HALVING:
-            count = min(most, int(share * self.request.time_limit_s / plan.PLACEMENT_S))
-            if count > 1:
-                share_left -= share
-                for candidate in self._ranked()[:count]:
-                    self._search(candidate, self.request.method, share / count)
+        if self.request.method == "auto" and self.request.time_limit_s >= plan.RULES_S:
+            self._search_in_rules(plan.RULES_SHARE)
+            share_left -= plan.RULES_SHARE
+        best_two = self._ranked()[:2]
+        if len(best_two) == 2 and plan.BEST_TWO_SHARE * self.request.time_limit_s >= 2 * plan.PLACEMENT_S:
+            share_left -= plan.BEST_TWO_SHARE
+            for candidate in best_two:
+                self._search(candidate, self.request.method, plan.BEST_TWO_SHARE / 2)
         if self.request.method == "auto" and plan.WEAKEST_SHARE * self.request.time_limit_s >= plan.PLACEMENT_S:
             share_left -= self._search_weakest(plan.WEAKEST_SHARE)
         for candidate in self._ranked():  # the second one if the best is proven for its placement before time is up
@@ -195,6 +201,20 @@ class PlacementSearch:
             for _ in chain(*steps, *(heuristics.published() for heuristics in searched)):
                 if self.left_s < self.request.time_limit_s / 2:
                     return
+
+    def _search_in_rules(self, share: float) -> None:
+        """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
+        lead to the shortest schedules, and so on; each time for a part of this share of the time, side by side."""
+        if reaches(self.best_ms, self.bound_ms):
+            return
+        threads, ops, rounds = self.request.threads, 0.0, plan.RULES_ROUNDS
+        left = [self._portfolio(each, "dispatch", share).heuristics for each in self._ranked()]
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(rounds):
+                ops += share * self.request.time_limit_s / rounds * threads / max(1, len(left)) * plan.RULES_OPS_PER_S
+                found = list(pool.map(methodcaller("by_rules", round(ops)), left))
+                order = sorted(range(len(left)), key=found.__getitem__)
+                left = [left[n] for n in order[: -(-len(left) // 2)]]
 
     def _search_weakest(self, share: float) -> float:
         """Let `relax` search the placement with the least bound for half of the time, then what has the least bound
@@ -279,7 +299,11 @@ class PlacementSearch:
         return portfolio
 
     def _handle(self, candidate: Candidate, portfolio: Portfolio, frame: Frame) -> None:
-        """Emit what a portfolio says if it is news among all placements."""
+        """Emit what a portfolio says if it is news among all placements; called from any thread."""
+        with self._handling:
+            self._take(candidate, portfolio, frame)
+
+    def _take(self, candidate: Candidate, portfolio: Portfolio, frame: Frame) -> None:
         if isinstance(frame, Incumbent):
             found_ms = portfolio.state.best_ms
             if found_ms < candidate.best_ms:
