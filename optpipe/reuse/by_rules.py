@@ -5,7 +5,9 @@ Rules say nothing of single micro-batches and little of memory, so they hold for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from math import inf
 
 from optpipe.dispatch.descents import Step, descents
 from optpipe.dispatch.simulate import Simulator
@@ -52,12 +54,13 @@ class RulesSearch:
         if said and one_route and problem.costs.ms.any():
             self._steps = descents(self._simulator, objective, 0, schedule)
 
-    def go_on(self, most: int) -> Schedule | None:
+    def go_on(self, most: int, until: float = inf) -> Schedule | None:
         """Search until so many ops are simulated in all, of which one counts for more the more devices there are.
 
-        Returns the shortest schedule found, if any. Whether it is valid, its reader checks.
+        It ends at a moment of `time.monotonic` in any case. Returns the shortest schedule found, if any. Whether it is
+        valid, its reader checks.
         """
-        while self._simulated <= most and (step := next(self._steps, None)):
+        while self._simulated <= most and time.monotonic() < until and (step := next(self._steps, None)):
             if step.ms < self.ms:
                 self._best, self.ms = step.rules, step.ms
             self._simulated += step.tried * self._costs

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from support.problems import pipeline, stage
 
 from optpipe import Problem, check
+from optpipe.evaluate.objective import NEVER
 from optpipe.model.placement import Placement, Shape
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse.by_rules import RulesSearch, by_rules
 from optpipe.reuse.devices import resized
 from optpipe_cache import Cache
 
@@ -55,6 +57,20 @@ def test_nothing_becomes_larger_than_a_problem_may_be(tmp_path: Path) -> None:
     many = pipeline(1, 1, 10**6, on_one)
     assert resized(many, 2) is None
     assert Cache(tmp_path / "cache.sqlite").lookup(many) is None
+
+
+def test_a_search_in_rules_goes_on_where_it_ended() -> None:
+    row = Problem.load(EXAMPLES / "zero-bubble" / "zb-8x24-half.json")
+    problem = Placement.balanced(row, 3, "looped").apply(row)
+    search = RulesSearch(problem, None, "makespan")
+    assert search.go_on(10**6, until=time.monotonic()) is None
+    assert search.ms == NEVER
+    lengths = [schedule.makespan_ms for most in (1, 5 * 10**5, 2 * 10**6) if (schedule := search.go_on(most))]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) == 3
+    at_once = by_rules(problem, None, "makespan", 2 * 10**6)
+    assert at_once is not None
+    assert lengths[-1] == at_once.makespan_ms == search.ms
 
 
 @pytest.mark.parametrize("devices", [7, 9])

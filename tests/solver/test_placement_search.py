@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.enumeration import best_of_all, problem_of, stage
 
 import optpipe
 from optpipe import Device, InputError, Problem, Schedule, check, simulate
+from optpipe.evaluate import jit
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
@@ -24,7 +26,16 @@ from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, placement_search
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """The first search on a machine compiles for some seconds, which would be taken from its few."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jit, "_eager", True)
+        run(pipeline(), time_limit_s=0.1)
 
 
 def pipeline(
@@ -220,7 +231,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
     assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
     # In rules on seven placements, on the half of them, on the half of these: each time for a third of their share.
-    a_round = plan.RULES_OPS_PER_S * 60 * plan.RULES_SHARE / 3 * threads
+    a_round = plan.RULES_OPS_PER_S * 60 * plan.RULES_SHARE / 3 * (plan.COUNTED_SHARE if threads == 1 else threads)
     seven, four, two = (round(a_round * each) for each in (1 / 7, 1 / 7 + 1 / 4, 1 / 7 + 1 / 4 + 1 / 2))
     assert sorted(FakePortfolio.in_rules, key=lambda each: (each[1], each[0])) == [
         *((chunks, seven) for chunks in (1, 2, 2, 3, 3, 4, 4)),
@@ -235,6 +246,26 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - plan.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monkeypatch, threads):
+    monkeypatch.setattr(plan, "RULES_OPS_PER_S", 2e6)  # so that it ends by its count, also on a busy machine
+    frames: list[Any] = []
+    problem = Problem.load(EXAMPLES / "zero-bubble" / "zb-8x24-half.json")
+    request = Request(problem=problem, method="auto", placements="all", time_limit_s=20.0, threads=threads)
+    search = PlacementSearch(request, frames.append)
+    search.deadline += 100.0
+    search.candidates = [search.unplaced, *search._others()]
+    search._look(search.candidates, 0.01)
+    first_ms = search.best_ms
+    search._search_in_rules(plan.RULES_SHARE)
+    schedules = found(problem, frames)
+    assert search.best_ms < first_ms
+    assert schedules[-1].makespan_ms == search.best_ms
+    assert schedules[-1].rules is not None
+    assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
+    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from optpipe.evaluate.objective import NEVER
 from optpipe_solver.portfolio import first_schedules, heuristic_runs
 
 if __name__ == "__main__":
-    heuristic_runs.HeuristicRuns.by_rules = lambda *_: NEVER
+    heuristic_runs.RulesSearch.go_on = lambda *_: None
     first_schedules.main()

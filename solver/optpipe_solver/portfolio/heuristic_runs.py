@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import count
+from math import inf
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, length_ms
@@ -121,18 +122,21 @@ class HeuristicRuns:
 
     def by_simple_rules(self) -> Iterator[None]:
         """Offer what a compiled list scheduler finds by rules in some 50 ms; the engine `dispatch` goes on from it."""
-        self.by_rules(MOST_SIMULATED)
+        self._offer_by_rules(MOST_SIMULATED)
         yield
 
     def by_rules(self, most: int) -> float:
-        """Offer what rules lead to when so many ops are simulated in all, and return how long that is."""
+        """Offer what rules lead to when so many ops are simulated in all, or time is up, and return how long that
+        is."""
+        self._offer_by_rules(most, self._limit.deadline)
+        return self._in_rules.ms
 
+    def _offer_by_rules(self, most: int, until: float = inf) -> None:
         def found() -> Iterator[Schedule]:
-            if schedule := self._in_rules.go_on(most):
+            if schedule := self._in_rules.go_on(most, until):
                 yield schedule
 
         self._next("dispatch", found())
-        return self._in_rules.ms
 
     @cached_property
     def _in_rules(self) -> RulesSearch:

@@ -204,11 +204,16 @@ class PlacementSearch:
 
     def _search_in_rules(self, share: float) -> None:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
-        lead to the shortest schedules, and so on; each time for a part of this share of the time, side by side."""
+        lead to the shortest schedules, and so on; each time for a part of this share of the time, side by side.
+
+        The time is counted in ops; the clock ends only what takes longer, with one thread much longer.
+        """
         if reaches(self.best_ms, self.bound_ms):
             return
-        threads, ops, rounds = self.request.threads, 0.0, plan.RULES_ROUNDS
-        left = [self._portfolio(each, "dispatch", share).heuristics for each in self._ranked()]
+        threads, ops, rounds, limit = self.request.threads, 0.0, plan.RULES_ROUNDS, share
+        if self.one_thread:
+            share, limit = share * plan.COUNTED_SHARE, share * plan.COUNTED_TIMEOUT
+        left = [self._portfolio(each, "dispatch", limit).heuristics for each in self._ranked()]
         with ThreadPoolExecutor(threads) as pool:
             for _ in range(rounds):
                 ops += share * self.request.time_limit_s / rounds * threads / max(1, len(left)) * plan.RULES_OPS_PER_S
