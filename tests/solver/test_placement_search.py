@@ -268,6 +268,16 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
 
 
+def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
+    request = Request(problem=pipeline(), method="auto", placements="all", time_limit_s=20.0, threads=1)
+    search = PlacementSearch(request, list[Any]().append)
+    search.candidates = []
+    assert search._search_in_rules(0.3) == 0.0
+    bidirectional = Placement(chunks=1, shape="bidirectional").apply(pipeline(overlap_factor=1.0))
+    search.candidates = [search._candidate(None, bidirectional)]
+    assert search._search_in_rules(0.3) == 0.0
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(monkeypatch, threads):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)

@@ -118,8 +118,7 @@ class PlacementSearch:
             self._emit_infeasible()
             return
         if self.request.method == "auto" and self.request.time_limit_s >= plan.RULES_S:
-            self._search_in_rules(plan.RULES_SHARE)
-            share_left -= plan.RULES_SHARE
+            share_left -= self._search_in_rules(plan.RULES_SHARE)
         best_two = self._ranked()[:2]
         if len(best_two) == 2 and plan.BEST_TWO_SHARE * self.request.time_limit_s >= 2 * plan.PLACEMENT_S:
             share_left -= plan.BEST_TWO_SHARE
@@ -202,24 +201,28 @@ class PlacementSearch:
                 if self.left_s < self.request.time_limit_s / 2:
                     return
 
-    def _search_in_rules(self, share: float) -> None:
+    def _search_in_rules(self, share: float) -> float:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
         lead to the shortest schedules, and so on; each time for a part of this share of the time, side by side.
 
-        The time is counted in ops; the clock ends only what takes longer, with one thread much longer.
+        The time is counted in ops; the clock ends only what takes longer, with one thread much longer. Returns the
+        share that was used, none where rules lead to no schedule.
         """
-        if reaches(self.best_ms, self.bound_ms):
-            return
-        threads, ops, rounds, limit = self.request.threads, 0.0, plan.RULES_ROUNDS, share
-        if self.one_thread:
-            share, limit = share * plan.COUNTED_SHARE, share * plan.COUNTED_TIMEOUT
-        left = [self._portfolio(each, "dispatch", limit).heuristics for each in self._ranked()]
+        alive = self._ranked()
+        if reaches(self.best_ms, self.bound_ms) or not alive:
+            return 0.0
+        planned, limit = (plan.COUNTED_SHARE, plan.COUNTED_TIMEOUT) if self.one_thread else (1.0, 1.0)
+        left = [self._portfolio(each, "dispatch", share * limit).heuristics for each in alive]
+        a_round = share * planned * self.request.time_limit_s / plan.RULES_ROUNDS * plan.RULES_OPS_PER_S
+        threads, ops, shortest = self.request.threads, 0.0, NEVER
         with ThreadPoolExecutor(threads) as pool:
-            for _ in range(rounds):
-                ops += share * self.request.time_limit_s / rounds * threads / max(1, len(left)) * plan.RULES_OPS_PER_S
+            for _ in range(plan.RULES_ROUNDS):
+                ops += a_round * min(1.0, threads / len(left))
                 found = list(pool.map(methodcaller("by_rules", round(ops)), left))
+                shortest = min(shortest, *found)
                 order = sorted(range(len(left)), key=found.__getitem__)
                 left = [left[n] for n in order[: -(-len(left) // 2)]]
+        return share if shortest < NEVER else 0.0
 
     def _search_weakest(self, share: float) -> float:
         """Let `relax` search the placement with the least bound for half of the time, then what has the least bound
