@@ -1,9 +1,13 @@
-"""`optpipe_solver.first` without its search among rules, which may leave nothing to search for."""
+"""`optpipe_solver.first` without bounds that tell and without its search among rules, so that nothing is proven at once
+and something is left to search for."""
 
 from __future__ import annotations
 
-from optpipe_solver.portfolio import first_schedules, heuristic_runs
+from optpipe_solver.portfolio import first_schedules, heuristic_runs, portfolio
+
+LEAST_MS = 1e-3
 
 if __name__ == "__main__":
+    portfolio.trivial_bound = portfolio.memory_bound = lambda *_: LEAST_MS
     heuristic_runs.RulesSearch.go_on = lambda *_: None
     first_schedules.main()
