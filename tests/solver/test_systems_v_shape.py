@@ -116,11 +116,11 @@ def test_v_auto_uses_memory_in_small_steps():
     assert lengths == sorted(set(lengths), reverse=True)
 
 
-@given(data=st.data(), p=st.integers(2, 6), m=st.integers(1, 14), memory=st.integers(1, 16))
+@given(data=st.data(), p=st.integers(2, 6), m=st.integers(1, 14))
 @settings(max_examples=examples(40), deadline=None)
-def test_v_auto_asks_what_each_device_has_room_for(data, p, m, memory):
+def test_v_auto_asks_what_each_device_has_room_for(data, p, m):
     """Uneven memory and stages: it fits, or no block was found and it is V-Min."""
-    problem = limited(p, m, memory)
+    problem = units(p, m, v=2, shape="v")
     rooms = data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p))
     rooms = [{"activation_budget_bytes": room * ACTIVATION} for room in rooms]
     problem = problem.replace(
