@@ -62,9 +62,9 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
     elif first["type"] == "extra_forbidden":
         *place, name = first["loc"]
         missing = [each["loc"][-1] for each in complaints if each["type"] == "missing" and [*each["loc"][:-1]] == place]
-        meant = nearest(str(name), map(str, missing))
+        meant = _nearest(str(name), map(str, missing))
         complaints = [each for each in complaints if not meant or each["loc"] != (*place, meant)]
-        message += f" is not a field of this format{_ask(meant or nearest(str(name), _fields(record, place)), ': ')}"
+        message += f" is not a field of this format{_ask(meant or _nearest(str(name), _fields(record, place)), ': ')}"
     elif first["loc"] == ("format",) and first["type"] == "literal_error":
         return InputError(_wrong_format(what, first))
     elif first["type"] == "value_error":
@@ -82,10 +82,10 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
 def did_you_mean(word: str, words: Iterable[str], before: str) -> str:
     """Asks for the nearest of the words in any case, such as `; did you mean gpipe?` with "; " before; "" if none is
     near."""
-    return _ask(nearest(word, words), before)
+    return _ask(_nearest(word, words), before)
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
+def _nearest(word: str, words: Iterable[str]) -> str | None:
     """The nearest of the words in any case; None if none is near."""
     known = {each.lower(): each for each in words}
     near = get_close_matches(word[:100].lower(), list(known), n=1)
