@@ -13,57 +13,21 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, select, text
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
-from support.jobs import A, row, submit
+from support.jobs import row, submit
 from support.postgres import Postgres
 
 from optpipe.errors import InputError
-from optpipe.options import SolveOptions
 from optpipe_server.database import AwayError, Database
 from optpipe_server.database import postgres as of_postgres
-from optpipe_server.database.jobs import options_of
-from optpipe_server.database.tables import incumbents, metadata
+from optpipe_server.database.tables import metadata
 
 
 def test_the_migrations_make_the_tables(database: Database) -> None:
     with database.read() as db:
         assert compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), metadata) == []
         assert {*inspect(db).get_table_names()} == {*metadata.tables, "alembic_version"}
-
-
-def test_options_of_former_jobs_are_kept(sqlite_url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    with postgres.database() as postgres_url:
-        for url in (sqlite_url, postgres_url):
-            _migrate_former_jobs(url, monkeypatch)
-
-
-def _migrate_former_jobs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    upgrade = command.upgrade
-    with monkeypatch.context() as former:
-        former.setattr(command, "upgrade", lambda config, _: upgrade(config, "0001"))
-        before = Database(url)
-    times = {"version": 1, "problem_version": 1, "last_seq": 1, "attempt": 1, "spent_s": 0.0, "crashes": 0, "losses": 0}
-    of_job = {"tenant": A, "state": "done", "problem_name": "", "problem_sha256": "0" * 64, "status": "feasible"}
-    asked = {"method": "cpsat", "time_limit_s": 30.0, "gap_limit": 0.01, "priority": 0, "cancel_requested": False}
-    of_seq = {"seq": 1, "problem_version": 1, "attempt": 1, "source": "solver", "method": "x", "found_at": "now"}
-    for objective in ("makespan", "span"):
-        job = {"id": objective, "objective": objective, "created_at": "now", **times, **of_job, **asked}
-        incumbent = {"job": objective, "makespan_ms": 2.0, "span_ms": 1.0, "programs": "", **of_seq}
-        for table, values in (("jobs", job), ("incumbents", incumbent)):
-            names = ", ".join(values)
-            with before.write() as db:
-                db.execute(text(f"insert into {table} ({names}) values (:{names.replace(', ', ', :')})"), values)
-    before.close()
-    after = Database(url)
-    for objective, value_ms in (("makespan", 2.0), ("span", 1.0)):
-        options = SolveOptions(method="cpsat", objective=objective, time_limit_s=30.0, gap=0.01)
-        assert options_of(row(after, objective)) == options
-        assert row(after, objective).value_ms == value_ms
-        with after.read() as db:
-            found = db.execute(select(incumbents.c.value_ms).where(incumbents.c.job == objective))
-            assert found.scalar_one() == value_ms
-    after.close()
 
 
 def test_a_reopened_database_keeps_its_content(database_url: str) -> None:
