@@ -115,8 +115,7 @@ MilpOps = Annotated[
         strict=True,
         ge=1,
         le=2**31 - 1,
-        description="Compute ops up to which milp solves the problem whole; larger ones window by window. Default: "
-        "100; no limit with a licence of Gurobi.",
+        description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
     ),
 ]
 PlacementsOption = Annotated[

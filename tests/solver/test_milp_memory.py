@@ -17,7 +17,7 @@ from support.milp import Solver, solver_process
 from optpipe import Problem, check
 from optpipe.process.protocol import Bound, Incumbent, Note
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.milp.capacity import add_capacity
+from optpipe_solver.milp.capacity import sizes_fit
 from optpipe_solver.milp.rows import Literal, Rows
 from optpipe_solver.milp.task import TOLERANCE
 
@@ -49,8 +49,8 @@ def capacities(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], int]:
 def test_rows_hold_exactly_where_the_bytes_fit(capacity: tuple[list[tuple[int, bool]], int]) -> None:
     sizes, limit = capacity
     rows = Rows()
-    literals = [rows.literal() for _ in sizes]
-    add_capacity(rows, [(size, Literal(x.var, sign)) for (size, sign), x in zip(sizes, literals, strict=True)], limit)
+    literals = [rows.new_literal() for _ in sizes]
+    sizes_fit(rows, [(size, Literal(x.var, sign)) for (size, sign), x in zip(sizes, literals, strict=True)], limit)
     begins, index, value = rows.matrix()
     for values in product((0.0, 1.0), repeat=len(sizes)):
         x = np.zeros(len(rows.lower))

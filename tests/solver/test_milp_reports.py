@@ -12,14 +12,13 @@ from typing import cast
 
 import pytest
 from pydantic import ValidationError
-from support.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
+from support.enumeration import SPAN, problem_of, stage
 from support.milp import Solver, solver_process
 
-from optpipe import InputError, Problem, anytime, improve, solve
+from optpipe import InputError, anytime, improve, solve
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_cli.main import main
-from optpipe_solver.milp.backend import most_rows
 from optpipe_solver.portfolio import PlacementSearch, engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess
 from optpipe_solver.portfolio.engine_runs import EngineRuns
@@ -31,30 +30,6 @@ from optpipe_solver.portfolio.time_limit import TimeLimit
 def solver() -> Iterator[Solver]:
     with solver_process() as running:
         yield running
-
-
-def large() -> Problem:
-    """More than pip's licence of Gurobi takes, and less than what is solved in windows anyway."""
-    return problem_of([stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)], [15] * 4, 8)
-
-
-@pytest.mark.parametrize("name", ["pulp:gurobi", "GUROBI_CMD", "pulp_gurobi"])
-def test_gurobi_by_way_of_pulp_has_the_licence_of_gurobi(name: str) -> None:
-    pytest.importorskip("pulp")
-    pytest.importorskip("gurobipy")
-    assert most_rows(name) == most_rows("gurobi")
-    assert most_rows("pulp:cbc") is None
-
-
-def test_what_is_too_large_for_gurobi_by_way_of_pulp_is_solved_in_windows(solver: Solver) -> None:
-    pytest.importorskip("pulp")
-    pytest.importorskip("gurobipy")
-    if most_rows("gurobi") is None:
-        pytest.skip("there is a licence of Gurobi")
-    frames = solver.frames(large(), solver="pulp:gurobi", time_limit_s=2)
-    too_large, report = [frame.text for frame in frames if isinstance(frame, Note)]
-    assert re.match(r"milp: windows, as the whole model has .*, and Gurobi's pip licence is for 2000", too_large)
-    assert re.match(r"milp: \d+ windows? by PuLP's GUROBI: ", report)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP's own
@@ -69,10 +44,10 @@ def test_whatever_a_library_of_pulps_raises_highs_takes_its_place(monkeypatch: p
 
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fail)
     rows = Rows()
-    rows.variable(0.0, 1.0)
+    rows.new_variable(0.0, 1.0)
     task = Task(rows, 0, {}, Limits(1e12, 1, 0), lambda x: None, lambda bound: None)
     with pytest.raises(UnavailableError, match=r"^PuLP's PULP_CBC_CMD failed: no licence$"):
-        by_pulp.solver("PULP_CBC_CMD")(task)
+        by_pulp.find_solver("PULP_CBC_CMD")(task)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP's own
@@ -90,10 +65,10 @@ def test_a_solver_of_pulps_that_used_its_share_of_the_time_is_not_said_to_have_e
 
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", wait)
     rows = Rows()
-    rows.variable(0.0, 1.0)
+    rows.new_variable(0.0, 1.0)
     limits = Limits(time.monotonic() + 1.0, 1, 0)
     task = Task(rows, 0, {}, limits, lambda x: None, lambda bound: None)
-    assert by_pulp.solver("PULP_CBC_CMD")(task).status == "time is up"
+    assert by_pulp.find_solver("PULP_CBC_CMD")(task).status == "time is up"
 
 
 @pytest.mark.parametrize("name", ["gurobi:", "auto:", "pulp:", "cbc:"])
@@ -104,19 +79,11 @@ def test_a_colon_needs_a_name(name: str) -> None:
 
 def test_a_search_says_how_far_it_is(solver: Solver) -> None:
     """So that its last report is known whenever it is stopped."""
-    frames = solver.said(SPAN, time_limit_s=10)
+    frames = solver.all_frames(SPAN, time_limit_s=10)
     reports = [frame for frame in frames if isinstance(frame, Note) and frame.method]
     assert reports[0].ongoing
     texts = [report.text for report in reports if report.ongoing]
     assert any(text.startswith("milp: HiGHS: not ended, ") and "bound" in text for text in texts)
-    assert not reports[-1].ongoing
-
-
-def test_windows_say_how_far_they_are(solver: Solver) -> None:
-    frames = solver.said(EXHAUSTIVE["two chunks"], milp_ops=1, time_limit_s=10)
-    reports = [frame for frame in frames if isinstance(frame, Note) and frame.method]
-    texts = [report.text for report in reports if report.ongoing]
-    assert any(text.startswith("milp: 0 windows by HiGHS: 0 optimal, 0 shorter; ") for text in texts)
     assert not reports[-1].ongoing
 
 

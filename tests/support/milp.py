@@ -20,31 +20,17 @@ from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
 
 DRIVER = """
-import json, re, sys, time
-from optpipe.process.protocol import End, Note, Request, keep_output_for_frames, write_frame
+import json, sys
+from optpipe.process.protocol import End, Request, keep_output_for_frames, write_frame
 from optpipe_solver.milp import solve
 from optpipe_solver.milp.switches import Switches
 
-def keep(*given):
-    global limits
-    limits = Limits(*given)
-    return limits
-
-Limits, solve.Limits = solve.Limits, keep
 keep_output_for_frames()
 for line in sys.stdin:
     asked = json.loads(line)
-
-    def write(frame):
-        write_frame(frame)
-        if isinstance(frame, Note) and re.search(asked["until"], frame.text):
-            object.__setattr__(limits, "until", time.monotonic())
-
-    request = Request.model_validate(asked["request"])
-    solve.solve(request, write, Switches(**asked["switches"]))
+    solve.solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
-NEVER = "(?!)"
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
 
 
@@ -54,21 +40,21 @@ class Solver:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def frames(self, problem: Problem, switches: Switches = ALL, until: str = NEVER, **asked: Any) -> list[Frame]:
-        """All but the reports of searches that go on. Time is up with a note that has `until`."""
-        said = self.said(problem, switches, until, **asked)
-        return [frame for frame in said if not (isinstance(frame, Note) and frame.ongoing)]
+    def frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
+        """All but the reports of searches that go on."""
+        frames = self.all_frames(problem, switches, **asked)
+        return [frame for frame in frames if not (isinstance(frame, Note) and frame.ongoing)]
 
-    def said(self, problem: Problem, switches: Switches = ALL, until: str = NEVER, **asked: Any) -> list[Frame]:
+    def all_frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
         assert self._process.stdin
         assert self._process.stdout
         request = Request(problem=problem, method="milp", **{"solver": "highs"} | asked).model_dump(mode="json")
-        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches), "until": until}) + "\n")
+        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches)}) + "\n")
         self._process.stdin.flush()
-        found: list[Frame] = []
-        while not found or not isinstance(found[-1], End):
-            found.append(FRAME.validate_json(self._process.stdout.readline()))
-        return found
+        frames: list[Frame] = []
+        while not frames or not isinstance(frames[-1], End):
+            frames.append(FRAME.validate_json(self._process.stdout.readline()))
+        return frames
 
     def solve(self, problem: Problem, objective: Objective = "makespan", **asked: Any) -> tuple[list[float], float]:
         """Values of the incumbents, each checked, and the best bound known."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from optpipe.options import usual_name
-from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.task import Minimize, Outcome, Task, UnavailableError
 
 
@@ -20,10 +19,10 @@ def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> tuple[str,
     """
     with _stdout_to_stderr():
         try:
-            outcome = backend(solver)(task)
+            outcome = find_backend(solver)(task)
         except UnavailableError as reason:
             tell(f"{reason}; HiGHS solves it instead")
-            solver, outcome = "highs", backend("highs")(task)
+            solver, outcome = "highs", find_backend("highs")(task)
     return solver, replace(outcome, seconds=task.limits.spent_s)
 
 
@@ -41,7 +40,7 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def backend(solver: str) -> Minimize:
+def find_backend(solver: str) -> Minimize:
     """The backend of that name, in any case: `auto`, `highs`, `gurobi`, `pulp`, `pulp:NAME`, or the NAME alone.
 
     `auto` is Gurobi if the user has a licence: the one that comes with gurobipy is for small models, and not for
@@ -50,7 +49,7 @@ def backend(solver: str) -> Minimize:
     kind, _, within = solver.partition(":")
     kind = kind.lower()
     if kind == "auto":
-        return backend("gurobi" if _gurobi_licensed() else "highs")
+        return find_backend("gurobi" if _gurobi_licensed() else "highs")
     # Each backend loads a native library that may be missing, and only one of them is needed.
     try:
         if kind == "highs":
@@ -63,7 +62,7 @@ def backend(solver: str) -> Minimize:
             return gurobi.minimize
         from optpipe_solver.milp import pulp
 
-        return pulp.solver(within if kind == "pulp" else solver)
+        return pulp.find_solver(within if kind == "pulp" else solver)
     except ImportError as error:
         extra = kind if kind in ("highs", "gurobi") else "pulp"
         raise UnavailableError(
@@ -72,32 +71,10 @@ def backend(solver: str) -> Minimize:
 
 
 def is_licensed(solver: str) -> bool:
-    """Whether a backend is Gurobi with a licence of the user's own."""
-    return (solver.lower() == "auto" or _is_gurobi(solver)) and _gurobi_licensed()
-
-
-def most_rows(solver: str) -> int | None:
-    """The variables, and rows, that a backend takes at most: Gurobi, also PuLP's, by pip's licence. None where nothing
-    limits it."""
-    if not _is_gurobi(solver) or _gurobi_licensed():
-        return None
-    try:
-        from optpipe_solver.milp import gurobi
-    except ImportError:
-        return None
-    return gurobi.PIP_SIZE
-
-
-def smallest_model(solver: str, switches: Switches) -> Switches:
-    """The switches, with triangles as cuts where these do not count: Gurobi adds them while it searches, and its limit
-    is for what it is given."""
-    lazy = switches.triangles == "all" and solver.lower() == "gurobi" and most_rows(solver) is not None
-    return replace(switches, triangles="lazy") if lazy else switches
-
-
-def _is_gurobi(solver: str) -> bool:
+    """Whether a backend is Gurobi, also PuLP's, with a licence of the user's own."""
     kind, _, within = solver.partition(":")
-    return usual_name(within if kind.lower() == "pulp" else kind) == "gurobi"
+    name = usual_name(within if kind.lower() == "pulp" else kind)
+    return name in ("auto", "gurobi") and _gurobi_licensed()
 
 
 def _gurobi_licensed() -> bool:

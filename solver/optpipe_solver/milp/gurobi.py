@@ -1,4 +1,4 @@
-"""Gurobi: incumbents, bounds and cuts by callback, and a MIP start. The licence that comes with gurobipy is for 2,000
+"""Gurobi: incumbents and bounds by callback, and a MIP start. The licence that comes with gurobipy is for 2,000
 variables and rows."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import gurobipy as gp
 import numpy as np
 from gurobipy import GRB
 
-from optpipe_solver.milp.rows import Rows, form
+from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, UnavailableError
 
 NAME = "Gurobi"
@@ -35,7 +35,7 @@ def licensed() -> bool:
 
 
 def minimize(task: Task) -> Outcome:
-    """Minimizes with Gurobi; adds cuts wherever a node's relaxation violates them."""
+    """Minimizes with Gurobi."""
     task.on_start(NAME)
     try:
         with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
@@ -56,8 +56,6 @@ class _GurobiRun:
         model.setObjective(self._vars[task.objective], GRB.MINIMIZE)
         for var, value in task.start.items():
             self._vars[var].Start = value
-        # Without it presolve takes no cuts in the model's own variables.
-        model.Params.PreCrush = int(task.violated is not None)
         self._best = -np.inf
 
     def run(self) -> Outcome:
@@ -74,16 +72,6 @@ class _GurobiRun:
             self._task.on_solution(np.array(model.cbGetSolution(self._vars)))
         elif where == GRB.Callback.MIP:
             self._bound(model.cbGet(GRB.Callback.MIP_OBJBND))
-        elif (
-            where == GRB.Callback.MIPNODE
-            and self._task.violated
-            and model.cbGet(GRB.Callback.MIPNODE_STATUS) == GRB.OPTIMAL
-        ):
-            for clause in self._task.violated(np.array(model.cbGetNodeRel(self._vars))):
-                row, at_least = form((), ((1.0, literal) for literal in clause), 1.0)
-                model.cbCut(
-                    gp.LinExpr(list(row.values()), [self._vars[var] for var in row]), GRB.GREATER_EQUAL, at_least
-                )
 
     def _bound(self, value: float) -> None:
         if self._best < value < GRB.INFINITY:

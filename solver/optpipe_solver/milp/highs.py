@@ -1,4 +1,4 @@
-"""HiGHS: better solutions and bounds by callback, and cuts at the root."""
+"""HiGHS: better solutions and bounds by callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, cut_at_root
+from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task
 
 NAME = "HiGHS"
 MOST_NODES = 500  # for completing a start, which has to be quick
@@ -23,7 +23,6 @@ ENDINGS: dict[highspy.HighsModelStatus, Status] = {
 def minimize(task: Task) -> Outcome:
     """Minimizes with HiGHS. Python code in other threads runs on."""
     task.on_start(NAME)
-    cut_at_root(task, lambda: _relaxed(task))
     highs = _highs(task.rows, task.objective, task.limits)
     if (start := _completed(task)) is not None:
         highs.setSolution(len(start), np.arange(len(start), dtype=np.int32), start)
@@ -43,9 +42,9 @@ def minimize(task: Task) -> Outcome:
         task.on_solution(np.array(highs.getSolution().col_value))
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
-    known = best if best > -np.inf else None
+    bound_or_none = best if best > -np.inf else None
     nodes = max(0, int(highs.getInfo().mip_node_count))  # -1: infeasible without any
-    return Outcome(NAME, ENDINGS.get(highs.getModelStatus(), "ended"), known, nodes)
+    return Outcome(NAME, ENDINGS.get(highs.getModelStatus(), "ended"), bound_or_none, nodes)
 
 
 def _completed(task: Task) -> Floats | None:
@@ -60,15 +59,6 @@ def _completed(task: Task) -> Floats | None:
     highs.run()
     found = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return np.array(highs.getSolution().col_value) if found else None
-
-
-def _relaxed(task: Task) -> Floats | None:
-    highs = _highs(task.rows, task.objective, task.limits)
-    highs.setOptionValue("solve_relaxation", True)
-    highs.run()
-    return (
-        np.array(highs.getSolution().col_value) if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
-    )
 
 
 def _highs(rows: Rows, objective: int, limits: Limits) -> highspy.Highs:

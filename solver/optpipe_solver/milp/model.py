@@ -15,13 +15,11 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.milp import compute, memory, transfers
+from optpipe_solver.milp import compute, memory, transfers, triangles
 from optpipe_solver.milp.longest_paths import LongestPaths
 from optpipe_solver.milp.precedences import COMPUTE
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.surroundings import Surroundings
 from optpipe_solver.milp.switches import Switches
-from optpipe_solver.milp.triangles import Triangles, all_orders, compute_orders
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
 from optpipe_solver.paths import needs_fused
 
@@ -39,48 +37,37 @@ def serial_ms(problem: Problem) -> float:
 class Model:
     """The program for one problem. Build it, solve `rows`, read `starts(x)`.
 
-    Solutions longer than `horizon_ms` are cut off. With surroundings only what lies in a window of a schedule is open:
-    what is before it is over at a known time, and what is after it keeps its order, so that it starts at C less its
-    tail (the longest path from there to the end). The objective is then the makespan.
+    Solutions longer than `horizon_ms` are cut off. If none can be as short, `possible` is False, and there are no rows.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        objective: Objective,
-        horizon_ms: float,
-        switches: Switches,
-        around: Surroundings | None = None,
-    ) -> None:
+    def __init__(self, problem: Problem, objective: Objective, horizon_ms: float, switches: Switches) -> None:
         self.problem, self.objective, self._order = problem, objective, switches.order
         self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
         self.paths = LongestPaths(
-            problem, horizon_ms * self.scale, self.scale, switches.order, switches.determined, around
+            problem, horizon_ms * self.scale, self.scale, switches.order, determined=switches.determined
         )
         self.rows = Rows(None if switches.tight else (horizon_ms + serial_ms(problem)) * self.scale)
-        self.possible = self.paths.possible  # otherwise there is no model
+        self.possible = self.paths.possible
         if not self.possible:
             return
         self.variables = v = Variables(problem, self.paths, switches, self.rows)
         self.C = v.C
-        compute.add_known_orders(v)
-        compute.add_one_at_a_time(v)
+        compute.dependencies(v)
+        compute.no_overlap_on_device(v)
         if objective == "makespan":
-            compute.add_makespan(v)
+            compute.makespan(v)
         else:
-            compute.add_span(v)
-            compute.add_first_at_once(v)
+            compute.span(v)
+            compute.first_forward_at_once(v)
         if switches.workload:
-            compute.add_workload(v, objective)
-        transfers.add_transfer_chains(v)
-        transfers.add_links(v)
-        transfers.add_surroundings(v)
-        memory.add_memory_capacity(v)
-        self.triangles = Triangles(all_orders(v) if switches.triangles_of == "all" else compute_orders(v))
-        if switches.triangles == "all":
-            for clause in self.triangles.all():
-                self.rows.clause(*clause)
-        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
+            compute.work_before_and_after(v, objective)
+        transfers.forward_offload_reload_backward(v)
+        transfers.no_overlap_on_link(v)
+        transfers.reloads_allocate_in_link_order(v)
+        memory.activation_budget(v)
+        orders = {"none": lambda _: [], "compute": triangles.compute_orders, "all": triangles.all_orders}
+        for order in orders[switches.triangles](v):
+            triangles.no_cycles_of_three(self.rows, order)
 
     @property
     def is_bound(self) -> bool:
@@ -90,7 +77,7 @@ class Model:
         # A device has a shorter span where it starts later.
         order_is_free = self.objective == "makespan" and not stages_that_may_offload(self.problem)
         any_order = self._order != "stages" or order_is_free
-        return self.paths.around is None and not self.inexpressible and self.problem.layers is None and any_order
+        return not self.inexpressible and self.problem.layers is None and any_order
 
     @property
     def inexpressible(self) -> str:
@@ -107,13 +94,13 @@ class Model:
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as
         can be."""
-        v, costs, paths = self.variables, self.problem.costs, self.paths
-        times = self.rows.earliest(x) / self.scale
-        starts = {op: float(times[E] - costs.ms[op.kind, op.stage]) for op, E in zip(paths.ops, v.E, strict=True)}
-        for kind, begin in ((Kind.O, v.O), (Kind.R, v.R)):
-            for a, (var, offset) in begin.items():
+        v, costs = self.variables, self.problem.costs
+        times = (self.rows.earliest(x) / self.scale).tolist()
+        starts = {op: times[E] - float(costs.ms[op.kind, op.stage]) for op, E in zip(self.paths.ops, v.E, strict=True)}
+        for kind, moments in ((Kind.O, v.O), (Kind.R, v.R)):
+            for a, moment in moments.items():
                 if self.rows.holds(v.W[a], x):
-                    first, each = float(times[var] + offset / self.scale), float(costs.ms[kind, a[0]])
+                    part_ms = float(costs.ms[kind, a[0]])
                     for part in range(costs.parts[a[0]]):
-                        starts[Op(kind, *a, part)] = first + part * each
-        return starts | paths.around.starts(float(times[v.C]), set(v.activations)) if paths.around else starts
+                        starts[Op(kind, *a, part)] = times[moment] + part * part_ms
+        return starts

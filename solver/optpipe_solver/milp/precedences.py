@@ -1,4 +1,4 @@
-"""The compute ops of a problem, and which of them must precede which (Eq. 5, 6 and 8)."""
+"""The compute ops of a problem, and which of them must precede which (Eq. 1, 5, 6 and 8)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import pairwise, product
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import used_routes
+from optpipe_solver.milp.switches import Order
 
-COMPUTE = (Kind.F, Kind.B, Kind.W)  # all that the model knows of
+COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
 Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later
 
 
@@ -42,3 +43,12 @@ def within_stage(problem: Problem) -> Iterator[Arc]:
         for s, j in product(route, batches):
             yield Op(Kind.F, s, j), Op(Kind.B, s, j), 0.0
             yield Op(Kind.B, s, j), Op(Kind.W, s, j), 0.0
+
+
+def fixed_order(problem: Problem, order: Order) -> Iterator[Arc]:
+    """Eq. 1. Micro-batches of a route are alike: numbering them as they enter its first stage costs nothing. With
+    "stages" every stage keeps that order in F, in B and in W."""
+    for route, batches in microbatches_by_route(problem).items():
+        everywhere = [(kind, s) for kind in COMPUTE for s in route]
+        for kind, s in {"none": [], "entry": everywhere[:1], "stages": everywhere}[order]:
+            yield from ((Op(kind, s, a), Op(kind, s, b), 0.0) for a, b in pairwise(batches))

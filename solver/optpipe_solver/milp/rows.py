@@ -23,8 +23,6 @@ class Literal(NamedTuple):
 
 NOTHING = 1e-9  # rounding may leave so much of a row that just holds
 TRUE, FALSE = Literal(-1), Literal(-1, False)
-Clause = tuple[Literal, ...]
-Form = tuple[dict[int, float], float]  # coefficients by variable, and what their sum has to reach
 
 
 class Precedence(NamedTuple):
@@ -66,22 +64,22 @@ class Rows:
         self._index: list[int] = []
         self._value: list[float] = []
 
-    def variable(self, lower: float, upper: float) -> int:
+    def new_variable(self, lower: float, upper: float) -> int:
         """A new continuous variable's number."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.binary.append(False)
         return len(self.lower) - 1
 
-    def literal(self) -> Literal:
+    def new_literal(self) -> Literal:
         """A new binary variable."""
-        var = self.variable(0.0, 1.0)
+        var = self.new_variable(0.0, 1.0)
         self.binary[var] = True
         return Literal(var)
 
-    def carry(self, carry: Carry, most: float) -> int:
+    def new_carry(self, carry: Carry, most: float) -> int:
         """A new whole variable's number."""
-        var = self.variable(0.0, most)
+        var = self.new_variable(0.0, most)
         self.carries[var] = carry
         return var
 
@@ -94,7 +92,7 @@ class Rows:
         self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
     ) -> None:
         """Adds the row: sum of coefficients × variables and literals `>= at_least`. Adds none if it always holds."""
-        row, at_least = form(times, literals, at_least)
+        row, at_least = linear_form(times, literals, at_least)
         if not row and at_least <= NOTHING:
             return
         self._index += row.keys()
@@ -102,12 +100,12 @@ class Rows:
         self._begins.append(len(self._index))
         self.at_least.append(at_least)
 
-    def clause(self, *literals: Literal) -> None:
-        """At least one of them holds."""
+    def add_clause(self, *literals: Literal) -> None:
+        """Adds: at least one of the literals holds."""
         if TRUE not in literals:
             self.add((), ((1.0, literal) for literal in literals), 1.0)
 
-    def precede(self, precedence: Precedence) -> None:
+    def add_precedence(self, precedence: Precedence) -> None:
         """Adds the row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all.
         Adds none if its literals cannot hold, or if it always holds."""
         if FALSE in precedence.when or any(~literal in precedence.when for literal in precedence.when):
@@ -120,9 +118,10 @@ class Rows:
             literals = [(-length, made), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
-    def fits(self, most: int) -> bool:
-        """Whether there are no more variables, and no more rows."""
-        return max(len(self.lower), len(self.at_least)) <= most
+    @property
+    def size(self) -> str:
+        """Its size in words."""
+        return f"{len(self.lower)} variables, {len(self.at_least)} rows"
 
     @property
     def entries(self) -> int:
@@ -162,8 +161,16 @@ class Rows:
         return times
 
 
-def form(times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> Form:
-    """A sum of coefficients × variables and literals as coefficients of variables alone; a negation is 1 - variable."""
+def linear_form(
+    times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
+) -> tuple[dict[int, float], float]:
+    """Writes a sum of coefficients × variables and literals that reaches `at_least` as one of variables alone; a
+    negation is 1 - variable.
+
+    Returns
+    -------
+    Coefficients by variable, and what their sum has to reach.
+    """
     row: dict[int, float] = {}
     for coefficient, var in times:
         row[var] = row.get(var, 0.0) + coefficient

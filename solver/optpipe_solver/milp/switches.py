@@ -20,10 +20,8 @@ class Switches:
     """Eq. 1, second line: one variable a pair, the other order being its negation; else two whose sum is one."""
     determined: bool = True
     """Figure 3: no variable where an order follows from others, or where nothing else fits into the horizon."""
-    triangles: Literal["none", "all", "lazy"] = "all"
-    """Section 4.1.2: no cycle of three. All at once, or as far as solutions of the linear relaxation violate them."""
-    triangles_of: Literal["compute", "all"] = "compute"
-    """Of compute ops only (P), or of all that have an order (K, L, M, N, H, too), as section 4.1.2 says."""
+    triangles: Literal["none", "compute", "all"] = "compute"
+    """Section 4.1.2: no cycle of three; of compute ops (P), or of all that have an order (K, L, M, N, H, too)."""
     warm_start: bool = True
     """Section 4.1.3: start from the schedule that is known, and cut off longer ones."""
     tight: bool = True

@@ -9,12 +9,11 @@ from typing import Literal, Protocol
 
 from optpipe.errors import SolverError
 from optpipe.model.arrays import Floats
-from optpipe_solver.milp.rows import Clause, Rows
+from optpipe_solver.milp.rows import Rows
 
 # Of feasibility and of integrality. With times up to a thousand, what leaks through a big-M stays far below `MARGIN`.
 TOLERANCE = 1e-8
 MARGIN = 1e-6  # bounds are lowered by that, so that the tolerance makes none wrong
-ROUNDS = 20  # of cuts before the search
 
 
 class UnavailableError(SolverError):
@@ -53,8 +52,6 @@ class Task:
         Gets each better x as soon as the backend tells of it.
     on_bound
         Gets each better lower bound, at most `MARGIN` too low.
-    violated
-        Returns valid cuts that a solution of the linear relaxation violates.
     on_start
         Gets the name of the solver before it begins.
     """
@@ -65,7 +62,6 @@ class Task:
     limits: Limits
     on_solution: Callable[[Floats], None]
     on_bound: Callable[[float], None]
-    violated: Callable[[Floats], list[Clause]] | None = None
     on_start: Callable[[str], None] = lambda solver: None
 
 
@@ -88,15 +84,3 @@ class Minimize(Protocol):
     """A backend. Returns when the optimum is proven or time is up. Raises UnavailableError."""
 
     def __call__(self, task: Task) -> Outcome: ...
-
-
-def cut_at_root(task: Task, relaxed: Callable[[], Floats | None]) -> None:
-    """Adds the cuts that the linear relaxation violates, round after round, for backends that take none while they
-    search. `relaxed` solves the relaxation of the rows as they are."""
-    for _ in range(ROUNDS if task.violated else 0):
-        x = relaxed()
-        cuts = task.violated(x) if task.violated and x is not None else []
-        if not cuts:
-            break
-        for cut in cuts:
-            task.rows.clause(*cut)

@@ -10,19 +10,16 @@ from optpipe.model.problem import Problem
 from optpipe_solver.milp.longest_paths import LongestPaths
 from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
-from optpipe_solver.milp.schedule_graph import Activation
-from optpipe_solver.milp.surroundings import KnownMoment
 from optpipe_solver.milp.switches import Switches
 
-Time = tuple[int, float]  # a variable and a constant, which add up
+Activation = tuple[int, int]  # stage and micro-batch
 Span = tuple[float, Literal]  # a length, and whether it counts
 
 
 class Variables:
     """The variables of a model, and the rows that they are part of. Times are `paths.scale` × ms.
 
-    Compute ops have numbers (`paths.number`). Activations are those that can leave and, with surroundings, may do so in
-    the window or are away when it begins or ends.
+    Compute ops have numbers (`paths.number`). Activations are those that can leave.
 
     Attributes
     ----------
@@ -30,8 +27,6 @@ class Variables:
         By op: when it ends.
     C
         The makespan or the span.
-    zero
-        The moment 0, in a model of a window.
     P
         By two ops of a device: whether the first runs before the second (Eq. 7).
     W
@@ -46,47 +41,49 @@ class Variables:
         half duplex, offload before reload.
     M, N
         By activation and op of its device: whether its drop, and whether its reload, comes before the op; in between it
-        is away. M only for ops that take memory and, of a window, the first op after it.
+        is away. M only for ops that take memory.
     X
         By two activations of a device: whether the first is away when the second one's reload allocates.
     """
 
     def __init__(self, problem: Problem, paths: LongestPaths, switches: Switches, rows: Rows) -> None:
-        self.problem, self.costs, self.paths, self.around, self.rows = problem, problem.costs, paths, paths.around, rows
+        self.problem, self.costs, self.paths, self.rows = problem, problem.costs, paths, rows
         self.order, self._one_per_pair = switches.order, switches.one_per_pair
-        ends = (paths.head + paths.time, paths.horizon - paths.tail + paths.time)
-        self.E = [rows.variable(low, max(low, high)) for low, high in zip(*ends, strict=True)]
-        self.C = rows.variable(self.around.least_ms * paths.scale if self.around else 0.0, paths.horizon)
-        self.zero = rows.variable(0.0, 0.0) if self.around else -1
+        earliest, latest = paths.head + paths.time, paths.horizon - paths.tail + paths.time
+        self.E = [rows.new_variable(low, max(low, high)) for low, high in zip(earliest, latest, strict=True)]
+        self.C = rows.new_variable(0.0, paths.horizon)
+        stages = stages_that_may_offload(problem)
+        self.activations: list[Activation] = [
+            (op.stage, op.microbatch) for op in paths.ops if op.kind == Kind.F and op.stage in stages
+        ]
         self.P: dict[tuple[int, int], Literal] = {}
         self.W: dict[Activation, Literal] = {}
-        self.O: dict[Activation, Time] = {}
-        self.R: dict[Activation, Time] = {}
-        self.A: dict[Activation, Time] = {}
+        self.O: dict[Activation, int] = {}
+        self.R: dict[Activation, int] = {}
+        self.A: dict[Activation, int] = {}
         self.K: dict[tuple[Activation, Activation], Literal] = {}
         self.L: dict[tuple[Activation, Activation], Literal] = {}
         self.H: dict[tuple[Activation, Activation], Literal] = {}
         self.M: dict[tuple[Activation, int], Literal] = {}
         self.N: dict[tuple[Activation, int], Literal] = {}
         self.X: dict[tuple[Activation, Activation], Literal] = {}
-        self._compute_orders()
-        self.activations = self._activations()
-        self._transfer_times()
-        self._link_orders()
+        self._create_compute_orders()
+        self._create_transfers()
+        self._create_link_orders()
 
     # --- new variables
 
-    def pair(self) -> tuple[Literal, Literal]:
+    def new_order(self) -> tuple[Literal, Literal]:
         """Eq. 1: whether one precedes the other, and whether the other precedes the one: exactly one of both."""
-        first = self.rows.literal()
+        first = self.rows.new_literal()
         if self._one_per_pair:
             return first, ~first
-        second = self.rows.literal()
-        self.rows.clause(first, second)
-        self.rows.clause(~first, ~second)
+        second = self.rows.new_literal()
+        self.rows.add_clause(first, second)
+        self.rows.add_clause(~first, ~second)
         return first, second
 
-    def _compute_orders(self) -> None:
+    def _create_compute_orders(self) -> None:
         """P; no variable where the order is known. As the k-th W of a stage can always be the W of its k-th B (what a W
         frees is alike), Ws follow the order of their Bs where an order is fixed at all."""
         paths = self.paths
@@ -95,38 +92,29 @@ class Variables:
                 continue
             first, second = paths.ops[x], paths.ops[y]
             if paths.precedes(x, y):
-                pair = TRUE, FALSE
+                order = TRUE, FALSE
             elif paths.precedes(y, x):
-                pair = FALSE, TRUE
+                order = FALSE, TRUE
             elif first.kind == second.kind == Kind.W and first.stage == second.stage and self.order != "none":
                 b, c = paths.number[first._replace(kind=Kind.B)], paths.number[second._replace(kind=Kind.B)]
-                pair = self.P[b, c], self.P[c, b]
+                order = self.P[b, c], self.P[c, b]
             else:
-                pair = self.pair()
-            self.P[x, y], self.P[y, x] = pair
+                order = self.new_order()
+            self.P[x, y], self.P[y, x] = order
 
-    def _activations(self) -> list[Activation]:
-        stages = stages_that_may_offload(self.problem)
-        if self.around:
-            return [a for a, transfers in self.around.transfers.items() if a[0] in stages or transfers.made]
-        return [(op.stage, op.microbatch) for op in self.paths.ops if op.kind == Kind.F and op.stage in stages]
-
-    def _transfer_times(self) -> None:
+    def _create_transfers(self) -> None:
         """W, O, R and A. A transfer that is not made has no length and must not be in the way: it may lie anywhere up
         to the horizon, or before B where its neighbours on the link are before theirs."""
         for a in self.activations:
-            transfers = self.around.transfers[a] if self.around else None
-            self.W[a] = TRUE if transfers and transfers.made else self.rows.literal()
+            self.W[a] = self.rows.new_literal()
             F, B = self.number(Kind.F, a), self.number(Kind.B, a)
-            low = 0.0 if F is None else self.rows.lower[self.E[F]]
-            high = self.paths.horizon
-            if B is not None and self.keeps_place(a):
+            low, high = self.rows.lower[self.E[F]], self.paths.horizon
+            if self.keeps_place(a):
                 high = max(low, self.rows.upper[self.E[B]] - self.paths.time[B])
-            known_times = transfers.times if transfers else (None,) * 3
-            for times, known in zip((self.O, self.R, self.A), known_times, strict=True):
-                times[a] = self.time(known) if known else (self.rows.variable(low, high), 0.0)
+            for moments in (self.O, self.R, self.A):
+                moments[a] = self.rows.new_variable(low, high)
 
-    def _link_orders(self) -> None:
+    def _create_link_orders(self) -> None:
         """K, L and H, each way of a link with an order of its own if it is full duplex.
 
         The last line of the appendix has H of (b, a) as the negation of H of (a, b). But one is about O of b and R of
@@ -137,96 +125,63 @@ class Variables:
         for a, b in combinations(self.activations, 2):
             if link[a[0]] != link[b[0]]:
                 continue
-            known = TRUE if self.in_order(a, b) or self.is_over(a, b) else FALSE if self.is_over(b, a) else None
-            for order, times in ((self.K, self.O), (self.L, self.R)):
-                fixed = known or self._known_order(times[a], times[b])
-                order[a, b], order[b, a] = (fixed, ~fixed) if fixed else self.pair()
-        if self.problem.transfer_mode == "half_duplex":
-            for a, b in self.K:
-                if not (self.in_order(a, b) or self.is_over(a, b) or self.is_over(b, a)):
-                    self.H[a, b] = self._known_order(self.O[a], self.R[b]) or self.rows.literal()
+            for order in (self.K, self.L):
+                if self.keep_order(a, b) or self.is_over_before(a, b):
+                    order[a, b], order[b, a] = TRUE, FALSE
+                elif self.is_over_before(b, a):
+                    order[a, b], order[b, a] = FALSE, TRUE
+                else:
+                    order[a, b], order[b, a] = self.new_order()
+        for a, b in self.K if self.problem.transfer_mode == "half_duplex" else ():
+            if not (self.keep_order(a, b) or self.is_over_before(a, b) or self.is_over_before(b, a)):
+                self.H[a, b] = self.rows.new_literal()
 
-    def _known_order(self, a: Time, b: Time) -> Literal | None:
-        """What is before the window precedes what is in it, and this what is after it."""
-        sides = {self.zero: 0, self.C: 2} if self.around else {}
-        first, second = (sides.get(var, 1) for var, _ in (a, b))
-        if first == second == 1:
-            return None
-        return TRUE if (first, a[1]) <= (second, b[1]) else FALSE
-
-    def new_away_literals(self, ops: list[int], leaving: list[Activation], takes: list[bool]) -> None:
-        """M and N of a device's activations and ops, but for ops that do not run between F and B. `takes`: by op
-        whether it takes memory."""
+    def create_away_literals(self, ops: list[int], leaving: list[Activation], takes: list[int]) -> None:
+        """M and N of a device's activations and ops, but for ops that do not run between F and B. `takes`: by op the
+        bytes that it takes."""
         for a, y in product(leaving, ops):
             F, B = self.number(Kind.F, a), self.number(Kind.B, a)
-            before = F is not None and (y == F or self.paths.precedes(y, F))
-            after = B is not None and (y == B or self.paths.precedes(B, y))
-            if before or after:
-                continue
-            known = self.around.away_literals(a, self.paths.ops[y], self.W[a]) if self.around else (None, None)
-            self.N[a, y] = known[1] or self.rows.literal()
-            # What was dropped before the first op after a window still must be: memory there stays as it was.
-            if takes[y] or (self.around and self.around.is_border(self.paths.ops[y])):
-                self.M[a, y] = known[0] or self.rows.literal()
+            before_forward = y == F or self.paths.precedes(y, F)
+            after_backward = y == B or self.paths.precedes(B, y)
+            if not before_forward and not after_backward:
+                self.N[a, y] = self.rows.new_literal()
+                if takes[y]:
+                    self.M[a, y] = self.rows.new_literal()
 
-    # --- moments
+    # --- what rows are made of
 
-    def number(self, kind: Kind, a: Activation) -> int | None:
-        """The number of an activation's F, B or W; None where it is outside the window."""
-        return self.paths.number.get(Op(kind, *a))
-
-    def time(self, known: KnownMoment) -> Time:
-        """A moment outside the window: a constant, or C less a constant."""
-        ms = known.ms * self.paths.scale
-        return (self.C, -ms) if known.after else (self.zero, ms)
-
-    def end(self, op: Op) -> Time:
-        """When a compute op ends, in the window or outside."""
-        x = self.paths.number.get(op)
-        if x is not None:
-            return self.E[x], 0.0
-        assert self.around, "without surroundings every op is in the model"
-        var, offset = self.time(self.around.known_start(op))
-        return var, offset + float(self.costs.ms[op.kind, op.stage]) * self.paths.scale
-
-    def precedes(self, op: Op, y: int) -> Literal:
-        """P, also of an op that is before or after the window."""
-        x = self.paths.number.get(op)
-        if x is not None:
-            return self.P[x, y]
-        assert self.around, "without surroundings every op is in the model"
-        return FALSE if self.around.known_start(op).after else TRUE
+    def number(self, kind: Kind, a: Activation) -> int:
+        """The number of an activation's F, B or W."""
+        return self.paths.number[Op(kind, *a)]
 
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
         """The length of the whole activation's transfer, all parts together, and whether it is made."""
         return float(self.costs.ms[kind, a[0]] * self.costs.parts[a[0]] * self.paths.scale), self.W[a]
 
     def add_follows(
-        self, later: Time, earlier: Time, gap: float = 0.0, span: Span = (0.0, TRUE), when: tuple[Literal, ...] = ()
+        self, later: int, earlier: int, gap: float = 0.0, span: Span = (0.0, TRUE), when: tuple[Literal, ...] = ()
     ) -> None:
-        """Adds the row `later >= earlier + gap + span`; none between two moments that are known."""
-        if later[0] != earlier[0]:
-            self.rows.precede(Precedence(later[0], earlier[0], gap + earlier[1] - later[1], span, when))
+        """Adds the row `later >= earlier + gap + span`, required if all of `when` hold."""
+        self.rows.add_precedence(Precedence(later, earlier, gap, span, when))
 
     # --- known orders of transfers
 
-    def in_order(self, a: Activation, b: Activation) -> bool:
+    def keep_order(self, a: Activation, b: Activation) -> bool:
         """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well
         where the stage keeps its order in F and in B, as exchanging transfers of equal activations costs nothing."""
         same_route = self.problem.route(a[1]) == self.problem.route(b[1])
         return self.order == "stages" and a[0] == b[0] and a[1] < b[1] and same_route
 
-    def is_over(self, a: Activation, b: Activation) -> bool:
+    def is_over_before(self, a: Activation, b: Activation) -> bool:
         """Whether all of a is over before b begins."""
-        B, F = self.number(Kind.B, a), self.number(Kind.F, b)
-        return B is not None and F is not None and self.paths.precedes(B, F)
+        return self.paths.precedes(self.number(Kind.B, a), self.number(Kind.F, b))
 
     def keeps_place(self, a: Activation) -> bool:
         """Whether all transfers on a's link are of activations that keep their order: then one that is not made keeps
         its place, too."""
         link = self.costs.link[self.costs.device]
         others = [b for b in self.activations if link[b[0]] == link[a[0]] and b != a]
-        return self.around is None and all(self.in_order(a, b) or self.in_order(b, a) for b in others)
+        return all(self.keep_order(a, b) or self.keep_order(b, a) for b in others)
 
 
 def stages_that_may_offload(problem: Problem) -> set[int]:
@@ -235,7 +190,7 @@ def stages_that_may_offload(problem: Problem) -> set[int]:
     effects, wanted, routes = Effects(problem), [0] * len(problem.devices), microbatches_by_route(problem)
     for route, batches in routes.items():
         for s in route:
-            levels = effects.levels(s, *COMPUTE)
-            wanted[problem.costs.device[s]] += len(batches) * max((level.bytes for level in levels), default=0)
+            most = max((level.bytes for level in effects.levels(s, *COMPUTE)), default=0)
+            wanted[problem.costs.device[s]] += len(batches) * most
     tight = [size > limit for size, limit in zip(wanted, problem.costs.activation_budget.tolist(), strict=True)]
     return {s for route in routes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
