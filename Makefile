@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web docs test suite soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack clean
+.PHONY: help setup format check check-web docs test test-all suite suite-slow soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -46,13 +46,21 @@ check-web: ## check the types of the code of pages; needs Node
 docs: setup ## build the site of the docs in the folder site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Two at a time: mypy and mkdocs have one process each.
-test: setup ## check, build the docs, and run the whole suite
-	+$(MAKE) --no-print-directory --jobs 2 check suite docs
-
 # More tests at a time than two cores compute: a test waits as often as it computes.
-suite: setup ## run the whole suite only
-	env --unset=MAKEFLAGS $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -rs
+PYTEST = env --unset=MAKEFLAGS $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -rs
+
+# Two at a time: mypy and mkdocs have one process each.
+test: setup ## check style, types and imports, and run the tests: 5 minutes on two cores
+	+$(MAKE) --no-print-directory --jobs 2 check suite
+
+test-all: test ## and all that takes longer: PostgreSQL, many ranks, kills, hostile input, pages, docs
+	+$(MAKE) --no-print-directory --jobs 2 docs suite-slow $(if $(shell command -v npx),check-web)
+
+suite: setup ## run the tests of `make test` only
+	$(PYTEST) -m 'not slow and not soak and not stacks'
+
+suite-slow: setup ## run the tests that `make test-all` adds
+	$(PYTEST) -m 'slow and not soak and not stacks'
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
 # each property; ARGS are pytest's.

@@ -1,11 +1,10 @@
-"""The same examples on every machine, and no deadline: machines are noisy. Which tests begin first. Databases and
-ranks for whoever asks."""
+"""The same examples on every machine, and no deadline: machines are noisy. Which tests are slow. Databases and ranks
+for whoever asks."""
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import settings
 from support.examples import USUAL
 from support.patience import GRACE_S
 from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
+from support.slow import is_slow
 
 from optpipe import anytime
 
@@ -54,21 +54,6 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = long_first(long, [item for item in items if item not in set(long)], workers)
-
-
-def long_first(long: Sequence[pytest.Item], rest: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Long tests at the front of each worker's share, so that none begins when the others have ended.
-
-    pytest-xdist's `worksteal` deals the tests out in order, an equal share to each worker.
-    """
-    order: list[pytest.Item] = []
-    remaining = list(rest)
-    for worker in range(workers):
-        own = long[worker::workers]
-        share = (len(long) + len(rest) - len(order)) // (workers - worker)
-        order += [*own, *remaining[: share - len(own)]]
-        del remaining[: share - len(own)]
-    return order
+    for item in items:
+        if is_slow(item):
+            item.add_marker("slow")

@@ -12,7 +12,6 @@ from optpipe.errors import InputError
 from optpipe_cli.bench.service import Figure, measure, service
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "seconds", "rate", "clients", "reconnects"),
     [

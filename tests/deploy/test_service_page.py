@@ -104,7 +104,6 @@ def ran(postgres_url: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.long
 def test_its_commands_run(ran: Path) -> None:
     """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
 

@@ -80,7 +80,6 @@ def key(stack: Stack, tenant: str, *scopes: str) -> str:
     return made.stdout.strip()
 
 
-@pytest.mark.long
 def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack, postgres: Postgres) -> None:
     with pytest.raises(psycopg.OperationalError, match="password"):
         psycopg.connect(f"{postgres.url(stack.database)}".replace("postgres@", "optpipe@"), password="guessed").close()

@@ -76,13 +76,7 @@ def test_blocks_that_are_not_run_are_few() -> None:
     assert len([block for block in BLOCKS if block.why_not]) == 19
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.long] if page == "docs/start.md" else [])
-        for page in dict.fromkeys(block.page for block in BLOCKS if block.runs_here)
-    ],
-)
+@pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in BLOCKS if block.runs_here)))
 def test_the_blocks_of_a_page_run(
     page: str,
     tmp_path: Path,

@@ -22,7 +22,7 @@ from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoResult, DemoSettings
 from optpipe_solver.bounds import lower_bound
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 SMALL = DemoSettings(
     microbatches=4,
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit

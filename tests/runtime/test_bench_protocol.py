@@ -21,7 +21,6 @@ SMALL = DemoSettings(
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("torchrun", [pytest.param("real", marks=pytest.mark.soak), "on ranks"])
 def test_the_protocol_runs_with_a_backend_that_is_named(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, torchrun: str

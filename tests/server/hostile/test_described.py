@@ -34,7 +34,6 @@ LONGEST_ERROR = 2**14  # bytes
 many = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("taking", "examples", "least"),
     [

@@ -67,7 +67,6 @@ def test_a_killed_solver_loses_nothing(work: Work, rounds: int) -> None:
     assert len(sound(work.database)) == rounds
 
 
-@pytest.mark.long
 @rounds
 def test_a_killed_worker_loses_nothing(beside: Work, database_url: str, tmp_path: Path, rounds: int) -> None:
     dice, submitted, waited_s = random.Random(2), [], [0.0]

@@ -59,7 +59,6 @@ def test_a_search_ends_in_time(
         assert process_tree.members(process_tree.OWN) == []
 
 
-@pytest.mark.long
 def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
     job_id, other = local.submit("bomb"), local.submit("prove")
     with local.supervisor(memory_mib=256):

@@ -135,7 +135,6 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     assert metrics.CRASHES._value.get() - before == 4
 
 
-@pytest.mark.long
 def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> None:
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = metrics.REJECTED._value.get()

@@ -1,0 +1,64 @@
+"""Which tests `make test` leaves to `make test-all`: the one place where a test is marked `slow`."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import pytest
+
+FIXTURES = {"three_ranks", "four_ranks", "eight_ranks", "postgres", "browser"}
+DATABASES = {"postgresql"}  # as a parameter
+
+# Folders, files and tests below `tests`, in the form of fnmatch.
+PATTERNS = (
+    # Processes that are killed, stopped, cut off or left waiting
+    "server/hostile/*",
+    "server/work/test_kills.py*",
+    "server/work/test_worker.py*",
+    "server/test_api_kills.py*",
+    "server/test_away.py*",
+    "server/test_many_at_once.py*",
+    "server/test_serve.py*",
+    "runtime/test_chaos.py*",
+    "runtime/test_watch.py*",
+    # The whole at once: services, solvers and trainings as a user starts them
+    "deploy/*",
+    "e2e/*",
+    "server/test_real_solver.py*",
+    "runtime/test_gpu_commands.py*",
+    "runtime/test_training.py::test_the_script_in_the_docs_runs*",
+    "runtime/test_training.py::test_both_examples_print_the_same_losses*",
+    "cli/test_profile_command.py::test_a_model_is_measured_under_torchrun*",
+    # Other projects' programs, and their readers
+    "runtime/test_torch_pipelining.py*",
+    "runtime/test_megatron.py*",
+    "runtime/test_split_compiled.py*",
+    # Pages and examples of the docs
+    "docs/test_blocks.py*",
+    "docs/test_notebook.py*",
+    "docs/test_contributing.py*",
+    "docs/test_site.py*",
+    # Searches that take many seconds
+    "solver/test_systems_variants.py::test_nor_on_the_stages_that_it_needs*",
+    "solver/test_relax.py::test_no_schedule_is_shorter_in_the_memory_that_it_needs*",
+    "solver/test_portfolio.py::test_cancelled_while_engines_compute_nothing_is_left_but_the_best*",
+    "solver/test_portfolio.py::test_a_huge_problem_ends_in_time*",
+    "solver/test_reproducible.py*",
+    "solver/test_first.py::test_memory_does_not_grow*",
+)
+# These run in `make test`, too: a page in a browser at least once.
+KEPT = ("core/test_page.py::test_the_bars_are_the_timeline*",)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether only `make test-all` runs this test."""
+    name = item.nodeid.removeprefix("tests/")
+    if any(fnmatch(name, pattern) for pattern in KEPT):
+        return False
+    fixtures = set(getattr(item, "fixturenames", ()))
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return (
+        bool(fixtures & FIXTURES)
+        or any(isinstance(value, str) and value in DATABASES | FIXTURES for value in parameters)
+        or any(fnmatch(name, pattern) for pattern in PATTERNS)
+    )
