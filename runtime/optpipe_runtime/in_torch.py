@@ -10,15 +10,13 @@ through this schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
-from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import torch_csv
@@ -29,6 +27,8 @@ from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.torch_private.pipelining import WAITS_FOR_SENDS, Action, ScheduleRuntime
+from optpipe_runtime.torch_private.trees import tree_leaves
 
 
 class Move(NamedTuple):
@@ -88,7 +88,7 @@ def torch_schedule(
     return TorchSchedule(schedule, stages, loss_fn, host_memory_bytes, **options)
 
 
-class TorchSchedule(_PipelineScheduleRuntime):
+class TorchSchedule(ScheduleRuntime):
     """Made by `torch_schedule`. Use it as torch's own schedules: `step(inputs, target=..., losses=...)`.
 
     Attributes
@@ -112,7 +112,7 @@ class TorchSchedule(_PipelineScheduleRuntime):
         host_memory_bytes: int | None,
         **options: Any,
     ) -> None:
-        rows = torch_csv.rows(schedule, messages=True, waits=hasattr(_ComputationType, "WAIT_SEND_F"), offloads=True)
+        rows = torch_csv.rows(schedule, messages=True, waits=WAITS_FOR_SENDS, offloads=True)
         problem = schedule.problem
         if complaints := check(problem, schedule):
             raise ScheduleError(complaints[0])
@@ -120,15 +120,10 @@ class TorchSchedule(_PipelineScheduleRuntime):
         super().__init__(  # type: ignore[no-untyped-call]
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
-        actions: dict[int, list[Any]] = {d: [_action(text) for text in row] for d, row in enumerate(rows)}
-        known: dict[int, list[_Action | None]] = {
-            d: [action for action in row if isinstance(action, _Action)] for d, row in actions.items()
-        }
-        self._prepare_schedule_with_comms(known, format="compute_comms")
-        self.pipeline_order_with_comms = actions
-        functions: dict[Any, Callable[..., Any]] = self._comp_type_to_function_map
-        functions |= {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload}
-
+        self.set_rows(
+            [[_action(text) for text in row] for row in rows],
+            {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload},
+        )
         self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
         self._device = stages[0].device
         self._link = Link(self._device, problem.transfer_mode == "full_duplex")
@@ -146,36 +141,24 @@ class TorchSchedule(_PipelineScheduleRuntime):
 
     # One step
 
-    def _step_microbatches(
-        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
-    ) -> None:
-        if not self._has_backward:
-            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
-            return
-        self.peak_bytes = 0
-        self._targets = frozenset(storage_key(leaf) for leaf in tree_leaves(target_mbs) if isinstance(leaf, Tensor))
-        self._pool.start_step()
-        try:
-            with self._watched():
-                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
-        finally:
-            for activation in self._kept.values():
-                activation.restore()
-            self._kept.clear()
-        self.host_peak_bytes = self._pool.peak_bytes
-
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def around_step(self, targets: Any) -> Iterator[None]:
         """While a step runs, forwards and backwards of the stages come through here."""
-        stages: list[Any] = self._stages
-        for stage in stages:
+        self.peak_bytes = 0
+        self._targets = frozenset(storage_key(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+        self._pool.start_step()
+        for stage in self.stages:
             stage.forward_one_chunk = partial(self._forward, stage, stage.forward_one_chunk)
             stage.backward_one_chunk = partial(self._backward, stage, stage.backward_one_chunk)
         try:
             yield
         finally:
-            for stage in stages:
+            for stage in self.stages:
                 del stage.forward_one_chunk, stage.backward_one_chunk
+            for activation in self._kept.values():
+                activation.restore()
+            self._kept.clear()
+        self.host_peak_bytes = self._pool.peak_bytes
 
     def _forward(
         self, stage: PipelineStage, forward: Callable[..., Any], microbatch: int, args: Any, kwargs: Any, **more: Any
@@ -187,15 +170,14 @@ class TorchSchedule(_PipelineScheduleRuntime):
         with activation.capture():
             return forward(microbatch, args, kwargs, **more)
 
-    def _maybe_compute_loss(
-        self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, *more: Any
-    ) -> None:
-        """Called behind every forward: the loss saves tensors, too. `more`: its keywords, which torch 2.11 has not."""
-        activation = self._kept.get((stage.stage_index, mb_index))
-        with nullcontext() if activation is None else activation.capture():
-            super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *more)  # type: ignore[no-untyped-call]
-        if activation is None:
+    @contextmanager
+    def around_loss(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
+        activation = self._kept.get((stage.stage_index, microbatch))
+        if activation is None:  # in an evaluation
+            yield
             return
+        with activation.capture():
+            yield
         self.activation_bytes[stage.stage_index] = activation.nbytes
         self._count()
 
@@ -228,10 +210,11 @@ class TorchSchedule(_PipelineScheduleRuntime):
         self.peak_bytes = max(self.peak_bytes, sum(activation.nbytes for activation in self._kept.values()))
 
 
-def _action(text: str) -> _Action | Move:
-    return (
-        Move(Op.parse(text)) if OP.fullmatch(text) and text.lstrip("0123456789")[0] in "ODR" else _Action.from_str(text)
-    )
+def _action(text: str) -> Action | Move:
+    if OP.fullmatch(text) and text.lstrip("0123456789")[0] in "ODR":
+        return Move(Op.parse(text))
+    action: Action = Action.from_str(text)
+    return action
 
 
 def _inputs(stage: PipelineStage, microbatch: int, given: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from optpipe.errors import InputError, did_you_mean
 from optpipe.model.problem import read_text
 from optpipe_runtime.factory.setup import Factory, Setup, Sizes, here, language_model, needed
 from optpipe_runtime.models.stages import stages_of
+from optpipe_runtime.torch_private.modules import buffers_of, parameters_of
 
 
 def of_config(path: str, sizes: Sizes) -> Factory:
@@ -83,7 +84,7 @@ def _place(stage: nn.Module, device: torch.device) -> None:
     """Gives a stage on the `meta` device memory of its own. A parameter that it uses twice stays one parameter."""
     placed: dict[Tensor, Tensor] = {}
     for part in stage.modules():
-        for table in (part._parameters, part._buffers):
+        for table in (parameters_of(part), buffers_of(part)):
             for name, tensor in table.items():
                 if tensor is not None and tensor not in placed:
                     zeros = torch.zeros_like(tensor, device=device)

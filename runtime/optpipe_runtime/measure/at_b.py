@@ -12,7 +12,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.measure.trial import OpTimer, Trial
 from optpipe_runtime.stage.runner import StageRunner
-from optpipe_runtime.stage.split import is_compiled
+from optpipe_runtime.torch_private.modules import is_compiled
 
 WARM_UP = 2  # rounds
 MOST_NAMES = 4  # in a log line

@@ -49,7 +49,7 @@ class Chain(Part):
         value: Any = values[0] if len(values) == 1 else values
         for name, accepted in zip(self._names, self._accepted, strict=True):
             named = kwargs if accepted is None else {k: v for k, v in kwargs.items() if k in accepted}
-            value = self._modules[name](value, **named)  # type: ignore[misc]
+            value = getattr(self, name)(value, **named)
         return value
 
 

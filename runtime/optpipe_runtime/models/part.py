@@ -64,7 +64,7 @@ def as_whole(stages: Mapping[int, nn.Module]) -> nn.Module:
                 *path, last = part.whole_names.get(name, name.removeprefix(part.prefix)).split(".")
                 owner = root
                 for step in path:
-                    if step not in owner._modules:
+                    if step not in dict(owner.named_children()):
                         owner.add_module(step, nn.Module())
                     owner = owner.get_submodule(step)
                 if name in part.whole_names:

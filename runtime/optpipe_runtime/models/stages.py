@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Pipe
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from optpipe.errors import InputError
 from optpipe.model.placement import Placement
@@ -19,6 +18,7 @@ from optpipe_runtime.models.causal_lm import CausalLM
 from optpipe_runtime.models.chain import Layers
 from optpipe_runtime.models.part import Model, Part
 from optpipe_runtime.models.traced import traced
+from optpipe_runtime.torch_private.pipelining import StageBase
 
 
 def stages_of(
@@ -60,7 +60,7 @@ def stages_of(
         layers, placement = _as_found(placement, layers)
     rank = dist.get_rank() if rank is None else rank
     own = [s for s, owner in enumerate(placement) if owner == rank]
-    if isinstance(model, list | tuple) and model and all(isinstance(part, _PipelineStageBase) for part in model):
+    if isinstance(model, list | tuple) and model and all(isinstance(part, StageBase) for part in model):
         _require_none(layers, "torch's PipelineStages")
         return {stage.stage_index: stage.submod for stage in model}
     if isinstance(model, Pipe):

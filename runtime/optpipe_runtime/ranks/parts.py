@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from optpipe_runtime.torch_private.tensors import AsyncCollectiveTensor, own_part
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -16,7 +17,7 @@ def local(tensor: Tensor) -> Tensor:
     they are."""
     while True:
         if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
+            tensor = own_part(tensor)
         elif isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         else:

@@ -34,6 +34,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.sharded import Sharded, require_apart
 from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.torch_private.groups import delayed_parameters
 
 
 class Replicas:
@@ -173,7 +174,7 @@ class Replicas:
     def window(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes the whole gradients of a stage away, behind one of its backwards or Ws that is not its last. Returns
         them, and their reduction, a collective over the replicas, which adds to the gradients of the shards."""
-        return self._sharded[s].set_apart()
+        return self._sharded[s].take_window()
 
     def end_window(self, s: int) -> None:
         """Its reduction has ended: lets go of what it has read."""
@@ -214,7 +215,7 @@ class _Copied:
         require_apart(
             s, "DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), team, "process_group"
         )
-        delayed = wrapper._delay_all_reduce_params
+        delayed = delayed_parameters(wrapper)
         for option, value in {"static_graph": wrapper.static_graph, "delay_all_reduce_named_params": delayed}.items():
             if value:
                 raise InputError(

@@ -1,11 +1,22 @@
 """`Sharded`: a stage with `fully_shard`ed modules (FSDP2), which gather and reduce when they are told to, not in their
-own forwards and backwards."""
+own forwards and backwards.
+
+A step goes through these phases:
+
+    gather, wait          parameters become whole, once for all micro-batches
+    F, B, W               whole gradients add up
+    take_window           may come several times: reduces what has added up, beside later ops
+    leave, reduce         behind the last W: reduces the rest and shards the parameters again
+    end_reduction         behind each reduction: lets go of what it has read
+
+FSDP's own terms: a whole parameter is "unsharded", a whole gradient in the type of the reduction "accumulated".
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,215 +28,232 @@ from torch.distributed.tensor import DTensor
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.grid import ranks_of
 from optpipe_runtime.ranks.parts import dimensions, local, placed
-from optpipe_runtime.ranks.set_apart import set_apart
 from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.torch_private import fsdp, tensors
+from optpipe_runtime.torch_private.fsdp import ShardedParameter
 
 log = logging.getLogger("optpipe.runtime")
 
 
 class Sharded:
-    """Of one stage. `ranks` are those over which it is sharded or copied; `shards` tells whether it is sharded."""
+    """One stage.
 
-    def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        self._stage, self._module = s, module
-        self.ranks: set[int] = set()
-        self._whole = False
-        self._in_windows: set[int] | None = None  # the parameters with a gradient in a step's windows, by their places
-        self._waiting: list[Any] = []  # gathers of the parts, under way
-        self._reduced: list[Tensor] = []  # whole gradients that a reduction reads
-        self._elements: Counter[Any] = Counter()  # of each parameter's largest whole gradient that was counted
+    Attributes
+    ----------
+    ranks
+        Those over which the stage is sharded or copied.
+    shards
+        Whether it is sharded; with `replicate` it is only copied.
+    """
+
+    def __init__(self, stage: int, module: nn.Module, team: Team) -> None:
+        """Raises `InputError` if its parameters are elsewhere than it computes, or its ranks in one pipeline."""
+        self._stage, self._module = stage, module
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._fsdp_groups = groups = [group for part in self._parts for group in _groups(part)]
-        self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        for mesh in (group.mesh_info.mesh for group in groups):
-            require_apart(s, "fully_shard", list(ranks_of(mesh)), team, "mesh")
-            self.ranks |= set(ranks_of(mesh))
-        managed = {parameter.sharded_param for parameter in self._fsdp_parameters}
-        sharded: dict[str, Any] = {name: p for name, p in module.named_parameters() if p in managed}
-        for parameter in sharded.values():
-            mesh = parameter.device_mesh
-            if parameter.device.type != mesh.device_type:
-                raise InputError(
-                    f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on "
-                    f"{mesh.device_type}: leave out offload_policy, a pipeline's parameters are where it computes"
-                )
-        if apart := [name for name, p in module.named_parameters() if p.requires_grad and name not in sharded]:
+        nested = {id(below) for part in self._parts for below in part.modules() if below is not part}
+        self._outermost = [part for part in self._parts if id(part) not in nested]
+        self._groups = [group for part in self._parts for group in fsdp.groups_of(part)]
+        self._parameters = [parameter for group in self._groups for parameter in group.parameters]
+
+        self.ranks: set[int] = set()
+        for group in self._groups:
+            members = ranks_of(group.mesh)
+            require_apart(stage, "fully_shard", list(members), team, "mesh")
+            self.ranks.update(members)
+        shards: list[Any] = [parameter.shard for parameter in self._parameters]
+        _require_on_device(stage, shards)
+        self._warn_of_others(set(shards))
+        self.shards = any(
+            placement.is_shard() and along <= self.ranks
+            for shard in shards
+            for placement, along in zip(shard.placements, dimensions(shard), strict=True)
+        )
+
+        self._is_whole = False
+        self._gathers: list[Any] = []  # of the parts, under way
+        self._read: list[Tensor] = []  # whole gradients that a reduction reads
+        self._window: set[int] | None = None  # the numbers of the parameters with a gradient in this step's windows
+        self._largest: Counter[ShardedParameter] = Counter()  # elements of the largest whole gradient that was counted
+
+    def _warn_of_others(self, shards: set[nn.Parameter]) -> None:
+        others = [name for name, p in self._module.named_parameters() if p.requires_grad and p not in shards]
+        if others:
             log.warning(
                 "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
-                s,
-                apart[0],
-                len(apart) - 1,
+                self._stage,
+                others[0],
+                len(others) - 1,
             )
-        # With `replicate` nothing is sharded.
-        self.shards = any(
-            place.is_shard() and ranks <= self.ranks
-            for parameter in sharded.values()
-            for place, ranks in zip(parameter.placements, dimensions(parameter), strict=True)
-        )
-        inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
-        self._roots = [part for part in self._parts if id(part) not in inside]
+
+    # Parameters
 
     def gather(self) -> None:
-        self._whole, self._in_windows = True, None
-        self._set(reducing=False)
-        self._waiting = [part.unshard(async_op=True) for part in self._parts]
+        """Begins to gather all parameters."""
+        self._is_whole, self._window = True, None
+        self._end_backwards(False)
+        self._gathers = [part.unshard(async_op=True) for part in self._parts]
 
     def wait(self) -> None:
-        while self._waiting:
-            self._waiting.pop(0).wait()
+        """Waits until all parameters are whole."""
+        while self._gathers:
+            self._gathers.pop(0).wait()
+
+    def shard(self) -> None:
+        """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
+        communication."""
+        if not self._is_whole:
+            return
+        self._gathers.clear()
+        self._read = []
+        for group in self._groups:
+            group.forget_gather()
+        self.forget()
+        for part in self._parts:
+            part.reshard()
+        self._is_whole = False
 
     def parameters(self) -> list[nn.Parameter]:
-        """Gathered or not: of sharded parameters the shards."""
-        shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in self._fsdp_parameters}
+        """Those of the stage as they are between steps, also while they are gathered: of sharded ones the shards."""
+        shards = {parameter.whole: parameter.shard for parameter in self._parameters}
         return [shards.get(parameter, parameter) for parameter in self._module.parameters()]
+
+    # Bytes
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(out.numel() * out.itemsize for p in self._fsdp_parameters for out in p.all_gather_outputs)
+        """What the whole parameters take."""
+        return sum(buffer.numel() * buffer.itemsize for p in self._parameters for buffer in p.gather_buffers)
 
     @property
     def gradient_bytes(self) -> int:
-        """Backwards may leave a gradient less spread over inner peers than its parameter is: that of an embedding whose
+        """What the whole gradients take at most.
+
+        Backwards may leave a gradient less spread over inner peers than its parameter is: that of an embedding whose
         rows are spread has all rows on each. So each counts as large as it was found to be, at least as its parameter.
-        FSDP adds a gradient of another type than the parameter's to what it has put aside."""
-        found = 0
-        for parameter in self._fsdp_parameters:
-            if parameter.sharded_param.requires_grad:
-                own = local(parameter._unsharded_param)
-                aside = parameter.reduce_dtype.itemsize if parameter.reduce_dtype else 0
-                found += max(own.numel(), self._elements[parameter]) * (own.itemsize + aside)
-        return found
+        FSDP adds a gradient of another type than the parameter's to what it has put aside.
+        """
+        total = 0
+        for parameter in self._parameters:
+            if parameter.shard.requires_grad and parameter.whole is not None:
+                whole = local(parameter.whole)
+                bytes_aside = parameter.reduce_dtype.itemsize if parameter.reduce_dtype else 0
+                total += max(whole.numel(), self._largest[parameter]) * (whole.itemsize + bytes_aside)
+        return total
 
     def held_bytes(self) -> int:
-        """By live storages, and notes how large gradients are, for `gradient_bytes`. Its reduction may run
-        meanwhile."""
-        for parameter in self._fsdp_parameters:
-            for gradient in _whole_gradients(parameter):
+        """What is held now, by live storages; a reduction may run meanwhile. Notes how large gradients are, for
+        `gradient_bytes`."""
+        held = [*self._read, *(group.gathering for group in self._groups if group.gathering is not None)]
+        for parameter in self._parameters:
+            for gradient in parameter.gradients:
                 elements = local(gradient).untyped_storage().nbytes() // gradient.itemsize
-                self._elements[parameter] = max(self._elements[parameter], elements)
-        storages = [local(tensor).untyped_storage() for tensor in (*self._held(), *self._reduced)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+                self._largest[parameter] = max(self._largest[parameter], elements)
+            held += [*parameter.gather_buffers, *parameter.gradients]
+        storages = [local(tensor).untyped_storage() for tensor in held]
+        return sum({tensors.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
-    def _held(self) -> Iterator[Tensor]:
-        for group in self._fsdp_groups:
-            if group._all_gather_result is not None:
-                yield group._all_gather_result.all_gather_output
-        for parameter in self._fsdp_parameters:
-            yield from parameter.all_gather_outputs
-            yield from _whole_gradients(parameter)
+    # Gradients
 
     def leave(self) -> list[Tensor]:
-        """From here on the stage is left to `reduce`. Returns its whole gradients."""
-        self._whole = False
-        self._place()
-        self._reduced = self._gradients()
-        return self._reduced
+        """Behind the last W: from here on the stage is left to `reduce`. Returns its whole gradients."""
+        self._is_whole = False
+        self._make_reducible()
+        self._read = self._gradients()
+        return self._read
 
-    def set_apart(self) -> tuple[list[Tensor], Callable[[], None]]:
-        self._place()
-        self._reduced = self._gradients()
-        with_gradient = {i for i, p in enumerate(self._fsdp_parameters) if _whole_gradients(p)}
-        if self._in_windows not in (None, with_gradient):
-            odd = min(with_gradient ^ self._in_windows)
+    def reduce(self) -> None:
+        """Collective: the mean over the ranks becomes the gradient of the shards, and parameters are sharded again."""
+        self._end_backwards(True)
+        for part in self._outermost:
+            fsdp.end_backward(part)
+
+    def take_window(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Behind a backward or W that is not the last: takes the whole gradients away. Returns them, and a collective
+        that reduces them and adds the result to the gradients of the shards."""
+        self._make_reducible()
+        self._read = self._gradients()
+        with_gradient = {i for i, parameter in enumerate(self._parameters) if parameter.gradients}
+        if self._window not in (None, with_gradient):
+            odd = min(with_gradient ^ self._window)
             raise InputError(
-                f"stage {self._stage}: {self._fsdp_parameters[odd]._param_fqn} gets a gradient in some micro-batches "
+                f"stage {self._stage}: {self._parameters[odd].name} gets a gradient in some micro-batches "
                 "and none in others, so replicas could reduce different parameters: leave out whole_gradients"
             )
-        self._in_windows = with_gradient
-        return self._reduced, set_apart([root._get_fsdp_state() for root in self._roots], _state_groups)
+        self._window = with_gradient
+        return self._read, fsdp.set_apart(self._outermost)
+
+    def end_reduction(self) -> None:
+        """Lets go of the gradients that a reduction has read."""
+        self._read = []
+
+    def forget(self) -> None:
+        """Drops all whole gradients."""
+        for parameter in self._parameters:
+            parameter.forget_gradients()
 
     def extremes(self, number: int) -> tuple[int, int]:
-        """The least and the greatest number that the ranks give over which the stage is sharded."""
-        mesh = self._fsdp_groups[0].mesh_info.mesh
+        """Collective: the least and the greatest number that the ranks give over which the stage is sharded."""
+        mesh = self._groups[0].mesh
         both = torch.tensor([-number, number], device=mesh.device_type)
         for dimension in range(mesh.ndim):
             dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         minus_least, most = both.tolist()
         return -minus_least, most
 
-    def _place(self) -> None:
-        """Makes whole gradients such that FSDP reduces them: of one type in a group, where it has put aside those that
-        came at B, and not yet those of the W behind it. And spreads them over inner peers as their parameters are:
-        here, in the order of the program. FSDP would do it when it reduces, beside ops whose collectives with the
-        peers come at any time."""
-        for group in self._fsdp_groups:
-            aside = [vars(parameter).get("unsharded_accumulated_grad") is not None for parameter in group.fsdp_params]
-            for parameter, is_aside in zip(group.fsdp_params, aside, strict=True):
-                if any(aside) and not is_aside:
-                    parameter.to_accumulated_grad_if_needed()
-        for parameter in self._fsdp_parameters:
-            own = getattr(parameter, "_unsharded_param", None)
-            if isinstance(own, DTensor) and own.grad is not None:
-                own.grad = placed(own)
-            aside = vars(parameter).get("unsharded_accumulated_grad")
-            if isinstance(aside, DTensor) and isinstance(own, DTensor):
-                parameter.unsharded_accumulated_grad = aside.redistribute(placements=own.placements)
-
     def _gradients(self) -> list[Tensor]:
-        return [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]
+        return [gradient for parameter in self._parameters for gradient in parameter.gradients]
 
-    def reduce(self) -> None:
-        self._set(reducing=True)
-        for root in self._roots:
-            # FSDP itself calls this when a backward has ended.
-            root._get_fsdp_state()._root_post_backward_final_callback()
+    def _make_reducible(self) -> None:
+        """Gives whole gradients the types and placements in which FSDP reduces them."""
+        self._unify_types()
+        self._place_as_parameters()
 
-    def end_reduction(self) -> None:
-        self._reduced = []
+    def _unify_types(self) -> None:
+        """FSDP reduces a group in one type. It has put aside, in the type of the reduction, the gradients that came in
+        an autograd backward, but not those of a W, which come outside of one."""
+        for group in self._groups:
+            if any(parameter.aside is not None for parameter in group.parameters):
+                for parameter in group.parameters:
+                    if parameter.aside is None:
+                        parameter.put_aside()
 
-    def shard(self) -> None:
-        """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
-        communication."""
-        if not self._whole:
-            return
-        self._waiting.clear()
-        self._reduced = []
-        for group in self._fsdp_groups:
-            group._all_gather_result = None  # of a gather that nobody waits for, after a failure
-        self.forget()
-        for part in self._parts:
-            part.reshard()
-        self._whole = False
+    def _place_as_parameters(self) -> None:
+        """Spreads gradients over inner peers as their parameters are: here, in the order of the program. FSDP would do
+        it when it reduces, beside ops whose collectives with the peers come at any time."""
+        for parameter in self._parameters:
+            whole: Any = parameter.whole
+            if isinstance(whole, DTensor):
+                if whole.grad is not None:
+                    whole.grad = placed(whole)
+                if isinstance(parameter.aside, DTensor):
+                    parameter.aside = parameter.aside.redistribute(placements=whole.placements)
 
-    def forget(self) -> None:
-        for parameter in self._fsdp_parameters:
-            if hasattr(parameter, "_unsharded_param"):  # else it was never gathered
-                parameter._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(parameter):  # newer releases of torch put nothing aside
-                parameter.unsharded_accumulated_grad = None
-
-    def _set(self, reducing: bool) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(reducing)
-            root.set_requires_gradient_sync(reducing)
-            root.set_reshard_after_backward(reducing)
+    def _end_backwards(self, ends: bool) -> None:
+        """Tells FSDP whether the next end of a backward is the last of a step: only then does it reduce and shard."""
+        for part in self._outermost:
+            part.set_is_last_backward(ends)
+            part.set_requires_gradient_sync(ends)
+            part.set_reshard_after_backward(ends)
             if self.shards:
-                root.set_reshard_after_forward(False)
+                part.set_reshard_after_forward(False)
 
 
-def _whole_gradients(parameter: Any) -> list[Tensor]:
-    """Of one of FSDP's parameters: what backwards have added up, and what FSDP has put aside in another type."""
-    own = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered
-    aside = getattr(parameter, "unsharded_accumulated_grad", None)  # newer releases of torch put nothing aside
-    found = (own.grad if own is not None else None, aside)
-    return [gradient for gradient in found if gradient is not None]
+def _require_on_device(stage: int, shards: list[Any]) -> None:
+    """Raises `InputError` if parameters are kept on another device than they are gathered on."""
+    for shard in shards:
+        mesh = shard.device_mesh
+        if shard.device.type != mesh.device_type:
+            raise InputError(
+                f"stage {stage}: fully_shard keeps parameters on {shard.device.type} and gathers them on "
+                f"{mesh.device_type}: leave out offload_policy, a pipeline's parameters are where it computes"
+            )
 
 
-def _groups(part: FSDPModule) -> list[Any]:
-    return _state_groups(part._get_fsdp_state())
-
-
-def _state_groups(state: Any) -> list[Any]:
-    """The parameter groups of a module's state: several, or in older releases of torch one or none."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
-
-
-def require_apart(s: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:
+def require_apart(stage: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:
     """A wrapper must span ranks of different pipelines. Raises `InputError` if two of them are in this one."""
-    here = sorted(set(ranks) & set(team.ranks))
-    if len(here) > 1:
+    together = sorted(set(ranks) & set(team.ranks))
+    if len(together) > 1:
         raise InputError(
-            f"stage {s}: its {wrapper} spans ranks {sorted(ranks)}, of which {here} are in the same pipeline: give it "
-            f"the {option} of this stage's rank on every replica, and the Pipeline the group of its own ranks"
+            f"stage {stage}: its {wrapper} spans ranks {sorted(ranks)}, of which {together} are in the same pipeline: "
+            f"give it the {option} of this stage's rank on every replica, and the Pipeline the group of its own ranks"
         )

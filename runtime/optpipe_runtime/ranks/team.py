@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from optpipe.errors import OptPipeError
 from optpipe_runtime.ranks.grid import find_grid
 from optpipe_runtime.ranks.subgroup import LostError, Subgroup
 from optpipe_runtime.ranks.watch import GRACE_S, Watch, all_at_once
+from optpipe_runtime.torch_private.groups import PrefixStore, Store, default_store, set_timeout, timeouts
 
 ANSWER_S = 2.0  # a rank that has not written to the store by then is reported as gone
 ABORT_S = 10.0  # how long a rank waits until its NCCL groups are aborted
@@ -97,7 +97,7 @@ class Team:
             _ended.pop()._close()
         if number in chosen:
             if self._store is None:  # a group's name is unique, and the same on all members
-                self._store = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
+                self._store = PrefixStore(f"optpipe/{own.group_name}", default_store())
             self._subgroups.append(Subgroup(self, chosen, own, own_ranks))
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
@@ -228,18 +228,15 @@ def nccl_options(timeout: timedelta) -> Any:
     """The options of a group on GPUs. A message shares the GPU with compute, and is not urgent: it was sent ahead."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas, options.config.max_ctas = 1, MOST_BLOCKS
-    options._timeout = timeout
+    set_timeout(options, timeout)
     return options
 
 
 def user_timeout() -> timedelta:
     """The one that the user gave to `init_process_group`. Groups of a mesh do not have it, but torch's default."""
-    everyone, found = dist.group.WORLD, []
+    everyone = dist.group.WORLD
     assert everyone is not None
-    for device in everyone._device_types:
-        with suppress(RuntimeError):  # a backend without options
-            found.append(everyone._get_backend(device).options._timeout)
-    return min(found, default=default_pg_timeout)
+    return min(timeouts(everyone), default=default_pg_timeout)
 
 
 def _disconnected(error: BaseException) -> bool:

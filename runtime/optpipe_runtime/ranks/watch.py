@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from torch.distributed.distributed_c10d import Store
+from optpipe_runtime.torch_private.groups import Store
 
 LOOK_S = 1.0
 GRACE_S = 30.0

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from optpipe.errors import InputError
+from optpipe_runtime.torch_private.trees import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,6 +18,8 @@ from optpipe_runtime.stage.entrance import reached_inputs
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
 from optpipe_runtime.stage.runner import Running, StageRunner
 from optpipe_runtime.stage.split import Calls, computed_at_once, would_hold
+from optpipe_runtime.torch_private.modules import must_stay_whole
+from optpipe_runtime.torch_private.tensors import version
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -62,7 +63,7 @@ def learn(
         outputs=tuple(Spec.of(output) for output in outputs),
         reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
-        changes_inputs=any(tensor._version for tensor in tensors_in((copies, asked, named))),
+        changes_inputs=any(version(tensor) for tensor in tensors_in((copies, asked, named))),
     )
     del outputs
     stage.io[route] = _with_blocks(stage, io, inputs, target or (), route, kwargs)
@@ -80,14 +81,14 @@ def _with_blocks(
     try:  # the graph lives as long as `running`
         running, activation = _run(stage, io, inputs, target, route, kwargs, None)
     except Exception as error:
-        if not _must_stay_whole(error):
+        if not must_stay_whole(error):
             raise
         stage.abandon()
         stage.whole = True
         running, activation = _run(stage, io, inputs, target, route, kwargs, None)
     finally:
         stage.noting = None
-    stage.calls.walked |= computed_at_once() != before
+    stage.calls.computes_gradients |= computed_at_once() != before
     nbytes = activation.nbytes
     if stage.norms_wait and would_hold(running.edges.values()) > nbytes:
         # W gains least by the products of layer norms, and a B should not need more memory than its F.
@@ -108,12 +109,6 @@ def _with_blocks(
     _, activation = _run(stage, io, inputs, target, route, kwargs, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
-
-
-def _must_stay_whole(error: Exception) -> bool:
-    """Whether a module was compiled with fullgraph=True, so that a region of it cannot end in the middle."""
-    dynamo = sys.modules.get("torch._dynamo.exc")
-    return dynamo is not None and isinstance(error, dynamo.Unsupported)
 
 
 def _run(

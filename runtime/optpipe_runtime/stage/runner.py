@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
@@ -37,6 +36,7 @@ from optpipe_runtime.stage.split import (
     main_grad,
 )
 from optpipe_runtime.stage.split.mode import Note
+from optpipe_runtime.torch_private.trees import tree_map_only
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -314,7 +314,7 @@ class StageRunner:
         needs_mode, hooked = True, _NOTHING
         if running.backward == Kind.BW:
             needs_mode = not running.io.as_torch
-        elif running.backward == Kind.B and self.calls is not None and not self.calls.walked:
+        elif running.backward == Kind.B and self.calls is not None and not self.calls.computes_gradients:
             needs_mode, hooked = self.calls.need_mode(self.norms_wait), self.calls.hooked(self.norms_wait, self._mode)
         with self._mode() if needs_mode else _NOTHING, hooked, self._delayed.watched():
             yield

@@ -7,8 +7,8 @@ other parameter gets its gradient at B: those of other norms, parameters that ar
 those of ops that stay in a compiled region.
 """
 
+from optpipe_runtime.stage.split.calls import Calls
 from optpipe_runtime.stage.split.casts import Casts
-from optpipe_runtime.stage.split.hooked import Calls, Hooked, is_compiled
 from optpipe_runtime.stage.split.mode import Splitting, would_hold
 from optpipe_runtime.stage.split.modules import Delayed, delaying, register_split
 from optpipe_runtime.stage.split.queue import (
@@ -24,14 +24,12 @@ __all__ = [
     "Calls",
     "Casts",
     "Delayed",
-    "Hooked",
     "Splitting",
     "WeightQueue",
     "accumulated",
     "added_at_once",
     "computed_at_once",
     "delaying",
-    "is_compiled",
     "main_grad",
     "register_split",
     "weight_grads",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from optpipe_runtime.torch_private.tensors import version
+
 
 class Casts:
     """Makes each cast of a parameter once a step, for all micro-batches, for F and B; as torch does within an autocast
@@ -19,10 +21,10 @@ class Casts:
             return parameter
         if not self._keep or type(parameter) is not nn.Parameter:  # a view is another tensor in every forward
             return parameter.to(dtype)
-        version, cast = self._made.get((parameter, dtype), (-1, parameter))
-        if version != parameter._version:
+        seen, cast = self._made.get((parameter, dtype), (-1, parameter))
+        if seen != version(parameter):
             cast = parameter.detach().to(dtype)
-            self._made[parameter, dtype] = parameter._version, cast
+            self._made[parameter, dtype] = version(parameter), cast
         return cast
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ from optpipe_runtime.memory.activation import require_unchanged
 from optpipe_runtime.stage.split import graph
 from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
+from optpipe_runtime.torch_private.tensors import version
 
 
 def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +119,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.casts, ctx.version = weight, bias, casts, weight._version
+        ctx.weight, ctx.bias, ctx.casts, ctx.version = weight, bias, casts, version(weight)
         y = not_a_view(
             functional.linear(x, casts.of(weight, x.dtype), None if bias is None else casts.of(bias, x.dtype))
         )
@@ -132,7 +133,7 @@ class _Linear(torch.autograd.Function):
         flat_x, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            require_unchanged(weight._version != ctx.version, weight.shape)
+            require_unchanged(version(weight) != ctx.version, weight.shape)
             dx = flat_dy.mm(ctx.casts.of(weight, dy.dtype)).view(x.shape)
         if bias is None:
             return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None, None
@@ -166,7 +167,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float) -> Any:
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.shape, ctx.weight, ctx.bias, ctx.version = shape, weight, bias, weight._version
+        ctx.shape, ctx.weight, ctx.bias, ctx.version = shape, weight, bias, version(weight)
         ctx.waiting = waits(y, x)
         return y
 
@@ -179,7 +180,7 @@ class _LayerNorm(torch.autograd.Function):
 
         dx = None
         if ctx.needs_input_grad[0]:
-            require_unchanged(weight._version != ctx.version, weight.shape)
+            require_unchanged(version(weight) != ctx.version, weight.shape)
             dx = gradients(True, False, False)[0]
         if bias is None:
             return (

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from optpipe_runtime.stage.split import graph, layers
 from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.queue import can_wait
+from optpipe_runtime.torch_private.tensors import GROUPED_MM, is_mapping
 
 aten = torch.ops.aten
 Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]  # func, args, kwargs
@@ -26,7 +27,7 @@ _BY_GRAPH: frozenset[Any] = frozenset(
         *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d, functional.bilinear),
         *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
         *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm),
-        getattr(torch, "_grouped_mm", torch.bmm),  # inside functional.grouped_mm, which some releases lack
+        *([] if GROUPED_MM is None else [GROUPED_MM]),
     }
 )
 _EXPORTED: frozenset[Any] = frozenset(  # the same, as torch.export writes them
@@ -99,12 +100,12 @@ class Splitting(TorchFunctionMode):
         if torch.compiler.is_compiling():
             ends = not self._whole and func in _ENDING and torch.is_grad_enabled() and _trains(*args, *kwargs.values())
             return self._interpreted(func, args, kwargs) if ends else func(*args, **kwargs)
-        if self._note is not None and not _mapped():
+        if self._note is not None and not is_mapping():
             self._note(func, args, kwargs)
-        if func in LINEAR and not _mapped():
+        if func in LINEAR and not is_mapping():
             return layers.linear(self._casts, *args, **kwargs)
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
-        if (waits is None and not opened) or not torch.is_grad_enabled() or _mapped():
+        if (waits is None and not opened) or not torch.is_grad_enabled() or is_mapping():
             return func(*args, **kwargs)
         if waits is not None:
             return waits(*args, **kwargs)
@@ -119,10 +120,6 @@ class Splitting(TorchFunctionMode):
 
 def _trains(*arguments: Any) -> bool:
     return any(isinstance(value, nn.Parameter) and value.requires_grad for value in arguments)
-
-
-def _mapped() -> bool:
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 @lru_cache

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from optpipe_runtime.memory.storage import StorageRef, storage_key
 from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.torch_private.tensors import (
+    AsyncCollectiveTensor,
+    base,
+    has_hooks,
+    saves_tensors,
+    storage_id,
+    unview,
+    version,
+)
 
 Gradients = Sequence[Tensor | None]
 _LONGEST_CHAIN = 8  # views and casts between a parameter and the op that uses it
@@ -52,7 +59,7 @@ class WeightQueue:
     def held(self) -> dict[int, int]:
         """Bytes of the storages that live until W, by key."""
         storages = (local(tensor).untyped_storage() for _, holds in self._jobs for tensor in holds)
-        found = {int(storage._cdata): storage.nbytes() for storage in storages}
+        found = {storage_id(storage): storage.nbytes() for storage in storages}
         return found | {key: ref.nbytes for key, ref in self._watched.items() if ref.alive}
 
     @torch.no_grad()
@@ -150,7 +157,7 @@ def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 def accumulated(parameter: Tensor) -> tuple[int, int]:
     """Changes whenever a gradient is added."""
-    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), version(parameter.grad))
 
 
 @contextmanager
@@ -182,8 +189,10 @@ def can_wait(weight: Tensor) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if leaf is not None:
             known = type(leaf) in (nn.Parameter, DTensor) and isinstance(leaf, nn.Parameter)
-            return known and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
-        after = [] if node is None or _saves(type(node)) else [n for n, _ in node.next_functions if n is not None]
+            return known and not has_hooks(leaf)
+        if node is None or saves_tensors(type(node)):
+            return False
+        after = [n for n, _ in node.next_functions if n is not None]
         if len(after) != 1:
             return False
         node = after[0]
@@ -203,17 +212,6 @@ def plain(tensor: Tensor) -> bool:
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_nested
 
 
-_SAVES: dict[type, bool] = {}
-
-
-def _saves(kind: type[Any]) -> bool:
-    """Whether nodes of this kind have saved tensors. Nodes in Python may always have."""
-    if kind not in _SAVES:
-        _SAVES[kind] = issubclass(kind, BackwardCFunction) or any(name.startswith("_raw_saved_") for name in dir(kind))
-    return _SAVES[kind]
-
-
 def not_a_view(y: Tensor) -> Tensor:
     """The result of an autograd function: what follows could not change a view in place."""
-    result: Tensor = y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
-    return result
+    return y if base(y) is None else unview(y)

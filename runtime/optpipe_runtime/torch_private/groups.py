@@ -1,0 +1,36 @@
+"""Private names of torch.distributed and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["PrefixStore", "Store", "default_store", "delayed_parameters", "set_timeout", "timeouts"]
+
+
+def default_store() -> Store:
+    """The store that all ranks met in. A rank that fails leaves the reason there, when no group works any more."""
+    return _get_default_store()
+
+
+def timeouts(group: ProcessGroup) -> Iterator[timedelta]:
+    """The timeouts that the user gave to a group, one of each device's backend. torch takes them, but does not tell."""
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a backend without options
+            yield group._get_backend(device).options._timeout
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Of a group with options of its own, where `new_group` leaves its argument out."""
+    options._timeout = timeout
+
+
+def delayed_parameters(wrapper: DistributedDataParallel) -> Any:
+    """The option `delay_all_reduce_named_params`, which is refused; torch keeps it under this name only."""
+    return wrapper._delay_all_reduce_params

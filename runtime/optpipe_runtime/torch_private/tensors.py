@@ -1,0 +1,91 @@
+"""Private names of tensors, storages and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.function import BackwardCFunction
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what a collective gives before it ends
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "GROUPED_MM",
+    "AsyncCollectiveTensor",
+    "base",
+    "has_hooks",
+    "is_mapping",
+    "own_part",
+    "saved_tensors_hooks_in_force",
+    "saves_tensors",
+    "spec",
+    "storage_id",
+    "unview",
+    "version",
+    "without_subclass_functions",
+]
+
+# What functional.grouped_mm calls, and thus what a mode sees. Some releases lack it.
+GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place. Autograd compares it only for what it has saved itself."""
+    return tensor._version
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """The identity of a storage while it lives. Python's objects for one storage are several, and change."""
+    return int(storage._cdata)
+
+
+def base(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of. Changed in place, a view gets another node in the graph, its base not."""
+    return tensor._base
+
+
+def unview(tensor: Tensor) -> Tensor:
+    """The same numbers as no view, without a copy: what an autograd function returns could not be changed otherwise."""
+    result: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return result
+
+
+def own_part(tensor: DTensor) -> Tensor:
+    """This rank's part. `to_local` would add a node to the graph."""
+    return tensor._local_tensor
+
+
+def spec(tensor: DTensor) -> Any:
+    """What makes a DTensor of this rank's part again, with the same placements and sizes."""
+    return tensor._spec
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of the user's wait for a parameter's gradient. torch can register them, but not tell."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks (pack, unpack) that autograd would call now for a tensor that it saves; torch can only set them."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+@lru_cache
+def saves_tensors(node: type[Any]) -> bool:
+    """Whether autograd nodes of this type may have saved tensors, by their attributes. Nodes in Python may always."""
+    return issubclass(node, BackwardCFunction) or any(name.startswith("_raw_saved_") for name in dir(node))
+
+
+def is_mapping() -> bool:
+    """Whether torch.vmap or the like is at work, which accepts no autograd function that is not written for it."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def without_subclass_functions() -> AbstractContextManager[Any]:
+    """In this context no `__torch_function__` of a subclass is called; the public one also turns off modes."""
+    return torch._C.DisableTorchFunctionSubclass()
