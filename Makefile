@@ -36,7 +36,7 @@ format: setup ## write the code in ruff's format, and mend what ruff can mend
 check: setup ## check style, types and imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
+	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli benchmarks
 	$(BIN)/lint-imports
 
 check-web: ## check the types of the code of pages; needs Node
@@ -79,7 +79,7 @@ demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo
 
 bench: setup ## time the simulator, the certificate and the check
-	$(BIN)/optpipe bench core
+	$(BIN)/python -m benchmarks core
 
 wheels: ## fetch what test-gpu and bench-gpu need on a machine without a registry
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --implementation cp --python-version 3.12 \

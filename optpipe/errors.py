@@ -119,9 +119,7 @@ def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:
         return f"{what} is a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
     if given.startswith("optpipe.schedule/") and "problem" in expected:
         return f"{what} is a schedule, a problem is expected: its field `problem` has the one that it is for"
-    message = complained(complaint, f"{what}: format")
-    old = given in ("optpipe.problem/1", "optpipe.schedule/1")
-    return f"{message}; python scripts/convert_v1.py FILE converts it" if old else message
+    return complained(complaint, f"{what}: format")
 
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from optpipe_cli import (
+    bench,
     cache,
     compare,
     demo,
@@ -22,7 +23,6 @@ from optpipe_cli import (
     solve,
     worker,
 )
-from optpipe_cli.bench.commands import app as bench_app
 from optpipe_cli.options import register
 
 app = typer.Typer(
@@ -71,4 +71,4 @@ app.command(name="import")(formats.import_)
 app.add_typer(measured.app, name="problem")
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench.app, name="bench")

@@ -66,7 +66,7 @@ def watched(
 
 
 @contextmanager
-def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Show a line on stderr during the block, and yield a function that changes it; nothing if stderr is not a
     terminal."""
     from rich.console import Console

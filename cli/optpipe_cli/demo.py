@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_cli.bench.runtime import difference
 from optpipe_cli.compare import whether_it_fits
+from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
 from optpipe_cli.options import with_options

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from optpipe_cli import demo_page
-from optpipe_cli.bench.runtime import COLUMNS, cells, show
-from optpipe_cli.bench.runtime import run as measured
+from optpipe_cli.fidelity import COLUMNS, cells, measured, show
 
 if TYPE_CHECKING:
     from optpipe.comparison import Comparison
     from optpipe.model.problem import Problem
-    from optpipe_runtime.bench.fidelity import Task
+    from optpipe_runtime.fidelity.cases import Task
 
 RANKS = 5
 TITLE = f"stages that sleep, {RANKS} ranks"
@@ -35,7 +34,7 @@ def run(html: Path) -> bool:
         "needs, a host link slower than the compute"
     )
     found = [row for task in tasks() for row in measured(task, RANKS)]
-    show(found, TITLE, None, quiet=False)
+    show(found, TITLE)
     if len(found) < 2 or found[-1].case.method != "auto":
         typer.echo("time: not every schedule was found in its time, so nothing is compared")
         return False
@@ -70,8 +69,8 @@ def _shortest(compared: Comparison) -> str:
 
 def tasks() -> list[Task]:
     """Return the same work as one stage a rank, for 1F1B with recompute, and as two."""
-    from optpipe_runtime.bench.fidelity import Case, Task
-    from optpipe_runtime.bench.paced import Times
+    from optpipe_runtime.fidelity.cases import Case, Task
+    from optpipe_runtime.fidelity.paced import Times
 
     whole, half = Times(40.0, 40.0, 24.0, 58.0, saved=16), Times(20.0, 20.0, 12.0, 29.0, saved=8)
     two = [Case(RECOMPUTED, 2, memory=MEMORY), Case("auto", 2, memory=MEMORY)]

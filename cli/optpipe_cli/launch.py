@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from optpipe.errors import InputError, OptPipeError
 
@@ -33,3 +37,14 @@ def torchrun(
             raise InputError(sentence)
         sys.stderr.write(errors)
         raise OptPipeError(f"{module} failed under torchrun; its output is above")
+
+
+def measured_on_ranks(ranks: int, module: str, *arguments: object) -> Any:
+    """Run a module that writes its answer as JSON to the path behind its arguments, and return the answer.
+
+    Raises `OptPipeError` if a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="optpipe-ranks-") as folder:
+        answer = Path(folder) / "answer.json"
+        torchrun(ranks, module, *arguments, answer)
+        return json.loads(answer.read_text())

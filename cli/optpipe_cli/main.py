@@ -5,15 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
 
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run a command. A mistake of the user's ends with one sentence on stderr and exit code 2."""
+    """Run a command of `optpipe`."""
+
+    def load() -> typer.Typer:
+        from optpipe_cli.app import app
+
+        return app
+
+    run(load, "optpipe")
+
+
+def run(load: Callable[[], typer.Typer], name: str) -> None:
+    """Run the commands that `load` imports, and end the process.
+
+    A mistake of the user's ends with one sentence on stderr and exit code 2.
+    """
     try:
-        code = _run()
+        code = _exit_code(load, name)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:
@@ -21,16 +39,15 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run() -> Any:
+def _exit_code(load: Callable[[], typer.Typer], name: str) -> Any:
     import typer
 
     from optpipe.errors import OptPipeError
-    from optpipe_cli.app import app
 
     # What typer raises for words that a command does not take; it has no name of its own for it.
     wrong_words: Any = typer.BadParameter.__base__
     try:
-        return app(prog_name="optpipe", standalone_mode=False)
+        return load()(prog_name=name, standalone_mode=False)
     except wrong_words as error:
         if message := error.format_message():  # empty where help was shown instead
             end = "" if message.endswith((".", "?")) else "."

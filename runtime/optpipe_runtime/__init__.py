@@ -9,7 +9,7 @@ training runs.
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
 - `swap`: how a better schedule replaces the one that runs;
 - `measure`: times and bytes of the user's stages; `service`: the client of the solver service;
-- `bench`, `demo`: what `optpipe bench` and `optpipe demo` run.
+- `bench`, `fidelity`, `demo`: what `optpipe bench` and `optpipe demo` run.
 
 Imports go down: pipeline -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service` knows none of
 these.

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from support.chain import chain, gpipe
 
+from benchmarks.cache import ordinary_problems
 from optpipe.schedule import check
 from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
 from optpipe_cache.pack import PATH
 from optpipe_cli import main as cli
-from optpipe_cli.bench.cache import _ordinary
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ def test_the_release_has_what_this_version_finds() -> None:
 
 
 def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> None:
-    for problem in _ordinary(np.random.default_rng(5), 8):
+    for problem in ordinary_problems(np.random.default_rng(5), 8):
         hit = user_cache(tmp_path / "fresh.sqlite").lookup(problem)
         assert hit is not None, problem.name
         assert hit.source == "pack"
@@ -102,7 +102,7 @@ def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> Non
 def test_the_command_tells_where_it_was_found_and_the_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [problem] = _ordinary(np.random.default_rng(1), 1)
+    [problem] = ordinary_problems(np.random.default_rng(1), 1)
     problem.save(tmp_path / "problem.json")
     monkeypatch.setattr(
         sys,

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from optpipe import Problem, Result, Schedule, comparison
-from optpipe.options import CompareOptions, Placements, SearchOptions
+from optpipe import Problem, Result, comparison
+from optpipe.options import SearchOptions
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_cli import main as cli
-from optpipe_cli.bench.pareto import table, verdicts
 from optpipe_cli.options import at_commas
-from optpipe_solver import systems
 from optpipe_solver.heuristics import generate
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -127,95 +123,6 @@ def test_a_users_mistake_is_one_sentence(run, words, told):
 )
 def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
     assert at_commas(methods) == apart
-
-
-def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):
-    picture = tmp_path / "pareto.svg"
-    words = [
-        "bench",
-        "pareto",
-        PROBLEM,
-        "--budgets",
-        "0.5",
-        "--time-limit",
-        "1",
-        "--threads",
-        "2",
-        "--svg",
-        str(picture),
-        "--json",
-    ]
-    monkeypatch.setattr(sys, "argv", ["optpipe", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    answer = json.loads(capsys.readouterr().out)
-    assert (ended.value.code or 0) == int(answer["behind"] != [])  # in so little time it may be
-    assert answer["budgets"] == {"0.5 M": 10 * 10**9}
-    fitting = [row for row in answer["rows"]["0.5 M"] if row["fits"]]
-    assert all(max(row["peak_bytes"]) <= 10 * 10**9 for row in fitting)
-    corners = {corner["published"]: corner for corner in answer["between"]}
-    # naive and PO-F need less than the budget
-    assert {corner["activation_budget_bytes"] for corner in corners.values()} == {5 * 10**9, 6 * 10**9}
-    assert all(
-        max(corner["peak_bytes"]) <= corner["activation_budget_bytes"] for corner in corners.values() if corner["fits"]
-    )
-    searched = {row["placements"]: row for row in answer["rows"]["0.5 M"] if row["method"] == "auto"}
-    by_memory = [*sorted(answer["between"], key=lambda corner: corner["activation_budget_bytes"]), searched["all"]]
-    lengths = [found["makespan_ms"] or math.inf for found in by_memory]  # in so little time there may be none
-    assert lengths == sorted(lengths, reverse=True)  # never longer with more memory
-    assert lengths[-1] <= (searched["keep"]["makespan_ms"] or math.inf)
-    drawn = picture.read_text(encoding="utf-8")
-    assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
-
-
-def row(method: str, schedule: Schedule, placements: Placements = "all", reason: str | None = None) -> comparison.Row:
-    return comparison.Row(method, placements, Result.of(schedule, SearchOptions()), reason)
-
-
-def compared(problem: Problem, *rows: comparison.Row) -> comparison.Comparison:
-    return comparison.Comparison.of(problem, CompareOptions(), rows)
-
-
-def test_pareto_as_a_table(capsys):
-    problem = Problem.load(PROBLEM)
-    naive, steady = generate("naive", problem), systems.generate("1f1b", problem)
-    tight = compared(problem, row("1f1b", steady, reason="needs more"), row("naive", naive))
-    ample = compared(problem, row("1f1b", steady), row("naive", naive))
-    Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
-        ["1f1b", "324", "20", "GB", "–"],
-        ["naive", "944", "5", "GB", "944", "5", "GB"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("budgets", "told"),
-    [
-        ("half", "error: budgets: 'half': expected shares of M above 0, or ample\n"),
-        ("1,-2", "error: budgets: '-2': expected shares"),
-    ],
-)
-def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
-    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "pareto", PROBLEM, "--budgets", budgets])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(told)
-
-
-def test_being_behind_is_reported():
-    problem = Problem.load(PROBLEM)
-    late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
-    found = compared(problem, row("auto", late, "all"), row("auto", late, "keep"), row("zb-h2", soon))
-    (first, behind), (second, again) = verdicts("1 M", found)
-    assert behind
-    assert again
-    assert (
-        first
-        == f"1 M, any stages: BEHIND the frontier, {late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
-    )
-    assert second.startswith("1 M, the stages as given: BEHIND ")
 
 
 def test_the_frontier_has_no_dominated_points():

@@ -9,8 +9,8 @@ import pytest
 
 from optpipe import Problem, Schedule, ScheduleFile
 from optpipe_cli import demo_paced, demo_page
-from optpipe_runtime.bench.fidelity import Row
 from optpipe_runtime.demo.train import Step
+from optpipe_runtime.fidelity.cases import Row
 from optpipe_solver.heuristics import generate as heuristic
 from optpipe_solver.systems import generate as published
 

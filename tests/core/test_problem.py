@@ -110,10 +110,6 @@ WRONG = [
     (content(microbatches=2**16, stages=[content()["stages"][0]] * 100), r"microbatches = 65536"),
     (content(p2p_ms=-0.5), r"p2p_ms = -0\.5"),
     (content(transfer_mode="duplex"), r"transfer_mode = 'duplex'"),
-    (
-        content(format="optpipe.problem/1"),
-        r"format = 'optpipe.problem/1': .*convert_v1.py FILE converts it",
-    ),
     (content(format="optpipe.schedule/2"), r"^problem is a schedule, a problem is expected: "),
     (content(format=["optpipe.problem/2"]), r"format = a list of 1: "),
     (content(devices=[]), r"devices = a list of 0"),

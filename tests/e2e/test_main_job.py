@@ -16,7 +16,7 @@ from support.serve_process import serve_process
 from optpipe import Problem
 from optpipe.evaluate.objective import gap
 from optpipe_cli import demo
-from optpipe_cli.bench.runtime import difference
+from optpipe_cli.fidelity import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoResult, DemoSettings

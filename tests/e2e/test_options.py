@@ -157,7 +157,6 @@ def test_arguments_are_typed_as_the_options_are() -> None:
 SOLVING: dict[str, Callable[..., Any]] = {
     "optpipe.solve": lambda folder, options: optpipe.solve(PROBLEM, **options),
     "optpipe solve": lambda folder, options: run("solve", "PROBLEM", "--no-cache", options=options, folder=folder),
-    "optpipe bench solver": lambda folder, options: run("bench", "solver", "PROBLEM", options=options, folder=folder),
 }
 COMPARING: dict[str, Callable[..., Any]] = {
     "optpipe.compare": lambda folder, options: optpipe.compare(PROBLEM, **options),
@@ -274,7 +273,7 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         ("compare x.json --time-limit soon", "--time-limit = 'soon': a number was expected"),
         ("solve", "Missing argument 'problem'. See optpipe solve --help."),
         ("solv", "No such command 'solv'. Did you mean 'solve'? See optpipe --help."),
-        ("bench milp --nope", "No such option: --nope. See optpipe bench milp --help."),
+        ("bench gpu --nope", "No such option: --nope. See optpipe bench gpu --help."),
     ],
 )
 def test_wrong_words_of_a_command_end_in_one_sentence(

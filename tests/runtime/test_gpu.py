@@ -14,8 +14,8 @@ from support.ranks.calls import same
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 
+from benchmarks.training.overhead import overhead
 from optpipe.schedule import Schedule
-from optpipe_runtime.bench.overhead import overhead
 
 M = 4
 QUEUES = ["1", "8", "32"] if ON_CUDA else ["32"]  # CUDA_DEVICE_MAX_CONNECTIONS

@@ -161,15 +161,6 @@ def test_the_same_schedule_under_noise_is_seldom_left() -> None:
     assert wrong < 0.05 * 400
 
 
-def test_what_a_swap_costs_is_measured(ranks: Ranks) -> None:
-    first, second = ranks(swaps.costs, placement=[0, 1], schedule=schedules({"first": OFFLOADED})["first"])
-    assert first == second
-    assert first.swaps == 3
-    assert 0 < first.outside_ms < first.step_ms
-    assert 0 < first.swapped_outside_ms < first.swapped_ms
-    assert first.ratio == first.swapped_ms / first.step_ms
-
-
 # Other numbers of micro-batches
 
 

@@ -27,7 +27,7 @@ from optpipe.measured import torch_trace
 from optpipe.model.ops import Kind
 from optpipe.model.records import Stage
 from optpipe_runtime import Layout
-from optpipe_runtime.bench import paced
+from optpipe_runtime.fidelity import paced
 from optpipe_solver import heuristics
 
 COMMS = "torch-comms-waits" if torch_pipelining.WAITS else "torch-comms"

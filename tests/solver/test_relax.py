@@ -15,12 +15,12 @@ from support.examples import examples
 from support.small_problems import several_a_device, short_of_memory
 from support.strategies import problems_with_schedules
 
+from benchmarks.problems import offloading
 from optpipe import Problem, Schedule, certify, check
 from optpipe.dispatch.descents import descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import length_ms
 from optpipe.process.protocol import Bound, Frame, Ready, Request
-from optpipe_cli.bench.core import offloading
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS

@@ -29,6 +29,8 @@ PATTERNS = (
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",
     "runtime/test_training.py::test_both_examples_print_the_same_losses*",
     "cli/test_profile_command.py::test_a_model_is_measured_under_torchrun*",
+    # What measures OptPipe itself
+    "benchmarks/*",
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
     "runtime/test_megatron.py*",

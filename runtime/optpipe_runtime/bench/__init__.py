@@ -1,1 +1,1 @@
-"""What `optpipe bench runtime` and `optpipe bench gpu` measure."""
+"""What `optpipe bench gpu` measures."""

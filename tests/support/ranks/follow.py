@@ -13,7 +13,7 @@ from optpipe import Problem
 from optpipe.evaluate import timeline
 from optpipe_cache import Cache
 from optpipe_runtime import Follower, Pipeline, Profiler, clock
-from optpipe_runtime.bench import paced
+from optpipe_runtime.fidelity import paced
 from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.service import client
 from support.following import until as wait_until

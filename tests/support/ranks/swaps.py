@@ -18,7 +18,6 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.bench.swap import SwapCost, swap_cost
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
@@ -293,12 +292,6 @@ def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedu
             while pipe.preparing:
                 step()
     return Cut(steps, counts, list(logged))
-
-
-def costs(placement: Sequence[int], schedule: Schedule) -> SwapCost:
-    with Pipeline(own_stages(placement), placement, mse_loss, schedule.problem.microbatches) as pipe:
-        pipe.load(schedule)
-        return swap_cost(pipe, *batch(0), swaps=3)
 
 
 def too_little_on_the_host(

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, torch_schedule
-from optpipe_runtime.bench import paced
+from optpipe_runtime.fidelity import paced
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.memory.storage import StorageRef, storage_key
 from support.ranks.cases import Gradients, batch, loss_fn

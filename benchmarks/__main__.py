@@ -1,0 +1,61 @@
+"""`python -m benchmarks NAME`, from the folder of the repository. Only the module of that name is imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+import typer
+
+from optpipe_cli.main import run
+from optpipe_cli.options import register
+
+
+class Benchmark(NamedTuple):
+    module: str
+    measures: str
+
+
+BENCHMARKS = {
+    "core": Benchmark("speed", "how long simulate, certify and check take"),
+    "first": Benchmark("speed", "how soon there is a first schedule"),
+    "solver": Benchmark("solver", "what solve reaches, and when"),
+    "jitter": Benchmark("jitter", "what solve --jitter gains"),
+    "pareto": Benchmark("pareto", "memory against makespan, of everything published and of the solver"),
+    "milp": Benchmark("milp", "what each step of the paper's MILP is worth"),
+    "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
+    "cache": Benchmark("cache", "how soon the cache finds what is similar, and what a fresh install has"),
+    "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),
+    "costs": Benchmark("papers.costs", "the cost model against published figures"),
+    "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
+    "published": Benchmark("papers.published", "measurements of others, predicted"),
+    "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
+    "protocol": Benchmark("training.protocol", "the paper's experiment, end to end"),
+    "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),
+    "service": Benchmark("service.command", "the service under load and after failures"),
+    "page": Benchmark("page", "how long the picture of a large schedule takes in a browser"),
+    "service-page": Benchmark("service.page", "how soon the service's page shows what the service has"),
+}
+
+
+def load(name: str) -> typer.Typer:
+    """The program that has one benchmark as its only command."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    module = import_module(f"benchmarks.{BENCHMARKS[name].module}")
+    register(app, getattr(module, name.replace("-", "_")))
+    return app
+
+
+def main() -> None:
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
+    if name in BENCHMARKS:
+        run(lambda: load(name), f"python -m benchmarks {name}")
+    print("python -m benchmarks NAME, with --help or options behind it; NAME is one of")
+    for each, benchmark in BENCHMARKS.items():
+        print(f"  {each:13} {benchmark.measures}")
+    sys.exit(0 if name == "--help" else 2)
+
+
+if __name__ == "__main__":
+    main()

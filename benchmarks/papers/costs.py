@@ -1,0 +1,185 @@
+"""The cost model against figures that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from benchmarks.papers.checks import Check, table
+from benchmarks.problems import GB
+from optpipe.model.offload import estimated_offload_ratio
+from optpipe.schedule import certify
+from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe_solver import systems
+
+GIB = 2**30
+BILLION = 10**9
+
+
+def costs() -> None:
+    """Compare the cost model with published figures."""
+    typer.echo(table(checks()))
+
+
+def checks() -> Iterator[Check]:
+    """Every comparison."""
+    yield from parameters()
+    yield from chronos()
+    yield from chronos_largest()
+    yield from bpipe()
+    yield from dualpipe_v()
+    yield from offload_ratios()
+    yield from zero_bubble()
+
+
+def parameters() -> Iterator[Check]:
+    """How many parameters models have."""
+    published: dict[str, float] = {
+        "gpt-3-175b": 175,
+        "palm-62b": 62.5,
+        "opt-66b": 66,
+        "llama-2-70b": 69,
+        "llama-3-405b": 405,
+        "mixtral-8x7b": 46.7,
+        "qwen3-30b-a3b": 30.5,
+        "qwen2.5-32b": 32.5,
+        "deepseek-v2-lite": 15.7,
+        "deepseek-v3": 671,
+    }
+    published |= {f"pipeoffload-{size}b": size for size in (5.8, 10.5, 18.1, 42.9, 66.6, 83.8)}
+    published |= {f"optpipe-{size}b": size for size in (1.5, 3.6, 7.1, 14.2)}
+    for name, billions in published.items():
+        made = estimated(name, {}, "H200", {})
+        note = "the preset's reading of a garbled table" if name.startswith("optpipe") else ""
+        yield Check("its paper", f"{name}: parameters", "10^9", billions, made.parameters / BILLION, note)
+
+
+def chronos() -> Iterator[Check]:
+    """ChronosPipe, Figure 1(a): 1F1B on 8 devices with 8-way tensor parallelism, on the first device."""
+    division = {"pp": 8, "tp": 8, "sequence_parallel": False}  # section 6.1: inputs of column-parallel layers are whole
+    for layers, sequence, activations, state in (
+        (80, 4096, 35.2, 19.69),
+        (80, 16384, 140.8, 19.69),
+        (160, 4096, 70.4, 39.38),
+    ):
+        run = {"microbatch_size": 2, "sequence": sequence, "recompute": "cheap"}
+        made = estimated("llama-2-70b", division, "A100", run, layers=layers)
+        case = f"Llama-2-70B, {layers} layers, {sequence} tokens"
+        held = 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
+        yield Check("ChronosPipe, Figure 1(a)", f"{case}: activations", "GB", activations, held / GB)
+        yield Check("ChronosPipe, Figure 1(a)", f"{case}: model state", "GB", state, made.devices[0].state / GB)
+
+
+def chronos_largest() -> Iterator[Check]:
+    """ChronosPipe, section 6.2: with 32 GB a GPU 1F1B trains 40 layers; it tried multiples of 8."""
+    note = "the preset's 4 GiB for driver, communication and allocator"
+    yield Check("ChronosPipe, Figure 9(b)", "largest model by 1F1B in 32 GB", "layers", 40, largest_model(), note)
+
+
+def largest_model(share: float = 1.0, step: int = 8, state: float = 1.0) -> int:
+    """The most layers of Llama-2-70B in 32 GB, 8 devices with 8-way tensor parallelism.
+
+    Parameters
+    ----------
+    share
+        What of 1F1B's activations the schedule holds.
+    step
+        Layers are a multiple of it.
+    state
+        What of weights, gradients and optimizer state is on the GPU.
+    """
+    division, run = {"pp": 8, "tp": 8, "sequence_parallel": False}, {"microbatch_size": 2, "recompute": "cheap"}
+    fitting = 0
+    for layers in range(step, 160, step):
+        made = estimated("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
+        held = share * 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
+        if held + (state - 1) * made.devices[0].state <= made.devices[0].budget:
+            fitting = layers
+    return fitting
+
+
+def bpipe() -> Iterator[Check]:
+    """BPipe's announcement: GPT-3 13B by 1F1B on 8 devices, device 0 against device 7."""
+    made = estimated("gpt-3-13b", {"pp": 8}, "A100", {"attention": "unfused"})
+    first, last = (sum(made.pieces[i].activation_bytes("none") for i in made.stages[s]) for s in (0, -1))
+    difference = 8 * first + made.devices[0].state - last - made.devices[-1].state
+    note = "micro-batches of one sequence; unfused attention"
+    yield Check("BPipe", "GPT-3 13B: device 0 over device 7", "GiB", 37, difference / GIB, note)
+
+
+def dualpipe_v() -> Iterator[Check]:
+    """A measurement of whole GPUs: mlc-ai/pith-train, pull request 18; DualPipeV's certificate and the state."""
+    division = {"pp": 4, "dp": 8, "ep": 8, "zero": 1, "chunks": 2, "shape": "v"}
+    run = {"microbatches": 32, "fused": False, "gradient_bytes": 2, "optimizer_bytes": 8, "expert_load": 1.18}
+    made = estimated("qwen3-30b-a3b", division, "H200", run)
+    peaks = certify(made.problem, systems.generate("dualpipe-v", made.problem)).device
+    outside = 5.84  # measured there: driver, communication, compiled code
+    for device, published in ((0, 62.3), (1, 58.0)):
+        memory = made.devices[device]
+        ours = (peaks[device].bytes + memory.state + memory.workspace) / GIB + outside
+        what = f"Qwen3-30B-A3B, pp 4, ep 8, DualPipeV: device {device}"
+        yield Check("pith-train", what, "GiB", published, ours, "no fragments of the allocator, which are not told")
+
+
+def offload_ratios() -> Iterator[Check]:
+    """PipeOffload, Figure 1: k by its Eq. 1, which leaves out what is not a matmul; kernels that skip no scores."""
+    flops, host = 220e12, 15e9
+    speeds = {"flops": {"bf16": flops}, "host_bytes_per_s": host, "memory_bytes_per_s": 1e20, "gpus_per_host_link": 1}
+    speeds |= dict.fromkeys(("matmul_fraction", "attention_fraction", "memory_fraction", "host_fraction"), 1.0)
+    for hidden in (4096, 8192, 12288):
+        for sequence in (1024, 4096, 16384):
+            shape = dense(1, hidden, hidden // 128)
+            run = {"sequence": sequence, "recompute": "cheap"}
+            made = estimated("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
+            layer = made.layers[1]
+            work = layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
+            ours = ((layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)) / work
+            published = estimated_offload_ratio(hidden, sequence, flops, host)
+            what = f"k of a layer, h {hidden}, s {sequence}"
+            note = "flash attention's backward computes the scores again"
+            yield Check("PipeOffload, Eq. 1", what, "", round(published, 4), ours, note)
+
+
+def zero_bubble() -> Iterator[Check]:
+    """Zero Bubble (Qi et al. 2023), times of a stage on A100, with the models of its Table 3."""
+    measured = {
+        (22, 24, 2304, 8, 6): (18.522, 18.086, 9.337),
+        (30, 32, 4096, 8, 3): (29.718, 29.444, 19.927),
+        (46, 40, 5120, 16, 1): (11.347, 11.248, 8.132),
+        (62, 48, 6144, 32, 1): (10.419, 10.207, 7.715),
+    }
+    for (layers, heads, hidden, pp, size), times in measured.items():
+        shape = dense(layers, hidden, heads)
+        run = {"sequence": 1024, "microbatch_size": size, "attention": "unfused"}
+        made = estimated("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
+        stage = made.problem.stages[1]
+        ours = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+        for op, published, found in zip("FBW", times, ours, strict=True):
+            what = f"{layers} layers, h {hidden}, pp {pp}, {size} × 1024 tokens: {op}"
+            yield Check("Zero Bubble", what, "ms", published, found, "unfused attention; the preset's fractions")
+
+
+def dense(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """The fields of a model without experts and without groups of queries, as older GPTs are."""
+    return {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": heads, "query_groups": None}
+
+
+def estimated(
+    model: str,
+    division: dict[str, Any],
+    gpu: str,
+    run: dict[str, Any],
+    sheet: dict[str, Any] | None = None,
+    **shape: Any,
+) -> Estimate:
+    """The estimate of a preset with some of its figures changed."""
+    return estimate(
+        Transformer.from_dict(MODELS[model].model_dump() | shape, model),
+        Parallelism.from_dict(division, "parallelism"),
+        Gpu.from_dict(GPUS[gpu].model_dump() | (sheet or {}), gpu),
+        Run.from_dict({"microbatches": 16} | run, "run"),
+    )

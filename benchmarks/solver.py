@@ -1,0 +1,147 @@
+"""What `solve` reaches, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.random_problems import random_problem
+from benchmarks.results_file import Results, ResultsPath
+from benchmarks.tables import text
+from optpipe.anytime import Result, solve
+from optpipe.errors import InputError
+from optpipe.evaluate.objective import shorter
+from optpipe.model.problem import Problem, write_file
+from optpipe.options import SolveOptions
+from optpipe.show.progress import Progress, chart
+from optpipe_cli.options import flag, with_options
+from optpipe_cli.output import require_writable
+from optpipe_solver.systems.variants import is_system
+
+MOMENTS = (1.0, 10.0)  # s
+EACH = ("method", "time_limit_s", "threads", "seed")  # of which several may be given
+
+
+@with_options("SolveOptions", each=EACH)
+def solver(
+    options: list[SolveOptions],
+    problems: Annotated[list[Path] | None, typer.Argument(help="Problem files.")] = None,
+    random: Annotated[int, typer.Option(min=0, help="Random problems as well, this many: all kinds in turns.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
+    results: ResultsPath = None,
+) -> None:
+    """Measure what `solve` finds and when, start of processes included. Several methods, time limits, numbers of
+    threads or seeds, such as `--method auto,dispatch,lns` or `--threads 2,4`, are compared with the first."""
+    require_writable(svg)
+    for asked in options:
+        is_system(asked.method)  # an unknown method is refused before the first search
+    loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
+    if not loaded:
+        raise InputError("problems: none are given; problem files or --random 22 were expected")
+    same = options[0].model_copy(update=dict.fromkeys(EACH))
+    kept = Results(results, "solver", ("problem", "sha256", *(f"asked_{name}" for name in EACH)), same)
+    rows: list[dict[str, Any]] = []
+    for asked in options:
+        values = {f"asked_{name}": getattr(asked, name) for name in EACH}
+        moments = [moment for moment in MOMENTS if moment < asked.time_limit_s]
+        by = f"by {_search_name(values, options)}".rstrip()
+        times = "".join(f"{f'{moment:g} s':>10}" for moment in (*moments, asked.time_limit_s))
+        typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{times}{'bound':>10}{'gap':>7}  {by}")
+        for problem in loaded:
+            row = kept.find(problem.name, problem.sha256, *values.values())
+            if row is None:
+                result = solve(problem, **asked.arguments())
+                row = kept.add({"sha256": problem.sha256} | values | _row(problem, result, moments))
+            rows.append(row | {"search": _search_name(values, options)})
+            typer.echo(_line(row))
+        if random:
+            typer.echo(gaps_by_kind(rows[-random:]))
+    if len(options) > 1:
+        typer.echo(comparison(rows))
+    if svg:
+        write_file(svg, _picture(rows, [asked.time_limit_s for asked in options]))
+
+
+def _row(problem: Problem, result: Result, moments: Sequence[float]) -> dict[str, Any]:
+    steps = [(step.time_s, step.value_ms, step.method) for step in result.history]
+    after = {
+        f"ms_after_{moment:g}_s": min((ms for at, ms, _ in steps if at <= moment), default=None) for moment in moments
+    }
+    return {
+        "problem": problem.name,
+        "first_s": steps[0][0] if steps else None,
+        "first_ms": steps[0][1] if steps else None,
+        **after,
+        "best_ms": result.value_ms,
+        "bound_ms": result.lower_bound_ms,
+        "gap": result.gap,
+        "status": result.status,
+        "method": result.method,
+        "reason": result.reason,
+        "notes": result.notes,
+        "time_s": result.time_s,
+        "steps": steps,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    figures = [value for name, value in row.items() if name.endswith("_ms") or name.startswith("ms_after")]
+    shown = "".join(f"{text(value, '.6g'):>10}" for value in figures)
+    end = f"{text(row['gap'], '.1%'):>7}  {row['method'] or row['reason']}"
+    return f"{row['problem'][:17]:18}{text(row['first_s'], '.2f'):>9}{shown}{end}"
+
+
+def _search_name(asked: dict[str, Any], options: list[SolveOptions]) -> str:
+    """A search by that in which it differs from others."""
+    several = [name for name in EACH if len({getattr(option, name) for option in options}) > 1]
+    shown = {name: asked[f"asked_{name}"] for name in several}
+    return ", ".join(
+        str(value) if name == "method" else f"{flag(name).removeprefix('--')} {value:g}"
+        for name, value in shown.items()
+    )
+
+
+def comparison(rows: Sequence[dict[str, Any]]) -> str:
+    """By search: the gaps, how long schedules are beside those of the first search, how many are shorter and by how
+    much at most. Only of problems for which every search has a schedule."""
+    searches: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        searches.setdefault(row["search"], {})[row["sha256"]] = row
+    first = next(iter(searches.values()))
+    solved_by_all = [problem for problem in first if all(of[problem]["gap"] is not None for of in searches.values())]
+    lines = [f"{'search':24}{'problems':>9}{'proven':>8}{'mean gap':>10}{'length':>9}{'shorter':>9}{'at most by':>12}"]
+    for search, row_of in searches.items() if solved_by_all else ():
+        gaps = [row_of[problem]["gap"] for problem in solved_by_all]
+        lengths = [(row_of[problem]["best_ms"], first[problem]["best_ms"]) for problem in solved_by_all]
+        ratios = [ms / first_ms for ms, first_ms in lengths]
+        count_shorter = sum(shorter(ms, first_ms) for ms, first_ms in lengths)
+        lines.append(
+            f"{search:24}{len(gaps):>9}{gaps.count(0):>8}{mean(gaps):>10.1%}{mean(ratios):>9.2%}"
+            f"{count_shorter:>9}{max(0.0, 1 - min(ratios)):>12.2%}"
+        )
+    return "\n".join(lines)
+
+
+def gaps_by_kind(rows: Sequence[dict[str, Any]]) -> str:
+    """The gaps of random problems, by kind and of all."""
+    gaps = [(row["problem"].partition("-")[0], row["gap"]) for row in rows if row["gap"] is not None]
+    kinds = {kind: [gap for other, gap in gaps if other == kind] for kind, _ in gaps}
+    lines = [f"{'kind':18}{'problems':>9}{'proven':>8}{'mean gap':>10}{'largest':>9}"]
+    for kind, its_gaps in (kinds | {"all": [gap for _, gap in gaps]}).items():
+        if its_gaps:
+            count, proven = len(its_gaps), its_gaps.count(0)
+            lines.append(f"{kind:18}{count:>9}{proven:>8}{sum(its_gaps) / count:>10.1%}{max(its_gaps):>9.1%}")
+    return "\n".join(lines)
+
+
+def _picture(rows: Sequence[dict[str, Any]], limits_s: Sequence[float]) -> str:
+    searches = [
+        Progress(f"{row['problem']} {row['search']}".strip(), row["steps"], row["bound_ms"] or 0.0, row["time_s"])
+        for row in rows
+    ]
+    limits = " or ".join(dict.fromkeys(f"{limit:g}" for limit in limits_s))
+    return chart(searches, f"Best schedule over the lower bound, {limits} s each")

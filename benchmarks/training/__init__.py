@@ -1,0 +1,1 @@
+"""Trainings measured on ranks of this machine."""

@@ -1,0 +1,47 @@
+"""What the executor and a swap cost the host, and how long steps in a row take."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.training.in_a_row import METHOD, InARow
+from benchmarks.training.overhead import beside, lowering, overhead
+from benchmarks.training.swap import SwapCost
+from optpipe_cli.launch import measured_on_ranks
+
+IN_A_ROW_RANKS, SWAP_RANKS = 4, 2
+
+
+def executor() -> None:
+    """Measure steps in a row, with an optimizer step after each, and the host's time for ops, traces and swaps."""
+    row = InARow(**measured_on_ranks(IN_A_ROW_RANKS, "benchmarks.training.in_a_row"))
+    typer.echo(
+        f"{row.steps} steps in a row by {METHOD} on {IN_A_ROW_RANKS} ranks, with a norm over all gradients: "
+        f"{row.post_validated_ms:.0f} ms, {row.deviation:+.1%} against {row.steps} spans of {row.span_ms:.1f} ms, "
+        f"one fill and one drain; {row.clipped_ms:.0f} ms if updates wait for the norm ({row.steps} makespans of "
+        f"{row.makespan_ms:.1f} ms)"
+    )
+    op = overhead()
+    typer.echo(
+        f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against "
+        f"{op.plain_ms:.1f} ms, {op.ops} ops)"
+    )
+    gpt = beside()
+    ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in gpt.ratios.items())
+    typer.echo(
+        f"a step of eight GPT blocks with tiny tensors, relative to a plain run: {ratios} ({gpt.plain_ms:.1f} ms)"
+    )
+    typer.echo(
+        f"a traced step: {op.traced_ratio:.3f} times the host's time, {op.followed_ratio:.3f} on average where a "
+        "Follower traces"
+    )
+    schedule = lowering()
+    typer.echo(
+        f"a schedule of {schedule.ops} ops: {schedule.prepare_ms:.0f} ms in a thread beside the training "
+        "until a rank can run it"
+    )
+    swap = SwapCost(**measured_on_ranks(SWAP_RANKS, "benchmarks.training.swap"))
+    typer.echo(
+        f"a swap: a step takes {swap.ratio:.3f} times its time, {swap.prepared_ratio:.3f} while the offer is prepared "
+        f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
+    )

@@ -1,0 +1,59 @@
+"""Predicted and measured times of steps side by side, for `optpipe bench runtime` and `optpipe demo`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optpipe_cli.launch import measured_on_ranks
+from optpipe_cli.output import print_table
+
+if TYPE_CHECKING:
+    from optpipe_runtime.fidelity.cases import Row, Task
+
+COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predicted", "measured", "losses off by")
+
+
+def measured(task: Task, ranks: int) -> list[Row]:
+    """Start the ranks; return the cases for which a schedule was found."""
+    from optpipe_runtime.fidelity.cases import Row
+
+    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
+        asked = Path(folder) / "task.json"
+        task.save(asked)
+        return [Row.from_dict(row) for row in measured_on_ranks(ranks, "optpipe_runtime.fidelity.cases", asked)]
+
+
+def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
+    """Return the largest relative difference of a loss."""
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, plain, strict=True))
+
+
+def show(rows: Sequence[Row], title: str, plain: Sequence[float] | None = None) -> None:
+    """Print a table of the rows; `plain` are the losses of the same steps in one plain process."""
+    from rich.table import Table
+
+    table = Table(box=None, title=f"{title}; ms a step: median ± interquartile range", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "stages") else "right")
+    for row in rows:
+        table.add_row(*cells(row, plain))
+    print_table(table)
+
+
+def cells(row: Row, plain: Sequence[float] | None = None) -> list[str]:
+    """Return a case as texts, for `COLUMNS`."""
+    from optpipe.show.svg import bytes_text
+
+    return [
+        row.found_by,
+        f"{row.case.chunks} a rank" + (f", {row.case.shape}" if row.case.chunks > 1 else ""),
+        f"{row.predicted_ms:.1f}",
+        f"{row.measured_ms:.1f} ± {row.spread_ms:.1f}",
+        f"{row.deviation:+.1%}",
+        bytes_text(max(row.predicted_peak)),
+        bytes_text(max(row.measured_peak)),
+        "" if plain is None else f"{difference(row.losses, plain):.1e}",
+    ]

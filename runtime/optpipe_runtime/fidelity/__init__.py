@@ -1,0 +1,1 @@
+"""What a pipeline does beside what was predicted, for `optpipe bench runtime` and `optpipe demo`."""

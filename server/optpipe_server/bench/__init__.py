@@ -1,1 +1,0 @@
-"""Measures the service from outside, with real processes, sockets and databases: under load, and after failures."""

@@ -1,0 +1,195 @@
+"""What is read off the papers, the figures that are theory, and the smallest searches of `table1` and `scale`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import checks, costs, figures, published, table1
+from benchmarks.papers.calibration import BASELINES, budget_bytes, iteration_ms, posed, table, where_it_reaches
+from benchmarks.papers.checks import Check
+from benchmarks.papers.table1 import Answer, claims, goals, growth, memory
+from benchmarks.problems import offloading, stage_costs
+from benchmarks.scale import is_steady, slope
+from optpipe.model.records import StageCosts
+from optpipe.schedule import certify
+from optpipe_solver import systems
+
+PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
+
+
+def test_the_table_is_whole():
+    rows = table()
+    assert [row.number for row in rows] == list(range(1, 36))
+    assert [sum(row.gpus == gpus for row in rows) for gpus in (4, 8, 16)] == [15, 10, 10]
+    assert sum(row.only_offload_fits for row in rows) == 13
+    for row in rows:
+        told = [row.published[method] for method in ("po-f", "optpipe")]
+        assert None not in told
+        if not row.only_offload_fits:
+            assert row.published["1f1b"]
+
+
+def test_a_size_without_memory_lies_on_the_line_through_two_that_fit():
+    rows = {(row.billions, row.microbatches, row.size): row for row in table()}
+    assert iteration_ms(rows[1.5, 8, 16]) == 1579.51
+    assert iteration_ms(rows[1.5, 8, 24]) == pytest.approx(1579.51 + 8 * (1579.51 - 1475.22) / 8)
+    assert iteration_ms(rows[14.2, 64, 8]) == 5034.34  # the line would fall
+
+
+def test_a_row_as_a_problem_gives_the_two_columns_again():
+    row = table()[2]
+    (found,) = posed([row], "span")
+    spans = {method: schedule.span_ms for method, schedule in found.baselines.items()}
+    assert spans["1f1b"] == pytest.approx(row.published["1f1b"])
+    assert spans["po-f"] == pytest.approx(row.published["po-f"])
+    assert 4 <= found.room < 5.5  # 1F1B fits, interleaved 1F1B does not
+    assert found.k > 1  # offloading everything is what it waits for
+    assert found.work_ms == pytest.approx(row.published["1f1b"] / (8 + 4 - 1))
+    assert {method: found.fits(method) for method in BASELINES} == {
+        method: row.published[method] is not None for method in BASELINES
+    }
+    assert found.idle_ms(spans["1f1b"]) == pytest.approx(3 * found.work_ms)
+
+
+def test_the_budget_agrees_with_most_cells():
+    assert budget_bytes([(10, True), (20, True), (30, False)]) == 25
+    assert budget_bytes([(10, True), (30, False), (20, False), (40, True)]) == 15  # as good as any, and the lowest
+    assert budget_bytes([(10, True), (20, True)]) == 30
+
+
+def test_where_a_function_reaches_a_target():
+    assert where_it_reaches(9.0, lambda x: x * x, 100.0) == pytest.approx(3.0)
+    assert where_it_reaches(1.0, lambda x: 5.0 + x, 100.0) == 0.0
+
+
+def test_what_is_told_of_answers():
+    rows = list(posed([table()[2], table()[3]], "span"))
+    answers = [
+        Answer(each, {"1f1b": 1500.0, "po-f": 4000.0}, ours, 1000.0, None, ([0.5], [1.0]))
+        for each, ours in zip(rows, (1000.0, 2000.0), strict=True)
+    ]
+    met = dict(goals(answers))
+    assert met["no slower than the best baseline that fits"] == "2 of 2"
+    assert met["1.3 times faster than PipeOffload where only offload fits"] == "1 of 1; the least is 2.00"
+    assert met["no slower, simulated, than the paper's OptPipe, measured"] == "2 of 2"
+    assert met["gap to the bound, one stage a device"].startswith("1 of 2 proven optimal, median 25.0%, at most 50.0%")
+    assert dict(memory(answers))["memory that devices use where only offload fits, our schedules"].startswith("100%")
+    (text,) = dict(growth(answers)).values()
+    assert text == f"{1883.2 / 1475.22:.2f} to {2689.3 / 1579.51:.2f} times as long, by the formula {19 / 11:.2f}"
+    told = dict(claims(answers))
+    ours = "more than 20% faster than PipeOffload where only offload fits, ours"
+    assert told[ours] == f"1 of 1, at least {5402.7 / 2000 - 1:.1%}"
+    slow = [Answer(rows[0], {"1f1b": 1500.0, "po-f": 4000.0}, 1600.0, 1000.0, None, ([], []))]
+    assert dict(goals(slow))["no slower than the best baseline that fits"].startswith("0 of 1; not 1.5B")
+
+
+def test_one_row_is_solved_once(bench, monkeypatch, tmp_path):
+    words = ("table1", "--rows", 1, "--time-limit", 60, "--placements", "keep", "--results", tmp_path / "results")
+    out = bench(*words).out
+    monkeypatch.setattr(table1, "compare", None)  # what is in the file is not solved again
+    assert bench(*words).out == out
+    assert "- out of memory, agrees with the paper: 5 of 5" in out
+    cells = next(line for line in out.splitlines() if line.startswith("| 1.5B, 4 × 8, size 4 |")).split(" | ")
+    assert (cells[8], cells[-1]) == ("1283", "– |")
+
+
+@pytest.mark.parametrize("rows", ["0", "36", "3-2", "a", "1-36"])
+def test_rows_that_are_not_there_are_one_sentence(bench, rows):
+    told = bench("table1", "--rows", rows).err
+    assert told.startswith(f"error: --rows = '{rows}': a number or a range within 1-35")
+
+
+def test_a_file_of_something_else_is_one_sentence(bench, tmp_path):
+    for text in ("no JSON", "7", '{"row": 1}', '{"bench": "table1"}', '{"bench": "scale"}\n{"row": 1}'):
+        (tmp_path / "results").write_text(text)
+        error = bench("scale", "--devices", 2, "--results", tmp_path / "results").err
+        assert error == f"error: {tmp_path / 'results'}: not what `python -m benchmarks scale` writes\n"
+
+
+def test_a_folder_that_is_not_there_is_told_before_any_search(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(table1, "compare", None)
+    error = bench("table1", "--rows", 1, "--results", tmp_path / "nowhere" / "results").err
+    assert error.startswith(f"error: {tmp_path / 'nowhere' / 'results'}: ")
+
+
+def test_answers_within_other_limits_are_not_mixed(bench, tmp_path):
+    (tmp_path / "results").write_text('{"bench": "scale", "time_limit_s": 60.0, "seed": 0}\n')
+    words = ("scale", "--devices", 2, "--time-limit", 30, "--seed", 2, "--results", tmp_path / "results")
+    assert "measured with time_limit_s = 60.0, seed = 0; expected time_limit_s = 30.0, seed = 2" in bench(*words).err
+
+
+# How far each source is off: Zero Bubble's and Gemma's times are predicted, not fitted.
+LIMITS = {"Primus trace": 0.025, "Zero Bubble": 0.11, "Gemma's layer ratios": 0.17, "packed documents": 0.055}
+
+
+# Of the whole GPUs one is out by more than a tenth: its allocator's fragments are not published.
+COST_LIMITS = {"ChronosPipe, Figure 1(a)": 0.05, "BPipe": 0.05, "PipeOffload, Eq. 1": 0.07, "its paper": 0.08}
+COST_LIMITS |= {"ChronosPipe, Figure 9(b)": 0.0, "pith-train": 0.12, "Zero Bubble": 0.27}
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits"), [(published.predictions, LIMITS), (costs.checks, COST_LIMITS)], ids=["published", "costs"]
+)
+def test_published_figures_are_met(rows, limits):
+    off: list[Check] = [row for row in rows() if abs(row.error) > limits[row.source]]
+    assert off == []
+
+
+def test_an_even_split_has_as_many_layers_everywhere_and_the_head_at_the_end():
+    layers = [StageCosts(**stage_costs(times, 10)) for times in [(1.0, 1.0, 1.0)] * 8 + [(5.0, 1.0, 1.0)]]
+    problem = published.even(layers, 2, 4)
+    assert [stage.forward_ms for stage in problem.stages] == [2.0, 2.0, 2.0, 7.0]
+    steady = systems.generate("interleaved", problem)
+    assert max(peak.bytes for peak in certify(problem, steady).device) == problem.devices[0].activation_budget_bytes
+
+
+def test_figures_that_are_theory():
+    rows = [
+        *figures.chronos_memory(),
+        *figures.chronos_messages(),
+        *figures.chronos_idle(),
+        *figures.constant(),
+        *figures.survey(),
+    ]
+    for line in checks.table(rows).splitlines():
+        assert line in PAGE
+    errors = {row.what: row.error for row in rows}
+    assert abs(errors["Chronos-Pipe: activations"]) < 0.05
+    assert abs(errors["Chronos-Recomp: activations"]) < 0.05
+    assert abs(errors["Chronos-Pipe computes less of its time than 1F1B"]) < 0.05
+    assert abs(errors["bubble of 1F1B"]) < 0.01
+    least = dict(figures.recomputed().curves["Chronos, 4 chunks"])
+    assert least[25] == pytest.approx(43.75 + 100 / 16)  # the paper's, and the chunk that is being recomputed
+    assert [row.ours for row in rows if row.what.startswith("PO-F")] == [3.0] * 3  # however many stages there are
+
+
+def test_idle_time_of_two_chunks_is_the_papers_formula():
+    """Eq. 4: so many backwards of a chunk, each of two ops."""
+    for p in (4, 8, 16):
+        assert figures.idle_units(p, 2) == 2 * (p - math.ceil((2 * p - 3) / 6) - 1)
+    assert figures.table(figures.usable()) in PAGE
+
+
+def test_why_figure_6_is_not_matched():
+    further, short = figures.gain({"PipeOffload": [], "ours": []})
+    assert checks.table([further, short]).splitlines()[-1] in PAGE
+    assert further.ours == pytest.approx(14.2, abs=0.05)
+    assert short.ours < 0.7 * short.published  # with memory for two activations
+
+
+def test_a_slope_is_the_power():
+    assert slope([(10, 3 * 10**1.5), (100, 3 * 100**1.5), (1000, 3 * 1000**1.5)]) == pytest.approx(1.5)
+    assert slope([(10, 1)]) is None
+
+
+def test_which_memory_allows_a_steady_state():
+    """Each activation is held for 236 GB·ms; in 28 ms memory for one, 5 GB, admits 140 GB·ms, for two 280."""
+    assert [is_steady(offloading(4, 32, room)) for room in (1, 2, 3)] == [False, True, True]
+
+
+def test_the_smallest_pipeline_is_measured(bench):
+    out = bench("scale", "--devices", 2, "--room", 2, "--time-limit", 60).out
+    assert "| 2 | yes | 2 × 16 | 160 | " in out

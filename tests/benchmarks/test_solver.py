@@ -1,0 +1,186 @@
+"""The searches of `solver`, `jitter`, `first` and `pareto`, and the random problems."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import solver
+from benchmarks.pareto import table, verdicts
+from benchmarks.random_problems import KINDS, random_problem
+from benchmarks.solver import EACH, comparison, gaps_by_kind
+from optpipe import Problem, Result, Schedule
+from optpipe.comparison import Comparison, Row
+from optpipe.options import CompareOptions, Placements, SearchOptions
+from optpipe_solver import systems
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.heuristics import generate
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+FASTLINK = EXAMPLES / "fastlink-4x8.json"
+HEURISTIC = ("--method", "adaoffload", "--time-limit", "200")  # which ends on its own
+
+
+def test_random_problems_have_schedules_and_are_always_the_same():
+    problems = [random_problem(number) for number in range(4 * len(KINDS))]
+    assert [infeasibility(problem) for problem in problems] == [None] * len(problems)
+    assert [problem.name.partition("-")[0] for problem in problems] == 4 * list(KINDS)
+    assert len({problem.sha256 for problem in problems}) == len(problems)
+    assert [random_problem(number).sha256 for number in range(11)] == [each.sha256 for each in problems[:11]]
+
+
+def test_a_kind_is_what_its_name_says():
+    by_kind = dict(zip(KINDS, map(random_problem, range(len(KINDS))), strict=True))
+    assert not any(stage.can_offload or stage.can_recompute for stage in by_kind["stays"].stages)
+    assert all(stage.can_offload and stage.can_recompute for stage in by_kind["either"].stages)
+    assert all(stage.offload_parts > 1 for stage in by_kind["parts"].stages)
+    assert by_kind["duplex"].transfer_mode == "full_duplex"
+    assert by_kind["shared"].shared_links
+    assert len({stage.forward_ms for stage in by_kind["uneven"].stages}) > 1
+    assert len(by_kind["chunks"].stages) == 2 * len(by_kind["chunks"].devices)
+    assert len(by_kind["few"].devices) == 16
+
+
+def test_gaps_are_told_by_kind_and_of_all():
+    gaps = [("few-16x48-10", 0.2), ("stays-2x5-0", 0.0), ("few-16x20-21", 0.1), ("parts-2x3-3", None)]
+    lines = gaps_by_kind([{"problem": name, "gap": gap} for name, gap in gaps]).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["few", "2", "0", "15.0%", "20.0%"],
+        ["stays", "1", "1", "0.0%", "0.0%"],
+        ["all", "3", "1", "10.0%", "20.0%"],
+    ]
+
+
+def test_searches_are_compared_with_the_first():
+    figures = [
+        ("auto", "a", 0.1, 100.0),
+        ("auto", "b", None, None),
+        ("auto", "c", 0.0, 50.0),
+        ("lns", "a", 0.0, 90.0),
+        ("lns", "b", 0.5, 80.0),
+        ("lns", "c", 0.2, 55.0),
+    ]
+    rows = [dict(zip(("search", "sha256", "gap", "best_ms"), each, strict=True)) for each in figures]
+    assert [line.split() for line in comparison(rows).splitlines()[1:]] == [
+        ["auto", "2", "1", "5.0%", "100.00%", "0", "0.00%"],
+        ["lns", "2", "1", "10.0%", "100.00%", "1", "10.00%"],
+    ]
+    assert len(comparison(rows[1:2]).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "searched", "names"),
+    [
+        (("--threads", "3"), [("auto", 60.0, 3, 0)], [""]),
+        (
+            ("--method", "auto,gis:group=5", "--seed", "1,2", "--time-limit", "9"),
+            [(method, 9.0, None, seed) for method in ("auto", "gis:group=5") for seed in (1, 2)],
+            [f"{method}, seed {seed}" for method in ("auto", "gis:group=5") for seed in (1, 2)],
+        ),
+    ],
+)
+def test_each_combination_has_its_search(words, searched, names, bench, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def solve(problem: Problem, **options: object) -> Result:
+        asked.append(tuple(options.get(name) for name in EACH))
+        return Result("unknown", reason="not searched")
+
+    monkeypatch.setattr(solver, "solve", solve)
+    lines = bench("solver", "--random", 1, *words).out.splitlines()
+    assert asked == searched
+    assert [line.partition("  by ")[2].strip() for line in lines if "  by" in line] == names
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("solver",), "problem files or --random 22 were expected"),
+        (("solver", "--random", 1, "--method", "auto,foo"), "method = 'foo': the methods are auto, "),
+        (("pareto", FASTLINK, "--budgets", "half"), "budgets: 'half': expected shares of M above 0, or ample"),
+        (("pareto", FASTLINK, "--budgets", "1,-2"), "budgets: '-2': expected shares"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_the_first_search(words, told, bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(solver, "solve", None)
+    code, out, err = bench(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert told in err
+
+
+def test_progress_is_printed_drawn_and_kept(bench, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    picture, names = tmp_path / "progress.svg", ("figure4-4x6", "vshape-4x8")
+    words = ("solver", *(EXAMPLES / f"{name}.json" for name in names), "--time-limit", 9, "--svg", picture)
+    words += ("--results", tmp_path / "results")
+    out = bench(*words).out
+    assert [line.split()[0] for line in out.splitlines()[1:]] == list(names)
+    drawn = picture.read_text(encoding="utf-8")
+    assert all(text in drawn for text in (*names, "proven optimal"))
+    picture.unlink()
+    monkeypatch.setattr(solver, "solve", None)  # what is in the file is not solved again
+    assert bench(*words).out == out
+    assert picture.read_text(encoding="utf-8") == drawn
+
+
+def test_jitter_compares_under_noise(bench):
+    out = bench("jitter", EXAMPLES / "figure4-4x6.json", *HEURISTIC).out
+    (figures,) = re.findall(r"figure4-4x6 +(\S+) +(\S+) +(\S+) +(\S+)", out)
+    nominal_ms, nominal_percentile_ms, _, robust_percentile_ms = map(float, figures)
+    assert nominal_ms == 21.0 < nominal_percentile_ms
+    assert robust_percentile_ms <= nominal_percentile_ms
+
+
+def test_first_schedules_are_valid(bench):
+    out = bench("first", "--devices", 4, "--microbatches", 8).out
+    assert "adaoffload" in out
+    assert "does not hold" not in out
+    assert "4 devices" in bench("core", "--devices", 4, "--microbatches", 8, "--repeats", 1).out
+
+
+def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(bench, tmp_path):
+    picture = tmp_path / "pareto.svg"
+    code, out, _ = bench("pareto", FASTLINK, "--budgets", 0.5, "--time-limit", 1, "--threads", 2, "--svg", picture)
+    assert code == int("BEHIND" in out)  # in so little time it may be
+    # Naive and PO-F need less than the budget, so the solver is also asked there.
+    assert re.findall(r"^(.*), any stages: ", out, re.MULTILINE)[-2:] == ["5 GB", "6 GB"]
+    assert "0.5 M: 10 GB" in out
+    drawn = picture.read_text(encoding="utf-8")
+    assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
+
+
+def row(method: str, schedule: Schedule, placements: Placements = "all", reason: str | None = None) -> Row:
+    return Row(method, placements, Result.of(schedule, SearchOptions()), reason)
+
+
+def compared(problem: Problem, *rows: Row) -> Comparison:
+    return Comparison.of(problem, CompareOptions(), rows)
+
+
+def test_pareto_as_a_table(capsys):
+    problem = Problem.load(FASTLINK)
+    naive, steady = generate("naive", problem), systems.generate("1f1b", problem)
+    tight = compared(problem, row("1f1b", steady, reason="needs more"), row("naive", naive))
+    ample = compared(problem, row("1f1b", steady), row("naive", naive))
+    Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
+        ["1f1b", "324", "20", "GB", "–"],
+        ["naive", "944", "5", "GB", "944", "5", "GB"],
+    ]
+
+
+def test_being_behind_is_reported():
+    problem = Problem.load(FASTLINK)
+    late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
+    first, second = verdicts(
+        "1 M", compared(problem, row("auto", late, "all"), row("auto", late, "keep"), row("zb-h2", soon))
+    )
+    assert first.solver_is_behind
+    assert second.solver_is_behind
+    lengths = f"{late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
+    assert first.text == f"1 M, any stages: BEHIND the frontier, {lengths}"
+    assert second.text.startswith("1 M, the stages as given: BEHIND ")
