@@ -24,12 +24,13 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
 from optpipe_cli.app import app
-from optpipe_runtime.bench import gpu, gpu_runs, paced
+from optpipe_runtime.bench import gpu, gpu_runs
 from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded
 from optpipe_runtime.bench.gpu_verdict import Report, Row
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.fidelity import paced
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.pipeline import Pipeline
 
