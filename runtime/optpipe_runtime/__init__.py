@@ -2,17 +2,18 @@
 training runs.
 
 - `pipeline`, `follow`, `layered`, `factory`, `in_torch`, `megatron`: what users call;
-- `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
+- `options`, `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
+- `features`: what evictions, windows, optimizers on the host and post-validation add to a step;
 - `swap`: how a better schedule replaces the one that runs;
 - `measure`: times and bytes of the user's stages; `service`: the client of the solver service;
 - `bench`, `fidelity`, `demo`: what `optpipe bench` and `optpipe demo` run.
 
-Imports go down: pipeline -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service` knows none of
-these.
+Imports go down: pipeline -> swap, measure -> features -> execute -> stage -> memory -> lowering -> ranks. `service`
+knows none of these.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe_runtime.execute.host_optimizer import HostOptimizer
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
+    from optpipe_runtime.features.host_updates import HostOptimizer
     from optpipe_runtime.follow import Follower
     from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
     from optpipe_runtime.layered import on_all_ranks, profile_layers
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Excess": "execute.report",
     "Follower": "follow",
-    "HostOptimizer": "execute.host_optimizer",
+    "HostOptimizer": "features.host_updates",
     "Layout": "ranks.layout",
     "OpTime": "execute.report",
     "Pipeline": "pipeline",

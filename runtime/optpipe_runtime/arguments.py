@@ -10,18 +10,13 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
+from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 
 
-def require_valid_arguments(
-    stages: Mapping[int, nn.Module],
-    placement: Sequence[int],
-    microbatches: int,
-    by_rank: Mapping[str, Sequence[Any] | None],
-    rank: int,
-    ranks: int,
-) -> None:
-    """Raises `InputError` for the first argument that is wrong. `by_rank` are those with one entry for each rank."""
+def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:
+    """Raises `InputError` for the first argument that is wrong on this one of so many ranks."""
+    stages, placement, microbatches = options.stages, options.placement, options.microbatches
     if not isinstance(microbatches, int) or microbatches < 1:
         raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
     if not isinstance(placement, Sequence) or not placement:
@@ -29,7 +24,7 @@ def require_valid_arguments(
     for s, owner in enumerate(placement):
         if not isinstance(owner, int) or not 0 <= owner < ranks:
             raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
-    for name, entries in by_rank.items():
+    for name, entries in {"peers": options.peers, "links": options.links}.items():
         if entries is not None and len(entries) != ranks:
             raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
@@ -42,11 +37,6 @@ def require_valid_arguments(
 def require_bytes(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or value < 0):
         raise InputError(f"{name} = {value!r}: must be an integer, at least 0")
-
-
-def require_whole_gradients(value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise InputError(f"whole_gradients = {value!r}: must be an integer, at least 1, or None for all stages")
 
 
 def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:

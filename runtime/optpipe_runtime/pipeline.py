@@ -34,10 +34,12 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.build import build
 from optpipe_runtime.collective import CollectiveCalls, collective
 from optpipe_runtime.execute.batch import Batch, ChunkSpecs
-from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
+from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.features.host_updates import HostOptimizer, HostUpdates
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured
+from optpipe_runtime.options import Factory, Options
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.step_runner import StepRunner
@@ -127,13 +129,28 @@ class Pipeline:
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
     ) -> None:
-        layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
-        hosts = host_optimizers, clip_host_updates
-        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, whole_gradients, (group, inner))
+        options = Options(
+            stages=stages,
+            placement=placement,
+            loss_fn=loss_fn,
+            microbatches=microbatches,
+            host_memory_bytes=host_memory_bytes,
+            full_duplex=full_duplex,
+            routes=routes,
+            microbatch_routes=microbatch_routes,
+            peers=peers,
+            links=links,
+            host_optimizers=host_optimizers,
+            clip_host_updates=clip_host_updates,
+            whole_gradients=whole_gradients,
+            group=group,
+            inner=inner,
+        )
+        self._rank = build(options)
         self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
-        self._updates = Updates(self._rank, self._step_runner, stages, clip_host_updates)
+        self._updates = Updates(self._rank, self._step_runner.ties, stages)
         self.measured: Measured | None = None
         self._calls = CollectiveCalls(self._rank.team, self._rank.cpu_group, self._step_runner.settle)
 
@@ -255,7 +272,8 @@ class Pipeline:
     def host_optimizers(self) -> Mapping[int, HostOptimizer]:
         """The optimizers on the host of this rank's stages. Each has `optimizer`, for a scheduler of learning rates,
         `state_dict` and `load_state_dict`."""
-        return self._rank.host_optimizers
+        updates = find_feature(self._rank.features, HostUpdates)
+        return {} if updates is None else updates.optimizers
 
     @collective
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:

@@ -22,9 +22,8 @@ from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.lowering import prepare as preparing
 from optpipe_runtime.lowering.plan import Action, Message, Plan
-from optpipe_runtime.lowering.prepare import prepare
+from optpipe_runtime.lowering.prepare import prepare, require_kinds
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_solver import heuristics, systems
 
@@ -33,8 +32,7 @@ PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0],
 
 def plans_of(schedule: Schedule) -> list[Plan]:
     problem = schedule.problem
-    everyone = frozenset(range(len(problem.stages)))
-    return [prepare(schedule, rank, Layout.of(problem), host_updates=everyone) for rank in range(len(problem.devices))]
+    return [prepare(schedule, rank, Layout.of(problem)) for rank in range(len(problem.devices))]
 
 
 @settings(max_examples=examples(100))
@@ -219,10 +217,7 @@ def test_a_schedule_must_fit_the_measured_problem() -> None:
         prepare(schedule, 0, Layout.make([0, 1], 1), larger)
 
 
-def test_an_op_that_the_executor_has_no_code_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = cases.problem([0, 1], 1)
-    schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1C0", "1BW0"]])
-    monkeypatch.setattr(preparing, "RUNS", (Kind.F, Kind.BW))
-    for rank in range(2):
-        with pytest.raises(ScheduleError, match=r"^1C0 in the program of device 1: this executor runs F, BW, not C$"):
-            prepare(schedule, rank, Layout.of(problem))
+def test_an_op_that_the_executor_has_no_code_for_is_refused() -> None:
+    schedule = Schedule.parse(cases.problem([0, 1], 1), [["0F0", "0BW0"], ["1F0", "1C0", "1BW0"]])
+    with pytest.raises(ScheduleError, match=r"^1C0 in the program of device 1: this executor runs F, BW, not C$"):
+        require_kinds(schedule, (Kind.F, Kind.BW))

@@ -18,7 +18,7 @@ from optpipe.errors import ScheduleError
 from optpipe.model.ops import OPTIMIZER, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, prepare
+from optpipe_runtime.features.host_updates import require_optimizers
 
 M = 4
 ON_HOST = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
@@ -217,10 +217,10 @@ def test_a_failure_in_an_update_is_named(ranks: Ranks) -> None:
     assert any("rank 0 was at the end of the step; what failed is 2U0: U of stage 2" in note for note in notes)
 
 
-def test_updates_without_an_optimizer_are_refused_by_the_rank_of_the_stage() -> None:
-    prepare(wave(), 0, Layout.of(wave().problem), host_updates={2})
+def test_updates_without_an_optimizer_are_refused() -> None:
+    require_optimizers(wave(), {2, 3})
     with pytest.raises(ScheduleError, match="3P0 in the program of device 1: stage 3 has no optimizer on the host"):
-        prepare(wave(), 1, Layout.of(wave().problem), host_updates={2})
+        require_optimizers(wave(), {2})
 
 
 def test_profiled_times_of_the_host(ranks: Ranks) -> None:

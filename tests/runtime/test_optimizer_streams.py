@@ -11,7 +11,7 @@ import torch
 from support.ranks import cases, fake_cuda
 from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Unordered
 
-from optpipe_runtime.execute.host_optimizer import HostOptimizer
+from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.memory import link as link_module
 from optpipe_runtime.memory.engines import StreamEngine
 from optpipe_runtime.memory.host_pool import HostPool

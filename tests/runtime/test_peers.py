@@ -17,7 +17,8 @@ from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_runtime import Layout, prepare
+from optpipe_runtime import Layout
+from optpipe_runtime.features.evictions import require_peers
 
 # rank 0 has two activations at most, two wait on rank 1, whose rooms are made in another order than they are used
 BPIPE = [
@@ -70,4 +71,4 @@ def test_a_pipeline_without_the_peer_refuses_the_schedule() -> None:
     with pytest.raises(
         ScheduleError, match="evicts from device 0 to device 1, in this pipeline the peer of rank 0 is None"
     ):
-        prepare(schedule, 0, Layout.make([0, 1], 4))
+        require_peers(schedule, Layout.make([0, 1], 4))

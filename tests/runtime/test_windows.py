@@ -15,8 +15,8 @@ from support.units import units
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
+from optpipe_runtime.features.windows import windows as windows_of
 from optpipe_runtime.lowering.plan import WEIGHT
-from optpipe_runtime.lowering.windows import windows as windows_of
 from optpipe_solver.systems import generate
 
 STAGES, MICROBATCHES, WINDOW = 6, 4, 2

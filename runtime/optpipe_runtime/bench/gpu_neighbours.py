@@ -22,7 +22,6 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.messages import Messages
-from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.actions import messages_between, programs_of
 from optpipe_runtime.lowering.plan import Message
@@ -59,8 +58,8 @@ def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[
     plan = prepare(schedule, device, layout)
     pipe._schedules.reserve(plan)
     messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))
-    own = replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages)
-    executor = Executor(own, Reductions(rank.replicas, rank.device))
+    own = replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages, features=())
+    executor = Executor(own)
     return lambda inputs, targets: executor.run(plan, Batch(inputs, targets, trace=True)), messages.timer
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from optpipe.model.ops import Kind
-from optpipe_runtime.execute.host_optimizer import HostOptimizer
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.messages import Messages
+from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.lowering.plan import Message
+from optpipe_runtime.lowering.prepare import require_kinds
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
@@ -23,27 +25,36 @@ from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage.io import StageIO
 from optpipe_runtime.stage.runner import StageRunner
 
+# The kinds of op that need no feature.
+PLAIN = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)
+
 
 @dataclass
 class Rank:
-    """`stages` and `host_optimizers` are those of this rank, by stage. `io` holds what the stages of all ranks get and
-    give, by stage and route; it is learned in the first step. `layout` changes with a schedule for another number of
-    micro-batches. `whole_gradients`: of how many stages this rank may hold whole gradients of sharded parameters; None
-    for all."""
+    """Attributes
+    ----------
+    layout
+        It changes with a schedule for another number of micro-batches.
+    stages
+        Those of this rank, by number.
+    features
+        What the rooms of `optpipe_runtime.features` add.
+    io
+        What the stages of all ranks get and give, by stage and route; learned in the first step.
+    """
 
     team: Team
+    cpu_group: CpuGroup
     layout: Layout
     device: torch.device
     stages: Mapping[int, StageRunner]
     replicas: Replicas
-    cpu_group: CpuGroup
+    reductions: Reductions
     messages: Messages
     pool: HostPool
     link: Link
-    peers: Peers
-    host_optimizers: Mapping[int, HostOptimizer] = field(default_factory=dict)
+    features: Sequence[Feature] = ()
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
-    whole_gradients: int | None = None
 
     @property
     def number(self) -> int:
@@ -64,12 +75,21 @@ class Rank:
         io = self.io[message.stage, self.layout.microbatch_routes[message.microbatch]]
         return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
 
+    def require(self, schedule: Schedule, layout: Layout) -> None:
+        """Raises `ScheduleError` if this rank has no code for an op, or a feature cannot run the schedule."""
+        require_kinds(schedule, [*PLAIN, *(kind for feature in self.features for kind in feature.handlers)])
+        for feature in self.features:
+            feature.require(schedule, layout)
+
     def close(self) -> None:
-        """Ends the threads of this rank, once its last messages have left."""
+        """Ends what the features do, and the threads of this rank, once its last messages have left. What fails leaves
+        nothing else open."""
+        with ExitStack() as last_first:
+            for end in (self.team.end, self.reductions.close, self.link.close, self._flush):
+                last_first.callback(end)
+            for feature in self.features:
+                last_first.callback(feature.close)
+
+    def _flush(self) -> None:
         with suppress(LostError):
             self.messages.flush()
-        self.link.close()
-        self.peers.close()
-        for optimizer in self.host_optimizers.values():
-            optimizer.close()
-        self.team.end()

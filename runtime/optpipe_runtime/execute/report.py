@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -118,35 +118,71 @@ class StepReport:
         return sum(self.losses) / len(self.losses) if self.losses else None
 
 
-class StepRecord:
-    """What one step gathers while it runs."""
+class OpRecord(NamedTuple):
+    """One op that was issued. Marks are those of the step's clock; `waited` are two, from when to when the host waited
+    for the op's message."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        inputs: list[tuple[Any, ...]],
-        targets: list[tuple[Any, ...]],
-        kwargs: Mapping[int, list[Kwargs]],
-        evaluating: bool,
-        mark: Callable[[], Any],
-        counting: bool = True,
-    ) -> None:
-        self.plan, self.inputs, self.targets, self.evaluating, self.mark = plan, inputs, targets, evaluating, mark
-        self.counting, self.kwargs = counting, kwargs
-        self.results: dict[int, Any] = {}  # what the last modules return, by micro-batch, if asked for
-        self.losses: dict[int, Tensor] = {}
-        self.awaited: Message | None = None  # while the host waits for it
-        # Op, start, end, from when to when it waited for its message, and the copies that it issued.
-        self.times: list[tuple[Op, Any, Any, tuple[Any, Any] | None, Sequence[Handle]]] = []
-        self.held: list[int] = []  # bytes after each op
-        self.allocated: list[int | None] = []
-        self.peak_bytes = 0
-        self.gathered_bytes: int | None = None  # of FSDP2's parameters and gradients, at most
-        self.begun: set[int] = set()  # stages that have run a forward
-        self.put_off: dict[int, list[tuple[Callable[[], Sequence[Handle]], list[Handle]]]] = {}  # by stage: G, U
-        self.excess: Excess | None = None
-        self._held: dict[tuple[int, int], int] = {}
-        self._now = 0
+    op: Op
+    start: Any
+    end: Any
+    waited: tuple[Any, Any] | None
+    copies: Sequence[Handle]
+
+
+class Certified(NamedTuple):
+    """The bytes that a plan allows for messages, and for gathered parameters with their gradients."""
+
+    messages: int
+    gathered: int
+
+
+class Peaks(NamedTuple):
+    """What a step used at most, in bytes, as `StepReport` has it."""
+
+    host: int
+    messages: int
+    certified: Certified
+    cuda: int | None
+
+
+@dataclass
+class StepRecord:
+    """What one step gathers while it runs.
+
+    Attributes
+    ----------
+    inputs, targets, kwargs
+        Of the batch, by micro-batch; kwargs by stage before.
+    tracing, counting
+        Whether times of ops are noted, and bytes.
+    mark
+        Gives a mark of the clock, if the step is traced.
+    counts
+        See `Executor.run`.
+    """
+
+    plan: Plan
+    inputs: list[tuple[Any, ...]]
+    targets: list[tuple[Any, ...]]
+    kwargs: Mapping[int, list[Kwargs]]
+    evaluating: bool
+    tracing: bool
+    counting: bool
+    mark: Callable[[], Any]
+    counts: Callable[[], bool]
+
+    results: dict[int, Any] = field(default_factory=dict)  # what the last modules return, by micro-batch, if asked for
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)  # stages that have run a forward
+    awaited: Message | None = None  # while the host waits for it
+    ops: list[OpRecord] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # bytes after each op
+    allocated: list[int | None] = field(default_factory=list)
+    peak_bytes: int = 0
+    gathered_bytes: int | None = None  # of FSDP2's parameters and gradients, at most
+    excess: Excess | None = None
+    _held: dict[tuple[int, int], int] = field(default_factory=dict)
+    _now: int = 0
 
     def count(self, op: Op, held: int | None, certified: int) -> None:
         """Notes what the op's stage and micro-batch hold after it; None for no change."""
@@ -160,11 +196,28 @@ class StepRecord:
         if above > 0 and (self.excess is None or above > self.excess.held_bytes - self.excess.certified_bytes):
             self.excess = Excess(op, self._now, certified)
 
-    def trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
+    def report(self, clock: Clock, begun: Any, ended: Any, peaks: Peaks) -> StepReport:
+        """The report of a step that ran between these two marks."""
+        return StepReport(
+            losses=[float(self.losses[j]) for j in sorted(self.losses)] if self.losses else None,
+            step_ms=clock.ms(begun, ended),
+            peak_activation_bytes=self.peak_bytes if self.counting or self.evaluating else None,
+            host_peak_bytes=peaks.host,
+            buffer_peak_bytes=peaks.messages,
+            buffer_certified_bytes=peaks.certified.messages,
+            gathered_peak_bytes=self.gathered_bytes,
+            gathered_certified_bytes=peaks.certified.gathered,
+            cuda_peak_bytes=peaks.cuda,
+            excess=self.excess,
+            trace=tuple(self._trace(clock, begun)) if self.tracing else (),
+            outputs=[self.results[j] for j in sorted(self.results)] if self.results else None,
+        )
+
+    def _trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
         held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
-        for (op, start, end, wait, copies), counted, allocated in zip(self.times, held, self.allocated, strict=False):
+        for (op, start, end, waited, copies), counted, allocated in zip(self.ops, held, self.allocated, strict=False):
             spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
             starts, ends = [clock.ms(begun, a) for a, _ in spans], [clock.ms(begun, b) for _, b in spans]
-            waited = wait is not None and clock.ms(*wait) > WAITED_MS
-            message = clock.ms(begun, wait[1]) if wait and waited else None
+            late = waited is not None and clock.ms(*waited) > WAITED_MS
+            message = clock.ms(begun, waited[1]) if waited and late else None
             yield OpTime(op, min(starts), max(ends), *counted, allocated, message)

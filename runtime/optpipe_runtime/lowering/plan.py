@@ -15,17 +15,10 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.link_order import LinkOrder
 
 WEIGHT = BACKWARD | {Kind.W}  # the ops that may add to weight gradients
-NO_ROOM: Mapping[Op, int] = MappingProxyType({})
+NONE_LEFT: Mapping[Op, int] = MappingProxyType({})
 UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
-
-
-class EvictionOrder(NamedTuple):
-    """The activations that one rank evicts to its peer, and those that it loads back, each in program order."""
-
-    evicted: tuple[StageMicrobatch, ...]
-    loaded: tuple[StageMicrobatch, ...]
 
 
 class Message(NamedTuple):
@@ -83,10 +76,6 @@ class Plan:
         The last W or BW of each stage of this rank.
     closing
         The last F of each stage of this rank: in an evaluation, the last use of its parameters.
-    updated
-        The stages of this rank with the ops G, U and P.
-    evictions
-        For each rank that evicts to this one, the order of its evictions.
     link_orders
         For each channel of a host link that this rank shares, the order of transfers; None if there is none.
     """
@@ -104,8 +93,6 @@ class Plan:
     leaving: frozenset[StageMicrobatch]
     completing: frozenset[Op]
     closing: frozenset[Op]
-    updated: frozenset[int]
-    evictions: dict[int, EvictionOrder]
     link_orders: tuple[LinkOrder | None, ...]
 
     @property
@@ -153,21 +140,21 @@ class Plan:
         parameters: Callable[[int], int],
         gradients: Callable[[int], int],
         evaluating: bool = False,
-        room: Mapping[Op, int] = NO_ROOM,
+        left: Mapping[Op, int] = NONE_LEFT,
     ) -> int:
         """The most bytes that this rank holds at once of gathered parameters, if those of a stage take `parameters(s)`,
         and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
         gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
-        so only an evaluation lets parameters go earlier, behind the stage's last F. `room` are those of a step in
-        windows (`Windows.room`): where an op needs the room of a stage, the stage's gradients have left."""
+        so only an evaluation lets parameters go earlier, behind the stage's last F. `left`: the stage whose whole
+        gradients have left before an op (`Feature.left`)."""
         now = most = 0
         whole: set[int] = set()
         for action in self.forwards if evaluating else self.actions:
             s = action.op.stage
             now += sum(map(parameters, action.gathers))
-            if action.op in room:
-                whole.remove(room[action.op])
-                now -= gradients(room[action.op])
+            if action.op in left:
+                whole.remove(left[action.op])
+                now -= gradients(left[action.op])
             if action.op.kind in WEIGHT and s not in whole:
                 whole.add(s)
                 now += gradients(s)

@@ -8,8 +8,9 @@ from functools import partial
 from itertools import compress, pairwise
 
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.lowering.plan import EvictionOrder
+from optpipe_runtime.features.evictions import EvictionOrder, Evictions
 from optpipe_runtime.measure.rounds import WARM_UP, routes, together
 from optpipe_runtime.measure.trial import Trial
 
@@ -66,6 +67,9 @@ def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
 
 def try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
     """Evicts the activations of one stage after the other, on the first route over it."""
+    if (evictions := find_feature(rank.features, Evictions)) is None:
+        return
+    peers = evictions.peers
     for s, owner in enumerate(rank.layout.placement):
         blocks = rank.io[s, routes(rank, s)[0]].block_bytes
         rank.cpu_group.minimum(0)  # one link at a time
@@ -73,13 +77,13 @@ def try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats
             continue
         if owner == rank.number:
             trial = trials[s][routes(rank, s)[0]]
-            freed = {trial.evict(rank.peers) for _ in range(WARM_UP)}
+            freed = {trial.evict(peers) for _ in range(WARM_UP)}
             trial.eviction_times.clear()
-            freed |= {trial.evict(rank.peers) for _ in range(repeats)}
+            freed |= {trial.evict(peers) for _ in range(repeats)}
             trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
         elif rank.layout.peer(owner) == rank.number:
             activations = tuple((s, r) for r in range(WARM_UP + repeats))
-            rank.peers.start_step({owner: EvictionOrder(activations, activations)})
+            peers.start_step({owner: EvictionOrder(activations, activations)})
             for activation in activations:
-                rank.peers.accept(owner, activation, [size for size in blocks if size])
-                rank.peers.vacate(activation)
+                peers.accept(owner, activation, [size for size in blocks if size])
+                peers.vacate(activation)

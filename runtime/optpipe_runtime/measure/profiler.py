@@ -32,8 +32,10 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
+from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.measure.at_b import AtB, at_b
 from optpipe_runtime.measure.copies import try_evictions, try_transfers
 from optpipe_runtime.measure.links import message_times
@@ -204,7 +206,9 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
 def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:
     """Optimizers on the host, of all ranks at once. A second optimizer of each stage runs with gradients of zero, so
     that the state of the first stays."""
-    updates = [(OpTimer(clock), optimizer.duplicate()) for optimizer in rank.host_optimizers.values()]
+    on_host = find_feature(rank.features, HostUpdates)
+    optimizers = {} if on_host is None else on_host.optimizers
+    updates = [(OpTimer(clock), optimizer.duplicate()) for optimizer in optimizers.values()]
 
     def once() -> None:
         for times, second in updates:
@@ -212,7 +216,7 @@ def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, 
                 times.copies(name, [copies])
 
     together(rank, once, [times for times, _ in updates], clock, repeats)
-    return {s: times.spreads() for s, (times, _) in zip(rank.host_optimizers, updates, strict=True)}
+    return {s: times.spreads() for s, (times, _) in zip(optimizers, updates, strict=True)}
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from optpipe.model.ops import Kind
 from optpipe_runtime.clock import Clock
-from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool
-from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
 from optpipe_runtime.stage.runner import StageRunner
 
@@ -230,7 +229,7 @@ class Trial:
         self.start_back(microbatch)
         self.stage.activation(microbatch).restore()
 
-    def evict(self, peers: Peers) -> int:
+    def evict(self, peers: Destination) -> int:
         """Runs F, E, D and L. Returns the bytes that the drop freed."""
         self.forward(0)
         held = self.stage.held_bytes(0)

@@ -54,7 +54,7 @@ class Schedules:
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule and lowers it for this rank. No side effects, any thread."""
         layout, problem = self._context(schedule)
-        return prepare(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
+        return prepare(schedule, self._rank.number, layout, problem, self._rank.require)
 
     def load(self, schedule: Schedule | None) -> None:
         """Collective: swaps to rank 0's schedule on every rank, or on none. Raises `ScheduleError` if it cannot run."""
@@ -138,7 +138,7 @@ class Schedules:
         content, complaint = None, None
         if cpu_group.rank == 0 and isinstance(schedule, Schedule):
             try:
-                require_valid(schedule, *self._context(schedule))
+                require_valid(schedule, *self._context(schedule), self._rank.require)
                 links = dict(schedule.links)
                 content = schedule.problem, schedule.programs, links, schedule.method, schedule.placement
             except OptPipeError as error:
@@ -153,7 +153,7 @@ class Schedules:
         if cpu_group.rank != 0 or schedule is None:
             schedule = Schedule(*content)
         layout, problem = self._context(schedule)
-        return lower(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
+        return lower(schedule, self._rank.number, layout, problem)
 
     def _prepare_offer(self, schedule: Schedule | None) -> Plan:
         plan = self._prepare_shared(schedule, self._beside)

@@ -16,7 +16,7 @@ from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.execute.host_optimizer import HostOptimizer
+from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step
 from support.ranks.replicas import mesh, parameters, replaced, wrapped

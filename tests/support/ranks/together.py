@@ -68,7 +68,7 @@ def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int
             ran.losses.append(pipe.step(inputs, targets * (1 + step % 3)).loss)
             assert pipe.schedule is not None
             ran.methods.append(pipe.schedule.method)
-            ran = ran._replace(windows=ran.windows + pipe._step_runner._reductions.in_windows)
+            ran = ran._replace(windows=ran.windows + any(feature.is_fixed for feature in pipe._rank.features))
             if step == 6 and number == 1:
                 next(p for module in modules.values() for p in module.parameters()).grad.mul_(math.nan)  # type: ignore[union-attr]
             if attacked:

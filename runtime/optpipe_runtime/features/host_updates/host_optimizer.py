@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.clock import Clock, wait_for
+from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.options import Factory, Options
 from optpipe_runtime.ranks.parts import local, placed
-
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 ALIGNED = 64  # bytes
 
@@ -279,28 +278,21 @@ class HostOptimizer:
         return found
 
 
-def on_host(
-    factories: Mapping[int, Factory],
-    stages: Mapping[int, nn.Module],
-    layout: Layout,
-    require: Callable[[], object],
-    link: Link,
-    device: torch.device,
-    clipped: bool,
-) -> dict[int, HostOptimizer]:
+def on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
     """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
     host."""
+    factories, stages = options.host_optimizers or {}, rank.replicas.modules
     for s in factories:
-        if not 0 <= s < len(layout.placement):
-            raise InputError(f"host_optimizers[{s}]: there are {len(layout.placement)} stages, numbered from 0")
+        if not 0 <= s < len(rank.layout.placement):
+            raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
     own = sorted(factories.keys() & stages.keys())
     for s in own:
         _require_complete(s, stages)
     if not own:
         return {}
-    updates = _update_engine(device)
+    updates, require, clipped = _update_engine(rank.device), rank.team.require_alive, options.clip_host_updates
     return {
-        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], link, updates, require, clipped=clipped)
+        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
         for s in own
     }
 

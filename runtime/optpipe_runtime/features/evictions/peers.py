@@ -25,11 +25,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optpipe_runtime.lowering.plan import EvictionOrder, StageMicrobatch
+from optpipe_runtime.lowering.plan import StageMicrobatch
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_engine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
 from optpipe_runtime.ranks.team import Team
+
+
+class EvictionOrder(NamedTuple):
+    """The activations that one rank evicts to its peer, and those that it loads back, each in program order."""
+
+    evicted: tuple[StageMicrobatch, ...]
+    loaded: tuple[StageMicrobatch, ...]
 
 
 class _Direction(NamedTuple):

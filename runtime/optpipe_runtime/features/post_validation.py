@@ -1,4 +1,4 @@
-"""`PostValidation`: optimizer steps that do not wait for the norm of all gradients (OptPipe, section 4.3; Zero Bubble,
+"""`PostValidations`: optimizer steps that do not wait for the norm of all gradients (OptPipe, section 4.3; Zero Bubble,
 Qi et al. 2023, section 4).
 
 A rank updates its stages as soon as its own gradients are there, as if nothing had to be clipped. Meanwhile the ranks
@@ -23,6 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
+from optpipe_runtime.arguments import require_equal
+from optpipe_runtime.execute.handler import Feature
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.clipping import exceeds, own_norm, scale, total_norm
 from optpipe_runtime.ranks.cpu_group import CpuGroup, Shared
 from optpipe_runtime.ranks.team import Team
@@ -34,10 +38,59 @@ log = logging.getLogger("optpipe.runtime")
 CALM = 10
 
 Gradients = list[tuple[nn.Parameter, Tensor | None]]
+# The parameters whose gradients make the norm, by name, and those of them that another rank counts.
+Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
 
 
-def require_valid(optimizer: object, max_norm: float | None) -> None:
-    """Raises `InputError` for arguments of `Pipeline.post_validate` that are wrong."""
+class PostValidations(Feature):
+    """The optimizers of this rank whose steps are validated later."""
+
+    def __init__(self, rank: Rank, options: Options) -> None:
+        self._rank = rank
+        self._validations: list[PostValidation] = []
+
+    def add(self, optimizer: torch.optim.Optimizer, max_norm: float | None, counted: Callable[[], Counted]) -> None:
+        """As `Pipeline.post_validate`."""
+        rank = self._rank
+        rank.cpu_group.on_each_rank(lambda: _require_valid(optimizer, max_norm))
+        require_equal(rank.cpu_group, max_norm=max_norm)
+        for why in (feature.irreversible for feature in rank.features if feature.irreversible):
+            raise InputError(
+                f"post_validate: {why}, so the ranks meet before each step and gain nothing by updates ahead of the "
+                "norm: use clip_grad_norm_"
+            )
+        self._validations.append(PostValidation(optimizer, max_norm, rank.team, rank.cpu_group, counted))
+
+    @property
+    def may_correct(self) -> bool:
+        return bool(self._validations)
+
+    def is_wrong(self) -> bool:
+        return any(validation.is_wrong() for validation in self._validations)
+
+    def correct(self) -> bool:
+        self.synchronize()
+        wrong = any(validation.taken_back for validation in self._validations)
+        for validation in self._validations:
+            validation.taken_back = False
+        return wrong
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"grad_norm": self._validations[-1].norm} if self._validations else {}
+
+    def synchronize(self) -> None:
+        for validation in self._validations:
+            validation.settle()
+
+    def close(self) -> None:
+        """The optimizers are again as any other."""
+        for validation in self._validations:
+            validation.unhook()
+        if self._rank.team.failure is None:
+            self.synchronize()
+
+
+def _require_valid(optimizer: object, max_norm: float | None) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer")
     if max_norm is not None and not max_norm > 0:
@@ -48,7 +101,6 @@ class PostValidation:
     """One optimizer of this rank, and its counterparts on the other ranks. It acts by hooks of the optimizer, whose
     `step` the user calls on all ranks.
 
-    `gradients_of` gives the parameters whose gradients make the norm, by name, and those that another rank counts.
     Without a `max_norm` updates are only checked for numbers that are not finite.
 
     Attributes
@@ -65,10 +117,10 @@ class PostValidation:
         max_norm: float | None,
         team: Team,
         cpu_group: CpuGroup,
-        gradients_of: Callable[[], tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]],
+        counted: Callable[[], Counted],
     ) -> None:
         self._optimizer, self._max_norm = optimizer, max_norm
-        self._team, self._cpu_group, self._gradients_of = team, cpu_group, gradients_of
+        self._team, self._cpu_group, self._counted = team, cpu_group, counted
         self.norm: float | None = None
         self.taken_back = False
         self._count = 0  # of updates
@@ -101,8 +153,7 @@ class PostValidation:
             self._tell("it is taken back" + (", and made again, clipped" if isfinite(pending.norm) else ""))
             self._correct(pending)
 
-    def close(self) -> None:
-        """The optimizer is again as any other."""
+    def unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -120,7 +171,7 @@ class PostValidation:
             self._count += 1
             if self._cpu_group.peers > 1:  # they need each other for their norms: all must be here
                 self._cpu_group.share(method="optimizer.step").least(0)
-            norm = own_norm(*self._gradients_of(), self._cpu_group)
+            norm = own_norm(*self._counted(), self._cpu_group)
             update = _Update(self._cpu_group.share(_bits(norm), method="optimizer.step"))
             if not self._waiting:
                 update.save(optimizer)

@@ -1,0 +1,79 @@
+"""`ByteCounts`: what a rank holds after each op, by live storages, beside what the certificates allow."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from optpipe.model.ops import Op
+from optpipe_runtime.execute.handler import Feature, Handler, overridden
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.report import Certified, Peaks, StepRecord
+from optpipe_runtime.lowering.plan import Plan
+
+log = logging.getLogger("optpipe.runtime")
+
+
+class ByteCounts:
+    """Bytes are counted in traced steps, in the first step by a plan, and after `forget`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._left = overridden(rank.features, Feature.left)
+        self._counted: Plan | None = None  # the last one whose bytes were counted
+        self._logged: set[str] = set()  # digests of the plans whose excess is in the log
+        self._certified: dict[tuple[str, bool, bool], Certified] = {}  # by plan, evaluating, whether gradients leave
+
+    def are_wanted(self, plan: Plan, tracing: bool, evaluating: bool) -> bool:
+        return not evaluating and (tracing or plan is not self._counted)
+
+    def forget(self) -> None:
+        """The sizes of what passes between the stages have changed."""
+        self._counted = None
+        self._certified.clear()
+
+    def count(self, step: StepRecord, op: Op, handler: Handler, certified: int) -> None:
+        """After an op, in a step that is counted or traced."""
+        if step.counting or (step.tracing and step.evaluating):
+            step.gathered_bytes = max(step.gathered_bytes or 0, self._rank.replicas.held_bytes())
+        if step.counting:
+            step.count(op, handler.held_bytes(op), certified)
+        if step.tracing:
+            step.allocated.append(self._allocated())
+
+    def end(self, step: StepRecord) -> Peaks:
+        """After the last op: the step's peaks. Logs once for each plan that it held more than certified."""
+        rank, plan = self._rank, step.plan
+        if step.counting:
+            self._counted = plan
+        if step.excess is not None and plan.digest not in self._logged:
+            self._logged.add(plan.digest)
+            op, held, certified = step.excess
+            log.warning("rank %s holds %d bytes after %s, %d are certified", rank.team.name, held, op, certified)
+        on_cuda = rank.device.type == "cuda"
+        return Peaks(
+            host=rank.pool.peak_bytes,
+            messages=rank.messages.peak_bytes,
+            certified=self._certified_peaks(step),
+            cuda=torch.cuda.max_memory_allocated(rank.device) if on_cuda else None,
+        )
+
+    def _certified_peaks(self, step: StepRecord) -> Certified:
+        """How large gathered parameters and their gradients are, a counted step finds."""
+        plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
+        left = {} if evaluating else {op: s for hook in self._left for op, s in hook(plan).items()}
+        key = plan.digest, evaluating, bool(left)
+        if step.counting or key not in self._certified:
+            self._certified[key] = Certified(
+                plan.message_peak(self._rank.message_bytes, evaluating),
+                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, left),
+            )
+        return self._certified[key]
+
+    def _allocated(self) -> int | None:
+        """What `torch.cuda.memory_allocated` tells. That first makes a flat table of all statistics, which takes the
+        host as long as an op."""
+        if self._rank.device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_stats_as_nested_dict(self._rank.device)["allocated_bytes"]["all"]["current"])

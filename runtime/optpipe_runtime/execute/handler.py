@@ -1,0 +1,162 @@
+"""The seam of the runtime. A kind of op is one `Handler`: what it waits for, what it does, what it owes other ranks if
+the step fails. A `Feature` adds handlers and changes steps by hooks; the rooms of `optpipe_runtime.features` are those.
+
+The executor runs a plan's actions by their handlers and calls the features' hooks, and the step runner calls those of
+whole steps. Neither knows a feature by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from optpipe.model.ops import Kind, Op
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.report import StepRecord
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.stage.io import Tensors
+
+R = TypeVar("R")
+F = TypeVar("F", bound="Feature")
+
+
+class Done(NamedTuple):
+    """What an op has made for its neighbour stage, and the copies that it has issued."""
+
+    made: Tensors = ()
+    copies: Sequence[Handle] = ()
+
+
+class Handler:
+    """One kind of op on one rank. The executor posts and takes the op's messages, and sends what it has made."""
+
+    def wait(self, step: StepRecord, op: Op) -> None:
+        """Waits for what the op needs beside its message, before the time of the op starts."""
+
+    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        """Runs the op. `received` is its message; for a forward without one, the micro-batch's inputs."""
+        raise NotImplementedError
+
+    def held_bytes(self, op: Op) -> int | None:
+        """Device bytes that the op's stage and micro-batch hold after it; None if the op changes nothing."""
+        return None
+
+    def abandon(self, op: Op, failed: bool) -> Sequence[Handle]:
+        """In a step that failed here: does for other ranks what they wait for from this op, with zeros. Returns the
+        transfers to wait for. `failed`: it is the op that failed; else it has not begun."""
+        return ()
+
+
+class Feature:
+    """What one room adds on one rank. Every hook does nothing unless a room overrides it.
+
+    Attributes
+    ----------
+    handlers
+        The kinds of op that it adds.
+    irreversible
+        Why no step of this pipeline can be undone, on all ranks alike; empty if it can.
+    """
+
+    handlers: Mapping[Kind, Handler] = {}
+    irreversible = ""
+
+    # Before a schedule runs
+
+    def require(self, schedule: Schedule, layout: Layout) -> None:
+        """Raises `ScheduleError` if it cannot run here; on every rank for the same reason. From any thread."""
+
+    # Inside a step: called by the executor
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of a step is left."""
+        return True
+
+    def start_plan(self, plan: Plan) -> None:
+        """Before a training step by this plan, also one that this rank leaves out."""
+
+    def start(self, step: StepRecord) -> None:
+        """Before the first op."""
+
+    def before_gather(self, stage: int) -> None:
+        """Before the stage's sharded parameters begin to be gathered."""
+
+    def before_op(self, step: StepRecord, op: Op) -> None:
+        """Before the op waits for its message."""
+
+    def before_forward(self, stage: int) -> None:
+        """Before a forward whose input is there."""
+
+    def after_op(self, step: StepRecord, op: Op) -> None:
+        """After the op was issued and its bytes were counted."""
+
+    def end(self, step: StepRecord) -> None:
+        """After the last op."""
+
+    def left(self, plan: Plan) -> Mapping[Op, int]:
+        """For each op of this step before which whole gradients of a stage have left, that stage."""
+        return {}
+
+    # Around a step: called by the step runner. Collective but for `must_agree` and `is_fixed`.
+
+    def agree(self, plan: Plan | None, on_trial: bool) -> None:
+        """Before a step. `plan` is what runs in it for certain, None if that may change."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether this step runs by the schedule that was agreed on, so that it is no trial and no swap comes first."""
+        return False
+
+    @property
+    def may_correct(self) -> bool:
+        """Whether `correct` may change something."""
+        return False
+
+    def is_wrong(self) -> bool:
+        """Whether what was done between the last step and this one was not right, so that this one is undone."""
+        return False
+
+    def correct(self) -> bool:
+        """Makes it right. Returns whether it was wrong."""
+        return False
+
+    def facts(self) -> Mapping[str, Any]:
+        """Fields of the step's report."""
+        return {}
+
+    # Between two steps
+
+    def synchronize(self) -> None:
+        """Makes this rank's parameters those after the last update. Not collective."""
+
+    def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
+        """Collective: raises `InputError` if these parameters cannot be tied."""
+
+    def require_clipping(self) -> None:
+        """Raises `InputError` if gradients cannot be clipped after a step, on all ranks."""
+
+    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """For parameters whose gradients are elsewhere, what has them."""
+        return {}
+
+    def clipped(self) -> None:
+        """The gradients have been clipped."""
+
+    def close(self) -> None:
+        """Ends its threads."""
+
+
+def overridden(features: Sequence[Feature], hook: Callable[..., R]) -> list[Callable[..., R]]:
+    """The versions of a hook of those features that have one. Others cost a step nothing."""
+    name = hook.__name__
+    return [getattr(feature, name) for feature in features if getattr(type(feature), name) is not hook]
+
+
+def find_feature(features: Sequence[Feature], kind: type[F]) -> F | None:
+    """The feature of a class, None if its room was left out."""
+    return next((feature for feature in features if isinstance(feature, kind)), None)

@@ -1,0 +1,162 @@
+"""`HostUpdates`: what a step does with optimizers on the host, and what comes of it between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import nn
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.model.ops import OPTIMIZER, Kind, Op
+from optpipe.model.program import of_kinds
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.handler import Done, Feature, Handler
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.report import StepRecord
+from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer, on_host
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.options import Options
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.stage.io import Tensors
+
+IRREVERSIBLE = "a step that updates stages on the host cannot be undone"
+
+
+class HostUpdates(Feature):
+    """Making one is collective. `optimizers` are those of this rank's stages. Raises `InputError` if one cannot be on
+    the host."""
+
+    def __init__(self, rank: Rank, options: Options) -> None:
+        self._rank, self._reductions, self._clips = rank, rank.reductions, options.clip_host_updates
+        self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(lambda: on_host(rank, options))
+        self._everywhere = {s for stages in rank.cpu_group.gather([*self.optimizers]) for s in stages}
+        self.irreversible = IRREVERSIBLE if self._everywhere else ""
+        self._put_off: dict[int, list[_PutOff]] = {}  # by stage: G and U that wait for its reduction
+        self.handlers = dict.fromkeys((Kind.G, Kind.U, Kind.P), _UpdateHandler(self))
+
+    def require(self, schedule: Schedule, layout: Layout) -> None:
+        require_optimizers(schedule, self._everywhere)
+
+    # Inside a step
+
+    def start(self, step: StepRecord) -> None:
+        """Brings in the parameters that the schedule does not bring in."""
+        self._put_off.clear()
+        updated = set() if step.evaluating else _updated(step.plan)
+        for s, optimizer in self.optimizers.items():
+            if not step.evaluating:
+                optimizer.start_step()
+            if s not in updated:
+                optimizer.synchronize()
+
+    def before_gather(self, stage: int) -> None:
+        """The shards are those after the last update."""
+        if stage in self.optimizers and self._rank.replicas.ranks(stage):
+            self.optimizers[stage].parameters_in()
+            self.optimizers[stage].wait_in()
+
+    def before_forward(self, stage: int) -> None:
+        if stage in self.optimizers:
+            self.optimizers[stage].wait_in()
+
+    def after_op(self, step: StepRecord, op: Op) -> None:
+        self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Runs the G and U that were put off, of stages whose reductions have ended. Waits for none: replicas that run
+        other schedules could wait for each other for ever."""
+        for s in [s for s in self._put_off if self._reductions.ended(s)]:
+            for run, copies in self._put_off.pop(s):
+                copies += run()
+
+    def end(self, step: StepRecord) -> None:
+        """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
+        until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
+        if step.evaluating or not self.optimizers:
+            return
+        self._reductions.finish()
+        self._let_leave()
+        updated = _updated(step.plan)
+        for s, optimizer in self.optimizers.items():
+            if s not in updated:
+                optimizer.gradients_out()
+                optimizer.update()
+        for optimizer in self.optimizers.values():
+            optimizer.wait_update()
+
+    def run(self, op: Op) -> Sequence[Handle]:
+        """Runs G, U or P. While the stage's gradients are being reduced over the replicas, its G and U are put off, and
+        G passes the shared link on."""
+        optimizer, s = self.optimizers[op.stage], op.stage
+        run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
+        with self._rank.link.in_order(op):
+            if op.kind == Kind.P or (s not in self._put_off and self._reductions.ended(s)):
+                return run()
+            copies: list[Handle] = []  # that come later
+            self._put_off.setdefault(s, []).append((run, copies))
+            return copies
+
+    # Between two steps
+
+    def synchronize(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.synchronize()
+
+    def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
+        own = [s for s, host in self.optimizers.items() if not host.parameters.isdisjoint(tied)]
+        for stages in self._rank.cpu_group.gather(own):
+            if stages:
+                raise InputError(
+                    f"tie: stage {stages[0]} has a copy, and updates it on the host before gradients are summed over "
+                    "the copies: leave the stage out of host_optimizers"
+                )
+
+    def require_clipping(self) -> None:
+        if self._everywhere and not self._clips:
+            raise InputError(
+                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
+                "gradients is known: make the Pipeline with clip_host_updates=True"
+            )
+
+    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The copies on the host."""
+        return {p: copy for optimizer in self.optimizers.values() for p, copy in optimizer.gradients().items()}
+
+    def clipped(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.apply()
+
+    def close(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.close()
+
+
+_PutOff = tuple[Callable[[], Sequence[Handle]], list[Handle]]
+
+
+class _UpdateHandler(Handler):
+    """Model state moves; activations stay as they are."""
+
+    def __init__(self, updates: HostUpdates) -> None:
+        self._updates = updates
+
+    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        return Done(copies=self._updates.run(op))
+
+
+def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
+    """Raises `ScheduleError` if it updates another stage than these on the host."""
+    for d, program in enumerate(schedule.programs):
+        if of_kinds(program.table, *OPTIMIZER).any():
+            for op in program.ops():
+                if op.kind in OPTIMIZER and op.stage not in stages:
+                    raise ScheduleError(
+                        f"{op} in the program of device {d}: stage {op.stage} has no optimizer on the host here, "
+                        "Pipeline's host_optimizers does not name it"
+                    )
+
+
+def _updated(plan: Plan) -> set[int]:
+    """The stages of this rank that the schedule updates."""
+    return {action.op.stage for action in plan.actions if action.op.kind == Kind.U}
