@@ -15,7 +15,7 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.relax.one_device import bounds, devices
+from optpipe_solver.relax.one_device import device_bounds, searchable_devices
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 STATES = 5_000  # of a device
@@ -25,7 +25,10 @@ CPSAT_S = 2.0  # of counted work; most of these problems are proven in a tenth o
 
 def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
     """By name what needs no schedule to be told."""
-    alone = {f"relax {d}": max(bounds(problem, d, objective, STATES), default=0.0) for d in devices(problem)}
+    alone = {
+        f"relax {d}": max(device_bounds(problem, d, objective, STATES), default=0.0)
+        for d in searchable_devices(problem)
+    }
     each = {"trivial": trivial_bound, "memory": memory_bound, "deferral": deferral_bound}
     return alone | {name: bound(problem, objective) for name, bound in each.items()}
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import problems
 from support.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
 from support.examples import examples
+from support.one_device import TooManyStatesError, one_stage_end, several_stages_end
 from support.small_problems import several_a_device, short_of_memory
 from support.strategies import problems_with_schedules
 
@@ -19,21 +20,25 @@ from benchmarks.problems import offloading
 from optpipe import Problem, Schedule, certify, check
 from optpipe.dispatch.descents import descents
 from optpipe.dispatch.simulate import Simulator
-from optpipe.evaluate.objective import length_ms
+from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.relax import ENGINE, STATES_PER_S, one_device
-from optpipe_solver.relax.one_device import bounds, devices
-from optpipe_solver.relax.queues import Trip
+from optpipe_solver.relax.bottlenecks import RoundTrip
+from optpipe_solver.relax.one_device import device_bounds, searchable_devices
+from optpipe_solver.relax.one_stage import one_stage_device
+from optpipe_solver.relax.several_stages import several_stages_device
 
 FEW = 5_000  # states of a device
 
 
 def bound_of(problem: Problem, objective: str = "makespan") -> float:
     """The highest bound of all devices."""
-    return max((ms for d in devices(problem) for ms in bounds(problem, d, objective, FEW)), default=0.0)
+    return max(
+        (ms for d in searchable_devices(problem) for ms in device_bounds(problem, d, objective, FEW)), default=0.0
+    )
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -49,6 +54,26 @@ def test_no_schedule_is_shorter_in_the_memory_that_it_needs(pair):
     )
     for objective in ("makespan", "span"):
         assert bound_of(tight, objective) <= length_ms(schedule, objective) + 1e-6
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(problem=st.one_of(short_of_memory(1, 3), short_of_memory(2, 3), several_a_device(3)))
+def test_it_is_what_a_plain_search_finds(problem):
+    route = list(problem.all_routes[0])
+    for d in searchable_devices(problem):
+        stages = [s for s in route if problem.stages[s].device == d]
+        try:
+            if len(stages) == 1:
+                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], problem.microbatches, "span"), 20_000)
+            else:
+                passes = [(0, s) for s in stages]
+                plain_ms = several_stages_end(
+                    several_stages_device(problem, passes, problem.microbatches, "span"), 20_000
+                )
+        except TooManyStatesError:
+            continue
+        found = list(device_bounds(problem, d, "span", 50_000))
+        assert (found[-1] if found else NEVER) == pytest.approx(plain_ms)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -72,19 +97,18 @@ def test_nothing_that_is_found_is_shorter(problem):
                 assert bound <= ms + 1e-6
 
 
-@pytest.mark.parametrize(("name", "device", "bound"), [("slowlink-8x16", 0, 868.0), ("recompute-4x12", 2, 501.0)])
-def test_it_is_what_one_device_takes(name: str, device: int, bound: float) -> None:
-    """Fractions of activations, and their sum over time, allow for less: 820 and 458.5 ms."""
-    problem = Problem.load(Path(__file__).parents[2] / f"examples/problems/{name}.json")
-    assert list(bounds(problem, device))[-1] == pytest.approx(bound)
-    assert memory_bound(problem) < bound
+def test_it_is_what_one_device_takes() -> None:
+    """Fractions of activations, and their sum over time, allow for less: 458.5 ms."""
+    problem = Problem.load(Path(__file__).parents[2] / "examples/problems/recompute-4x12.json")
+    assert list(device_bounds(problem, 2))[-1] == pytest.approx(501.0)
+    assert memory_bound(problem) < 501.0
 
 
 def test_activations_have_their_input_gradients_in_any_order() -> None:
     """The one that is still there may come first. Its work alone takes device 0 9 ms, and a schedule no more."""
     stages = [problems.stage((1, 2, 0), (1, 0), offload=(0, 0, 1)), problems.stage((0, 2, 0), (1, 0), recompute=(0, 0))]
     problem = problems.pipeline(2, 3, 1, [s | {"device": d} for d, s in enumerate(stages)])
-    assert list(bounds(problem, 0))[-1] == pytest.approx(9.0)
+    assert list(device_bounds(problem, 0))[-1] == pytest.approx(9.0)
 
 
 def test_a_backward_in_one_holds_no_more_than_its_activation() -> None:
@@ -100,21 +124,21 @@ def test_a_backward_in_one_holds_no_more_than_its_activation() -> None:
     schedule = Schedule.parse(problem, [first.split(), [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]])
     assert check(problem, schedule) == []
     assert schedule.makespan_ms == 96.0
-    assert list(bounds(problem, 0))[-1] == pytest.approx(93.0)
+    assert list(device_bounds(problem, 0))[-1] == pytest.approx(93.0)
 
 
 def test_memory_changes_between_ops_only() -> None:
     """Memory for two activations. F, B and W take 28 ms and both transfers 24, but an activation that leaves is gone
     only when the op that runs then has ended, and one comes back only after such an op: so a period takes 30 ms."""
     problem = offloading(4, 32, room=2)
-    found = max(list(bounds(problem, d))[-1] for d in devices(problem))
+    found = max(list(device_bounds(problem, d))[-1] for d in searchable_devices(problem))
     assert memory_bound(problem) == pytest.approx(32 * 28 + 46)
     assert found == pytest.approx(32 * 30 + 30)
 
 
 def test_it_rises_while_it_searches_and_ends_with_the_states_that_it_may_keep() -> None:
     problem = Problem.load(Path(__file__).parents[2] / "examples/problems/slowlink-8x16.json")
-    few = list(bounds(problem, 0, rows=30_000))
+    few = list(device_bounds(problem, 0, most_states=30_000))
     assert few == sorted(few)
     assert few[0] < few[-1] < 868.0
 
@@ -124,9 +148,9 @@ def test_stages_of_a_device_share_its_memory() -> None:
     of the micro-batch before; the last one's way is 8 ms, and its weight gradient takes 1 ms."""
     each = problems.stage((1, 1, 1), (10, 0))
     problem = problems.pipeline(2, 4, [20, 80], [each | {"device": s % 2} for s in range(4)])
-    assert devices(problem) == [0, 1]
-    assert list(bounds(problem, 0))[-1] == pytest.approx(3 * 6 + 8 + 1)
-    assert list(bounds(problem, 0, "span"))[-1] == pytest.approx(3 * 6 + 8 + 1)
+    assert searchable_devices(problem) == [0, 1]
+    assert list(device_bounds(problem, 0))[-1] == pytest.approx(3 * 6 + 8 + 1)
+    assert list(device_bounds(problem, 0, "span"))[-1] == pytest.approx(3 * 6 + 8 + 1)
     assert memory_bound(problem) < 27.0
 
 
@@ -137,31 +161,33 @@ def test_other_devices_do_one_micro_batch_after_the_other() -> None:
     straight = problems.pipeline(
         3, 4, 9, [problems.stage(each) | {"device": d} for d, each in enumerate(times)], p2p_ms=0.5
     )
-    assert Trip(straight, 0).queues(0, 5) == [(13.0, 12.0), (19.0, 5.0)]
+    assert RoundTrip(straight, 0).bottlenecks(0, 5) == [(13.0, 12.0), (19.0, 5.0)]
     looped = straight.replace(
         stages=[stage.model_copy(update={"device": s % 2}) for s, stage in enumerate(straight.stages)]
     )
-    assert Trip(looped, 0).queues(0, 2) == [(5.0, 4.0)]
-    assert Trip(looped, 0).queues(2, 3) == []
+    assert RoundTrip(looped, 0).bottlenecks(0, 2) == [(5.0, 4.0)]
+    assert RoundTrip(looped, 0).bottlenecks(2, 3) == []
 
 
 def test_rounding_of_long_times_makes_no_bound_longer() -> None:
     """One device with memory enough works all the time; what rounding leaves of a weight gradient takes none."""
     each = problems.stage((2e8 / 3, 2e8 / 3, 1e8 / 3), (1, 1))
     problem = problems.pipeline(1, 4, 5, [each | {"device": 0}] * 3)
-    assert list(bounds(problem, 0))[-1] == pytest.approx(4 * 3 * 5e8 / 3, rel=1e-12)
+    assert list(device_bounds(problem, 0))[-1] == pytest.approx(4 * 3 * 5e8 / 3, rel=1e-12)
 
 
 def test_a_device_with_two_routes_or_with_two_stages_that_leave_is_left_to_others() -> None:
-    assert devices(EXHAUSTIVE["two chunks"]) == [1]
-    assert devices(problems.pipeline(2, 4, 40, [problems.stage() | {"device": s % 2} for s in range(4)])) == [0, 1]
-    assert devices(EXHAUSTIVE["two directions"]) == []
-    assert devices(problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8)) == []
+    assert searchable_devices(EXHAUSTIVE["two chunks"]) == [1]
+    assert searchable_devices(
+        problems.pipeline(2, 4, 40, [problems.stage() | {"device": s % 2} for s in range(4)])
+    ) == [0, 1]
+    assert searchable_devices(EXHAUSTIVE["two directions"]) == []
+    assert searchable_devices(problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8)) == []
 
 
 def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(monkeypatch: pytest.MonkeyPatch) -> None:
     each = {0: [3.0, 4.0, 9.0], 1: [5.0, 6.0], 2: []}
-    monkeypatch.setattr(one_device, "devices", lambda problem: list(each))
+    monkeypatch.setattr(one_device, "searchable_devices", lambda problem: list(each))
     alive: set[int] = set()
 
     def search(problem: Problem, d: int, objective: str) -> Iterator[float]:
@@ -172,7 +198,7 @@ def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(m
         finally:
             alive.remove(d)
 
-    monkeypatch.setattr(one_device, "bounds", search)
+    monkeypatch.setattr(one_device, "device_bounds", search)
     frames: list[Frame] = []
     ENGINE.run(Request(problem=SPAN, method="auto"), frames.append)
     assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)] == [5.0, 6.0, 9.0]
@@ -180,8 +206,8 @@ def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(m
 
 
 def test_it_stops_by_its_own_count_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_device, "devices", lambda problem: [0])
-    monkeypatch.setattr(one_device, "bounds", lambda problem, d, objective: count(1.0))
+    monkeypatch.setattr(one_device, "searchable_devices", lambda problem: [0])
+    monkeypatch.setattr(one_device, "device_bounds", lambda problem, d, objective: count(1.0))
     frames: list[Frame] = []
     spent_s = ENGINE.run(Request(problem=SPAN, method="auto", time_limit_s=0.5), frames.append)
     assert 0.5 < spent_s <= 0.5 + one_device.POPS / STATES_PER_S

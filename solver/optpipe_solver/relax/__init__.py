@@ -20,9 +20,9 @@ class RelaxEngine:
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
-        from optpipe_solver.relax.one_device import MOST_MICROBATCHES, devices
+        from optpipe_solver.relax.one_device import MOST_MICROBATCHES, searchable_devices
 
-        if devices(problem):
+        if searchable_devices(problem):
             return None
         if problem.overlap_factor is not None:
             return "it knows no pairs"
@@ -40,19 +40,19 @@ class RelaxEngine:
         -------
         The seconds used by its own count of states.
         """
-        from optpipe_solver.relax.one_device import POPS, bounds, devices
+        from optpipe_solver.relax.one_device import POPS, device_bounds, searchable_devices
 
         problem, objective = request.problem, request.objective
-        at_first = {d: next(bounds(problem, d, objective), 0.0) for d in devices(problem)}
+        first_ms = {d: next(device_bounds(problem, d, objective), 0.0) for d in searchable_devices(problem)}
         emit(Ready())  # all is compiled
-        spent_s, best = len(at_first) * POPS / STATES_PER_S, max(at_first.values())
-        emit(Bound(method=self.name, lower_bound_ms=best))
-        for d in sorted(at_first, key=lambda d: -at_first[d]):
-            for ms in bounds(problem, d, objective):
+        spent_s, best_ms = len(first_ms) * POPS / STATES_PER_S, max(first_ms.values())
+        emit(Bound(method=self.name, lower_bound_ms=best_ms))
+        for d in sorted(first_ms, key=lambda d: -first_ms[d]):
+            for bound_ms in device_bounds(problem, d, objective):
                 spent_s += POPS / STATES_PER_S
-                if ms > best:
-                    best = ms
-                    emit(Bound(method=self.name, lower_bound_ms=ms))
+                if bound_ms > best_ms:
+                    best_ms = bound_ms
+                    emit(Bound(method=self.name, lower_bound_ms=best_ms))
                 if spent_s > request.time_limit_s:
                     return spent_s
         return spent_s

@@ -1,0 +1,336 @@
+"""Best-first search over what a device with several stages can do, where all activations stay on it. Compiled;
+`support/one_device.py` is its plain reference.
+
+A state is a row of numbers in which compute is free; `State` names the columns after the first ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.evaluate.jit import compiled
+from optpipe.model.arrays import Flags, Floats
+from optpipe_solver.relax.several_stages import SeveralStages
+from optpipe_solver.relax.states import (
+    IS_COMPLETE,
+    IS_FULL,
+    NOW,
+    ROWS,
+    States,
+    add_unless_dominated,
+    copy_columns,
+    is_over,
+    least_bound,
+    read_best,
+    remove_best,
+)
+from optpipe_solver.relax.uncounted import uncounted
+
+MOST_UNDER_WAY = 128  # micro-batches that a state tells apart
+
+# Columns of a state after NOW: micro-batches that have started, and how many of them are between two steps.
+STARTED, UNDER_WAY, WAITING = 1, 2, 3
+# Columns of `State.microbatches`: when its next step may start, and which step that is.
+READY, STEP = 0, 1
+WIDTH = 2
+
+
+class State(NamedTuple):
+    """A state as named arrays over one row of numbers.
+
+    Attributes
+    ----------
+    row
+        All columns.
+    waiting
+        (groups,) weight gradients that wait.
+    passed
+        (2c,) when the last micro-batch can have passed the bottleneck after each step.
+    microbatches
+        (most, 2) those under way, in the order of their steps, then of READY.
+    """
+
+    row: Floats
+    waiting: Floats
+    passed: Floats
+    microbatches: Floats
+
+
+@compiled
+def _empty_state(columns: int, device: SeveralStages) -> State:
+    row = np.zeros(columns)
+    passed = WAITING + len(device.weights.ms)
+    first = passed + len(device.step_ms)
+    microbatches = row[first:].reshape((columns - first) // WIDTH, WIDTH)
+    return State(row, row[WAITING:passed], row[passed:first], microbatches)
+
+
+@uncounted
+def _width(state: State) -> int:
+    """How many columns the state uses."""
+    return len(state.row) - WIDTH * (len(state.microbatches) - int(state.row[UNDER_WAY]))
+
+
+def must_equal(device: SeveralStages) -> Flags:
+    """Return the mask of the columns that must be equal for one state to dominate another."""
+    first = WAITING + len(device.weights.ms) + len(device.step_ms)
+    mask = np.zeros(first + WIDTH * min(device.microbatches, MOST_UNDER_WAY), dtype=bool)
+    mask[[STARTED, UNDER_WAY]] = True
+    mask[first:].reshape(-1, WIDTH)[:, STEP] = True
+    return mask
+
+
+@compiled
+def expand(device: SeveralStages, states: States, pops: int) -> float:
+    """Take the best state and put in its place those that follow from it, `pops` times or until one is complete.
+
+    Compute runs an op, or waits until one may start. Of micro-batches before the same step the one that can have it
+    first has it first: their further ways can be exchanged.
+
+    Returns
+    -------
+    The least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
+    """
+    columns = len(states.must_equal)
+    state, following = _empty_state(columns, device), _empty_state(columns, device)
+    if states.tally[ROWS] == 0:
+        add_unless_dominated(state.row, _width(state), False, _least_end(state, device), states)
+    for _ in range(pops):
+        if is_over(states):
+            break
+        least = read_best(states, state.row)
+        if _is_complete(state, device):
+            states.tally[IS_COMPLETE] = 1
+            break
+        remove_best(states)
+        if state.row[STARTED] < device.microbatches and int(state.row[UNDER_WAY]) == len(state.microbatches):
+            states.tally[IS_FULL] = 1
+            return least
+        _add_successors(state, following, device, states, least)
+        if states.tally[IS_FULL]:
+            return least
+    return least_bound(states)
+
+
+@uncounted
+def _is_complete(state: State, device: SeveralStages) -> bool:
+    if state.row[STARTED] < device.microbatches or state.row[UNDER_WAY] > 0.0:
+        return False
+    waiting = 0.0
+    for g in range(len(state.waiting)):
+        waiting += state.waiting[g]
+    return bool(waiting == 0.0)
+
+
+@uncounted
+def _add_successors(state: State, following: State, device: SeveralStages, states: States, least: float) -> None:
+    """Add what follows from a state if compute waits, runs a weight gradient of a group, or a step."""
+    held, groups = _bytes_held(state, device), len(state.waiting)
+    for choice in range(-1 - groups, len(device.step_ms)):
+        copy_columns(state.row, following.row)
+        waits = choice < -groups
+        if choice >= 0:
+            is_possible = _run_step(following, choice, device, held)
+        elif waits:
+            is_possible = _wait(following)
+        else:
+            is_possible = _run_weight_gradient(following, choice + groups, device)
+        if is_possible:
+            _forget_the_past(following, device)
+            end = max(least, _least_end(following, device))
+            add_unless_dominated(following.row, _width(following), waits, end, states)
+            if states.tally[IS_FULL]:
+                return
+
+
+@uncounted
+def _bytes_held(state: State, device: SeveralStages) -> int:
+    """The bytes that are held between ops."""
+    held = 0
+    for i in range(int(state.row[UNDER_WAY])):
+        held += device.memory.held[int(state.microbatches[i, STEP])]
+    for g in range(len(state.waiting)):
+        held += device.weights.waiting_bytes[g] * int(state.waiting[g])
+    return held
+
+
+@uncounted
+def _run_step(state: State, step: int, device: SeveralStages, held: int) -> bool:
+    """Run a step of the micro-batch that can have it first. False if none can now, or it does not fit."""
+    row, memory = state.row, device.memory
+    if step == 0:
+        if row[STARTED] == device.microbatches:
+            return False
+        row[STARTED] += 1.0
+    elif not _remove_first_before(state, step):
+        return False
+    if held - memory.held[step] + memory.held[step + 1] + memory.beside[step] > memory.budget:
+        return False
+    row[NOW] += device.step_ms[step]
+    group = device.weights.group[step]
+    if group >= 0:
+        state.waiting[group] += 1.0
+    if step + 1 < len(device.step_ms):
+        passes_ms, works_ms = device.bottlenecks[step]
+        state.passed[step] = max(state.passed[step] + works_ms, row[NOW] + passes_ms)
+        _insert(state, max(row[NOW] + device.gap_ms[step], state.passed[step]), step + 1)
+    return True
+
+
+@uncounted
+def _remove_first_before(state: State, step: int) -> bool:
+    """Remove the first micro-batch before this step from those under way. False if there is none that is ready."""
+    row, microbatches = state.row, state.microbatches
+    last, place = int(row[UNDER_WAY]) - 1, 0
+    while place <= last and microbatches[place, STEP] < step:
+        place += 1
+    if place > last or microbatches[place, STEP] > step or microbatches[place, READY] > row[NOW]:
+        return False
+    for i in range(place, last):
+        microbatches[i, READY], microbatches[i, STEP] = microbatches[i + 1, READY], microbatches[i + 1, STEP]
+    microbatches[last, READY] = microbatches[last, STEP] = 0.0
+    row[UNDER_WAY] -= 1.0
+    return True
+
+
+@uncounted
+def _insert(state: State, ready: float, step: int) -> None:
+    """Add a micro-batch to those under way, in its place."""
+    microbatches, place = state.microbatches, int(state.row[UNDER_WAY])
+    while place and (
+        microbatches[place - 1, STEP] > step
+        or (microbatches[place - 1, STEP] == step and microbatches[place - 1, READY] > ready)
+    ):
+        microbatches[place, READY], microbatches[place, STEP] = (
+            microbatches[place - 1, READY],
+            microbatches[place - 1, STEP],
+        )
+        place -= 1
+    microbatches[place, READY], microbatches[place, STEP] = ready, step
+    state.row[UNDER_WAY] += 1.0
+
+
+@uncounted
+def _run_weight_gradient(state: State, group: int, device: SeveralStages) -> bool:
+    """Run a weight gradient of a group. False if none waits."""
+    if state.waiting[group] == 0.0:
+        return False
+    state.waiting[group] -= 1.0
+    state.row[NOW] += device.weights.ms[group]
+    return True
+
+
+@uncounted
+def _wait(state: State) -> bool:
+    """Go to the next moment at which a step may start. False if there is none."""
+    event = np.inf
+    for i in range(int(state.row[UNDER_WAY])):
+        if state.microbatches[i, READY] > state.row[NOW]:
+            event = min(event, state.microbatches[i, READY])
+    state.row[NOW] = event
+    return bool(event < np.inf)
+
+
+@uncounted
+def _forget_the_past(state: State, device: SeveralStages) -> None:
+    """Raise the times that are over to now, so that states that differ only there are equal."""
+    now, microbatches = state.row[NOW], state.microbatches
+    for i in range(int(state.row[UNDER_WAY])):
+        microbatches[i, READY] = max(microbatches[i, READY], now)
+    yet_to_pass = device.microbatches - state.row[STARTED]
+    for step in range(len(device.step_ms) - 1):
+        for i in range(int(state.row[UNDER_WAY])):
+            yet_to_pass += microbatches[i, STEP] == step
+        passes_ms, works_ms = device.bottlenecks[step]
+        soonest = now + device.step_ms[step] + passes_ms - works_ms
+        state.passed[step] = max(state.passed[step], soonest) if yet_to_pass and works_ms else 0.0
+
+
+# The least end
+
+
+class Remaining(NamedTuple):
+    """What is left to do in a state: ms of steps and of weight gradients; input gradients to start."""
+
+    steps_ms: float
+    weight_ms: float
+    backwards: float
+
+
+@uncounted
+def _least_end(state: State, device: SeveralStages) -> float:
+    """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by memory."""
+    now, remaining = state.row[NOW], _remaining(state, device)
+    end = max(_end_by_paths(state, device), now + remaining.steps_ms + remaining.weight_ms)
+    end = max(end, _end_by_bottlenecks(state, device))
+    if remaining.backwards == 0.0:
+        return float(end)
+    end = max(end, now + remaining.steps_ms + device.gap_ms[-1])
+    for measure in range(len(device.worth.between)):
+        end = max(end, now + _memory_needed(state, remaining, measure, device))
+    return float(end)
+
+
+@uncounted
+def _remaining(state: State, device: SeveralStages) -> Remaining:
+    steps, to_come, weights = len(device.step_ms), device.microbatches - state.row[STARTED], device.weights
+    half = steps // 2
+    steps_ms, weight_ms, backwards = to_come * device.work_ms[0], 0.0, to_come * half
+    for i in range(int(state.row[UNDER_WAY])):
+        step = int(state.microbatches[i, STEP])
+        steps_ms += device.work_ms[step]
+        backwards += steps - max(step, half)
+        for later in range(max(step, half), steps):
+            weight_ms += weights.ms[weights.group[later]] if weights.group[later] >= 0 else 0.0
+    for step in range(half, steps):
+        weight_ms += to_come * weights.ms[weights.group[step]] if weights.group[step] >= 0 else 0.0
+    for g in range(len(weights.ms)):
+        weight_ms += state.waiting[g] * weights.ms[g]
+    return Remaining(steps_ms, weight_ms, backwards)
+
+
+@uncounted
+def _end_by_paths(state: State, device: SeveralStages) -> float:
+    """The least end by the way of each micro-batch alone."""
+    now, to_come = state.row[NOW], device.microbatches - state.row[STARTED]
+    end = now + (to_come - 1.0) * device.step_ms[0] + device.rest_ms[0] if to_come else now
+    for i in range(int(state.row[UNDER_WAY])):
+        end = max(end, state.microbatches[i, READY] + device.rest_ms[int(state.microbatches[i, STEP])])
+    return float(end)
+
+
+@uncounted
+def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
+    """The least end by the last micro-batch that passes the bottleneck after each step."""
+    now, end = state.row[NOW], 0.0
+    yet_to_pass = device.microbatches - state.row[STARTED]
+    for step in range(len(device.step_ms) - 1):
+        for i in range(int(state.row[UNDER_WAY])):
+            yet_to_pass += state.microbatches[i, STEP] == step
+        if yet_to_pass:
+            passes_ms, works_ms = device.bottlenecks[step]
+            first = max(state.passed[step] + works_ms, now + device.step_ms[step] + passes_ms)
+            end = max(end, first + (yet_to_pass - 1.0) * works_ms + device.rest_ms[step + 1])
+    return float(end)
+
+
+@uncounted
+def _memory_needed(state: State, remaining: Remaining, measure: int, device: SeveralStages) -> float:
+    """ms of all the memory that are needed from now on, by this measure."""
+    now, worth = state.row[NOW], device.worth
+    area, weight_counts = (device.microbatches - state.row[STARTED]) * worth.area[measure, 0], False
+    for i in range(int(state.row[UNDER_WAY])):
+        step = int(state.microbatches[i, STEP])
+        area += (state.microbatches[i, READY] - now) * worth.between[measure, step] + worth.area[measure, step]
+    for g in range(len(state.waiting)):
+        area += state.waiting[g] * device.weights.ms[g] * worth.weight[measure, g]
+        weight_counts = weight_counts or worth.weight[measure, g] > 0.0
+    if not weight_counts:
+        n = 1.0  # while the last but n input gradient runs, n + 1 activations are there at most
+        while n < remaining.backwards and n * worth.alone[measure] < 1.0:
+            area += device.shortest_backward_ms * (1.0 - n * worth.alone[measure])
+            n += 1.0
+        area += device.gap_ms[-1]
+    return float(area)

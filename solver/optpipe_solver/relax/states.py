@@ -1,0 +1,171 @@
+"""The states of a best-first search: a heap orders them by their bounds, a hash table finds those that may dominate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.model.arrays import Flags, Floats, Ints
+from optpipe_solver.relax.uncounted import uncounted
+
+MOST_CELLS = 2**25  # columns of all states together
+BUCKETS = 2**20
+NOW = 0  # the first column of every state: the time
+# Columns of `tally`
+ROWS, CELLS, HEAPED, IS_COMPLETE, IS_FULL = range(5)
+
+
+class States(NamedTuple):
+    """The states that a search has kept, a row each.
+
+    Attributes
+    ----------
+    cells
+        The columns of all rows, one row after the other. A row has as many as it uses.
+    begin
+        (rows,) the first cell of each row.
+    bound
+        (rows,) the least end in ms of every schedule that begins like this.
+    next_in_bucket
+        (rows,) the next row with the same hash, then -1.
+    bucket
+        (buckets,) the first row with this hash, or -1.
+    heap
+        (rows,) a binary heap of row numbers, the least bound on top.
+    must_equal
+        Mask of the columns that must be equal for one state to dominate another; the others must be at most as large.
+    tally
+        How many rows, cells and rows on the heap there are; whether the best state is a complete schedule; whether a
+        state had no room.
+    """
+
+    cells: Floats
+    begin: Ints
+    bound: Floats
+    next_in_bucket: Ints
+    bucket: Ints
+    heap: Ints
+    must_equal: Flags
+    tally: Ints
+
+
+def no_states(rows: int, must_equal: Flags) -> States:
+    """Room for so many states. Memory is used as it is filled."""
+    begin, next_in_bucket, heap = (np.empty(rows, dtype=np.int64) for _ in range(3))
+    bucket, tally = np.full(BUCKETS, -1, dtype=np.int64), np.zeros(5, dtype=np.int64)
+    return States(np.empty(MOST_CELLS), begin, np.empty(rows), next_in_bucket, bucket, heap, must_equal, tally)
+
+
+@uncounted
+def copy_columns(source: Floats, target: Floats) -> None:
+    for at in range(len(source)):
+        target[at] = source[at]
+
+
+@uncounted
+def is_over(states: States) -> bool:
+    """Whether no state is left to take, or one had no room."""
+    return bool(states.tally[HEAPED] == 0 or states.tally[IS_FULL])
+
+
+@uncounted
+def least_bound(states: States) -> float:
+    """The least bound of all states that are still to be taken; infinite if there are none."""
+    return float(states.bound[states.heap[0]]) if states.tally[HEAPED] else np.inf
+
+
+@uncounted
+def read_best(states: States, columns: Floats) -> float:
+    """Fill the columns with the state of the least bound, and return that bound. Columns it does not use become 0."""
+    row = states.heap[0]
+    begin = states.begin[row]
+    end = states.begin[row + 1] if row + 1 < states.tally[ROWS] else states.tally[CELLS]
+    for at in range(len(columns)):
+        columns[at] = states.cells[begin + at] if begin + at < end else 0.0
+    return float(states.bound[row])
+
+
+@uncounted
+def remove_best(states: States) -> None:
+    """Take the state of the least bound off the heap. It stays in the table, where it can dominate others."""
+    heap, tally = states.heap, states.tally
+    tally[HEAPED] -= 1
+    last, at = heap[tally[HEAPED]], 0
+    while True:
+        child = 2 * at + 1
+        if child >= tally[HEAPED]:
+            break
+        if child + 1 < tally[HEAPED] and _comes_first(heap[child + 1], heap[child], states):
+            child += 1
+        if not _comes_first(heap[child], last, states):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = last
+
+
+@uncounted
+def add_unless_dominated(columns: Floats, width: int, only_waited: bool, bound: float, states: States) -> None:
+    """Keep a state, of which `width` columns are used, unless another one dominates it.
+
+    What the dominated state can do later, the other can do, too, after waiting. Two states must not dominate each other
+    by waiting in turns, so a state that only waited is left out only for another one at the same time.
+    """
+    code = _hash(columns, width, states)
+    other = states.bucket[code]
+    while other >= 0:
+        if _dominates(other, columns, width, only_waited, states):
+            return
+        other = states.next_in_bucket[other]
+    tally = states.tally
+    row, begin = tally[ROWS], tally[CELLS]
+    if row == len(states.begin) or begin + width > len(states.cells):
+        tally[IS_FULL] = 1
+        return
+    states.begin[row], states.bound[row] = begin, bound
+    for at in range(width):
+        states.cells[begin + at] = columns[at]
+    states.next_in_bucket[row], states.bucket[code] = states.bucket[code], row
+    tally[ROWS] += 1
+    tally[CELLS] += width
+    _put_on_heap(row, states)
+
+
+@uncounted
+def _hash(columns: Floats, width: int, states: States) -> int:
+    code = 0
+    for at in range(width):
+        if states.must_equal[at]:
+            code = (code * 31 + int(columns[at]) + 2) % 1_000_000_007
+    return code % len(states.bucket)
+
+
+@uncounted
+def _dominates(other: int, columns: Floats, width: int, only_waited: bool, states: States) -> bool:
+    """Whether a row dominates these columns. Rows of another width differ in an earlier column that must be equal."""
+    cells, begin, must_equal = states.cells, states.begin[other], states.must_equal
+    for at in range(width):
+        if cells[begin + at] > columns[at] or (must_equal[at] and cells[begin + at] != columns[at]):
+            return False
+    return not only_waited or cells[begin + NOW] == columns[NOW]
+
+
+@uncounted
+def _put_on_heap(row: int, states: States) -> None:
+    heap, at = states.heap, states.tally[HEAPED]
+    states.tally[HEAPED] += 1
+    while at:
+        parent = (at - 1) // 2
+        if not _comes_first(row, heap[parent], states):
+            break
+        heap[at] = heap[parent]
+        at = parent
+    heap[at] = row
+
+
+@uncounted
+def _comes_first(a: int, b: int, states: States) -> bool:
+    """Whether row a is taken before row b: by the least bound, then by the latest time."""
+    bound, cells, begin = states.bound, states.cells, states.begin
+    return bool(bound[a] < bound[b] or (bound[a] == bound[b] and cells[begin[a] + NOW] > cells[begin[b] + NOW]))
