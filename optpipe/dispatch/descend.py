@@ -1,180 +1,203 @@
-"""One descent in rules, on plain arrays and compiled: change some, simulate, keep what is not much longer."""
+"""One descent in rules, compiled: change some, list the ops by them, keep what is not much longer."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from optpipe.dispatch.clock import AGAIN, listed_ms, listed_ops
+from optpipe.dispatch.clock import list_ops, listed_ms
+from optpipe.dispatch.figures import Choices, Figures
 from optpipe.dispatch.starts import evenly
+from optpipe.dispatch.state import State
 from optpipe.evaluate.jit import compiled
 from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import Flags, Floats, Ints
+from optpipe.model.rules import RECOMPUTED, Rules
 
-SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
+SLACK = 0.001  # new rules may be about this much longer than those at hand (threshold accepting, Dueck 1990)
 MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and below this
-MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's state
+MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's progress
+ALL_CHUNKS, NO_CHUNK = -1, -2  # instead of the number of a chunk
 
-Fixed = tuple[Any, ...]  # the arguments of `list_ops` that are no rules
-Arrays = tuple[Ints, Floats, Ints, Floats]  # of `Rules`: in_flight, wait_ms, leaves, lead_ms
-
-_list_ops, _length_ms = listed_ops.compiled_now(), listed_ms.compiled_now()
 _evenly, _shorter = compiled(evenly), compiled(shorter)
 
 
 @compiled
-def _draw(state: Floats) -> float:
-    """The next random number between 0 and 1 (Park and Miller 1988, with the factor of 1993): the same whether compiled
-    or not."""
-    state[RANDOM] = (48_271.0 * state[RANDOM]) % MODULUS
-    return float(state[RANDOM] / MODULUS)
-
-
-@compiled
-def _below(n: int, state: Floats) -> int:
-    """A random number of 0, 1, ..., n - 1."""
-    return int(n * _draw(state))
-
-
-@compiled
-def _exponential(state: Floats) -> float:
-    """A random number with the mean 1."""
-    return float(-np.log(1.0 - _draw(state)))
-
-
-@compiled
-def _relieve(
-    rules: Arrays, chosen: Flags, sends: bool, parts: Ints, again: Flags, carry_ms: Floats, state: Floats
+def descend(
+    figures: Figures,
+    choices: Choices,
+    rules: Rules,
+    best: Rules,
+    trial: Rules,
+    state: State,
+    progress: Floats,
+    tries: int,
+    span: bool,
 ) -> None:
-    """Let the chosen stages' activations come back sooner or later, let others of them leave or be computed again, or
-    let some of them one after the other do or not do so."""
-    _, _, leaves, lead_ms = rules
-    (stages, m), what = leaves.shape, _draw(state)
-    if what < 0.2:
-        factor = (0.0, 1.0, 1.5, 4.0 * _draw(state))[_below(4, state)]
-        for s in range(stages):
-            if chosen[s]:
-                lead_ms[s] = factor * carry_ms[s]
-    elif what < 0.4:
-        share, eighths = _draw(state), (1.0 + _below(7, state)) / 8.0
-        share = (0.0, 1.0, share, eighths)[_below(4, state)]
-        phase = _draw(state)
-        for s in range(stages):
-            if chosen[s]:
-                most = parts[s] if sends else int(again[s])
-                for j in range(m):
-                    count = int(_evenly(share * most, phase, j))
-                    leaves[s, j] = count if sends else AGAIN * count
-    elif what < 0.6:  # another micro-batch instead
-        j, step = _below(m, state), 2 * _below(2, state) - 1
-        if 0 <= j + step < m:
-            for s in range(stages):
-                if chosen[s]:
-                    leaves[s, j], leaves[s, j + step] = leaves[s, j + step], leaves[s, j]
-    else:
-        first = _below(m, state)
-        end = min(m, first + 1 + int(_exponential(state)))
-        for s in range(stages):
-            value = _below(parts[s] + 1, state) if sends else AGAIN * _below(int(again[s]) + 1, state)
-            if chosen[s]:
-                leaves[s, first:end] = value
+    """Try a number of changes.
+
+    Parameters
+    ----------
+    rules, best, trial
+        The rules at hand, the best of this descent, and room for others; all are changed.
+    state
+        Room for `list_ops`.
+    progress
+        (4,) MS and SHORTEST: the length by the rules at hand and by the best; FAILURES: changes in a row that have led
+        to nothing shorter; RANDOM: the state of the random numbers. All are changed.
+    span
+        Whether the length is the longest span of a device, not the makespan.
+    """
+    for _ in range(tries):
+        _copy(rules, trial)
+        change(figures, choices, trial, progress)
+        limit_ms = progress[MS] * (1.0 + _exponential(progress) * SLACK)
+        complete = list_ops(figures, trial, state, np.inf if span else limit_ms)
+        ms = listed_ms(figures, state, span) if complete else np.inf
+        progress[FAILURES] += 1.0
+        if _shorter(ms, progress[SHORTEST]):
+            progress[SHORTEST] = ms
+            progress[FAILURES] = 0.0
+            _copy(trial, best)
+        if ms <= limit_ms:
+            progress[MS] = ms
+            _copy(trial, rules)
 
 
 @compiled
-def change(
-    rules: Arrays,
-    ms: Floats,
-    device: Ints,
-    devices: int,
-    parts: Ints,
-    again: Flags,
-    visits: Ints,
-    carry_ms: Floats,
-    state: Floats,
-) -> None:
-    """Change rules of some devices in a row: at one stage of each or at all, what is in flight, how long is waited, or
-    what leaves and when it comes back; or what one stage has in flight more, another has less."""
-    in_flight, wait_ms, leaves, _ = rules
-    stages, m = leaves.shape
-    chunks, can_leave, can_recompute = int(visits.max()) + 1, parts.max() > 0, again.any()
-    chosen = np.zeros(stages, dtype=np.bool_)
+def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -> None:
+    """Change rules of some devices in a row, at one stage of each or at all: how many micro-batches are in flight, how
+    long a device waits, or which activations leave and when they come back."""
+    devices, chunks = len(figures.memory), int(choices.visits.max()) + 1
+    relief_possible = choices.parts.max() > 0 or choices.recomputes.max() > 0
     while True:
-        begin = _below(devices, state)
-        end = begin + 1 + int(_exponential(state) * devices / 4.0)
-        if _draw(state) < 0.15:
-            begin, end = 0, devices
-        # Which stage of each device, and which other one; -1 is all of them, or none.
-        at, other = _below(chunks + 1, state) - 1, _below(chunks + 1, state) - 1
-        for s in range(stages):
-            chosen[s] = begin <= device[s] < end and (at < 0 or visits[s] == at)
-        if (can_leave or can_recompute) and _draw(state) < 0.6:
-            sends = _draw(state) < 0.5 if can_leave and can_recompute else can_leave
-            _relieve(rules, chosen, sends, parts, again, carry_ms, state)
-        elif _draw(state) < 0.5:
-            step = 2 * _below(2, state) - 1
-            for s in range(stages):
-                if chosen[s]:
-                    in_flight[s] += step
-                if -1 < at != other and begin <= device[s] < end and visits[s] == other:
-                    in_flight[s] -= step
-                in_flight[s] = min(max(in_flight[s], 1), m)
+        first = _below(devices, progress)
+        end = first + 1 + int(_exponential(progress) * devices / 4.0)
+        if _draw(progress) < 0.15:
+            first, end = 0, devices
+        chunk = _below(chunks + 1, progress) + ALL_CHUNKS
+        other = _below(chunks + 1, progress) + ALL_CHUNKS
+        chosen = _mask(figures, choices, first, end, chunk)
+        if relief_possible and _draw(progress) < 0.6:
+            _change_relief(choices, rules, chosen, progress)
+        elif _draw(progress) < 0.5:
+            if ALL_CHUNKS in (chunk, other) or chunk == other:
+                other = NO_CHUNK
+            _change_in_flight(rules, chosen, _mask(figures, choices, first, end, other), progress)
         else:
-            kind, share = _below(2, state), _draw(state)
-            share = (0.0, 0.3 * share, share)[_below(3, state)]
-            for s in range(stages):
-                if chosen[s]:
-                    wait_ms[kind, s] = share * ms[kind, s]
-        if _draw(state) < 0.7:
+            _change_waiting(figures, rules, chosen, progress)
+        if _draw(progress) < 0.7:
             return
 
 
 @compiled
-def descend(
-    fixed: Fixed,
-    parts: Ints,
-    again: Flags,
-    visits: Ints,
-    carry_ms: Floats,
-    rules: Arrays,
-    best: Arrays,
-    trial: Arrays,
-    start: Floats,
-    moved: Floats,
-    state: Floats,
-    tries: int,
-    span: bool,
-) -> None:
-    """Try so many changes.
+def _mask(figures: Figures, choices: Choices, first: int, end: int, chunk: int) -> Flags:
+    """(S,) which stages are of a chunk and lie on the devices from the first one on, before `end`."""
+    mask = np.zeros(len(figures.device), dtype=np.bool_)
+    for s in range(len(mask)):
+        mask[s] = first <= figures.device[s] < end and chunk in (ALL_CHUNKS, choices.visits[s])
+    return mask
 
-    Parameters
-    ----------
-    fixed
-        The first arguments of `list_ops`, which are no rules.
-    parts, again, visits, carry_ms
-        As in `Simulator`, `again` for `can_recompute`.
-    rules, best, trial
-        The rules at hand, the best of this descent, and room for others; all are changed.
-    start, moved
-        Room for what `list_ops` fills.
-    state
-        (4,) the length in ms by the rules at hand and by the best, how many changes in a row have led to nothing
-        shorter than that, and the state of the random numbers; all are changed.
-    """
-    ms, device, devices = fixed[0], fixed[1], len(fixed[7])
-    ops = 3 * rules[2].size
-    for _ in range(tries):
-        trial[0][:], trial[1][:], trial[2][:], trial[3][:] = rules
-        change(trial, ms, device, devices, parts, again, visits, carry_ms, state)
-        most = state[MS] * (1.0 + _exponential(state) * SLACK)
-        stop_ms = np.inf if span else most
-        done = _list_ops(*fixed, *trial, stop_ms, start, moved)
-        complete = done == ops + (trial[2] < 0).sum()  # with what is recomputed
-        found = _length_ms(ms, device, devices, start, span) if complete else np.inf
-        state[FAILURES] += 1.0
-        if _shorter(found, state[SHORTEST]):
-            state[SHORTEST], state[FAILURES] = found, 0.0
-            best[0][:], best[1][:], best[2][:], best[3][:] = trial
-        if found <= most:
-            state[MS] = found
-            rules[0][:], rules[1][:], rules[2][:], rules[3][:] = trial
+
+@compiled
+def _change_in_flight(rules: Rules, chosen: Flags, others: Flags, progress: Floats) -> None:
+    """One micro-batch more in flight at the chosen stages and one less at the others, or the other way round."""
+    step = 2 * _below(2, progress) - 1
+    stages, microbatches = rules.leaves.shape
+    for s in range(stages):
+        in_flight = rules.in_flight[s] + step * (int(chosen[s]) - int(others[s]))
+        rules.in_flight[s] = min(max(in_flight, 1), microbatches)
+
+
+@compiled
+def _change_waiting(figures: Figures, rules: Rules, chosen: Flags, progress: Floats) -> None:
+    """Wait for forwards or backwards for a share of what they last, or not at all."""
+    kind, share = _below(2, progress), _draw(progress)
+    share = (0.0, 0.3 * share, share)[_below(3, progress)]
+    for s in range(len(chosen)):
+        if chosen[s]:
+            rules.wait_ms[kind, s] = share * figures.ms[kind, s]
+
+
+@compiled
+def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
+    """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
+    sends = choices.parts.max() > 0
+    if sends and choices.recomputes.max() > 0:
+        sends = _draw(progress) < 0.5
+    most = choices.parts if sends else choices.recomputes
+    unit = 1 if sends else RECOMPUTED
+    draw = _draw(progress)
+    if draw < 0.2:
+        factor = (0.0, 1.0, 1.5, 4.0 * _draw(progress))[_below(4, progress)]
+        for s in range(len(chosen)):
+            if chosen[s]:
+                rules.lead_ms[s] = factor * choices.carry_ms[s]
+    elif draw < 0.4:
+        _spread_evenly(rules, chosen, most, unit, progress)
+    elif draw < 0.6:
+        _swap_neighbours(rules, chosen, progress)
+    else:
+        _change_some(rules, chosen, most, unit, progress)
+
+
+@compiled
+def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
+    """A share of the chosen stages' activations leaves or is computed again, evenly spread over micro-batches."""
+    share, eighths = _draw(progress), (1.0 + _below(7, progress)) / 8.0
+    share = (0.0, 1.0, share, eighths)[_below(4, progress)]
+    phase = _draw(progress)
+    for s in range(len(chosen)):
+        if chosen[s]:
+            rules.leaves[s] = unit * _evenly(share * most[s], phase, rules.leaves.shape[1])
+
+
+@compiled
+def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
+    """A micro-batch does what the one before or after it does, and the other way round."""
+    microbatches = rules.leaves.shape[1]
+    j = _below(microbatches, progress)
+    other = j + 2 * _below(2, progress) - 1
+    if 0 <= other < microbatches:
+        for s in range(len(chosen)):
+            if chosen[s]:
+                rules.leaves[s, j], rules.leaves[s, other] = rules.leaves[s, other], rules.leaves[s, j]
+
+
+@compiled
+def _change_some(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
+    """Some micro-batches in a row leave or are computed again, or no longer do."""
+    microbatches = rules.leaves.shape[1]
+    first = _below(microbatches, progress)
+    end = min(microbatches, first + 1 + int(_exponential(progress)))
+    for s in range(len(chosen)):
+        parts = _below(most[s] + 1, progress)
+        if chosen[s]:
+            rules.leaves[s, first:end] = unit * parts
+
+
+@compiled
+def _copy(source: Rules, target: Rules) -> None:
+    target.in_flight[:] = source.in_flight
+    target.wait_ms[:] = source.wait_ms
+    target.leaves[:] = source.leaves
+    target.lead_ms[:] = source.lead_ms
+
+
+@compiled
+def _draw(progress: Floats) -> float:
+    """The next random number between 0 and 1 (Park and Miller 1988, with the factor of 1993): the same whether compiled
+    or not."""
+    progress[RANDOM] = (48_271.0 * progress[RANDOM]) % MODULUS
+    return float(progress[RANDOM] / MODULUS)
+
+
+@compiled
+def _below(n: int, progress: Floats) -> int:
+    """A random number of 0, 1, ..., n - 1."""
+    return int(n * _draw(progress))
+
+
+@compiled
+def _exponential(progress: Floats) -> float:
+    """A random number with the mean 1."""
+    return float(-np.log(1.0 - _draw(progress)))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.objective import NEVER, Objective
@@ -19,39 +20,58 @@ from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
 MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
-AT_A_TIME = 100  # changes at most, and
-OPS_AT_A_TIME = 20_000  # so many ops that are simulated, before the caller is asked whether to go on
+AT_A_TIME = 100  # most changes before the caller is asked whether to go on
+OPS_AT_A_TIME = 20_000  # about the most simulated ops before that
 
 
 class Step(NamedTuple):
-    """What a search in rules has found: the best rules of a descent, the length in ms that they lead to (`NEVER` where
-    they lead to no schedule), and how many rules were simulated since the last step."""
+    """A step of a search in rules.
+
+    Attributes
+    ----------
+    rules
+        The best ones of this descent.
+    ms
+        The length that they lead to; `NEVER` where they lead to no schedule.
+    tried
+        How many rules were simulated since the last step.
+    """
 
     rules: Rules
     ms: float
     tried: int
 
 
-def descents(simulator: Simulator, objective: Objective, seed: int, given: Schedule | None = None) -> Iterator[Step]:
+def descents(
+    simulator: Simulator, objective: Objective, seed: int, warm_start: Schedule | None = None
+) -> Iterator[Step]:
     """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule."""
-    from optpipe.dispatch.descend import FAILURES, MODULUS, SHORTEST, descend  # compiled, so only where it is used
-
-    random, span = np.random.default_rng(seed), objective == "span"
+    random = np.random.default_rng(seed)
     starts: list[tuple[float, int, Rules]] = []
-    for n, rules in enumerate(first_rules(simulator, given)):
+    for n, rules in enumerate(first_rules(simulator, warm_start)):
         ms = simulator.length_ms(rules, objective)
         yield Step(rules, ms, 1)
-        starts.append((ms, n, rules))
-    starts = [start for start in sorted(starts) if start[0] < NEVER]
-    tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops))
+        if ms < NEVER:
+            starts.append((ms, n, rules))
+    starts.sort()
     while starts:
         for ms, _, rules in starts:
-            at_hand, best, trial = rules.copy(), rules.copy(), rules.copy()
-            tried = at_hand.arrays, best.arrays, trial.arrays
-            state = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
-            while state[FAILURES] < MOST_FAILURES:
-                descend(*simulator.of_descent, *tried, *simulator.room(), state, tries, span)
-                yield Step(best.copy(), float(state[SHORTEST]), tries)
+            yield from _descent(simulator, objective, rules, ms, random)
+
+
+def _descent(
+    simulator: Simulator, objective: Objective, rules: Rules, ms: float, random: np.random.Generator
+) -> Iterator[Step]:
+    """Yields the best rules after each few changes, until many in a row have led to nothing shorter."""
+    from optpipe.dispatch.descend import FAILURES, MODULUS, SHORTEST, descend  # imports numba
+
+    figures, choices, state = simulator.figures, simulator.choices, simulator.new_state()
+    at_hand, best, trial = (in_rows(rules).copy() for _ in range(3))
+    progress = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
+    tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops))
+    while progress[FAILURES] < MOST_FAILURES:
+        descend(figures, choices, at_hand, best, trial, state, progress, tries, objective == "span")
+        yield Step(best.copy(), float(progress[SHORTEST]), tries)
 
 
 def compile_descents(simulator: Simulator) -> None:
@@ -60,5 +80,6 @@ def compile_descents(simulator: Simulator) -> None:
 
     rules = next(first_rules(simulator))
     simulator.length_ms(rules, "makespan")
-    tried = (rules.copy().arrays for _ in range(3))
-    descend(*simulator.of_descent, *tried, *simulator.room(), np.zeros(4), 0, False)
+    at_hand, best, trial = (in_rows(rules).copy() for _ in range(3))
+    progress = np.zeros(4)
+    descend(simulator.figures, simulator.choices, at_hand, best, trial, simulator.new_state(), progress, 0, False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -14,8 +13,7 @@ from optpipe.model.records import MOST_MS, Items, Ms, Record
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
-class Rules:
+class Rules(NamedTuple):
     """What tells one run of the list scheduler from another.
 
     Attributes
@@ -25,7 +23,7 @@ class Rules:
     wait_ms
         (2, S) how long a device waits for the F, the B of each stage rather than start an op of less rank.
     leaves
-        (S, m) how many parts of each activation leave, if there is time for that; `AGAIN` if it is recomputed.
+        (S, m) how many parts of each activation leave, if there is time for that; `RECOMPUTED` if it is computed again.
     lead_ms
         (S,) how long before its backward is expected an activation begins to come back or to be recomputed.
     """
@@ -35,12 +33,11 @@ class Rules:
     leaves: Ints
     lead_ms: Floats
 
-    @property
-    def arrays(self) -> tuple[Ints, Floats, Ints, Floats]:
-        return self.in_flight, self.wait_ms, self.leaves, self.lead_ms
-
     def copy(self) -> Rules:
         return Rules(self.in_flight.copy(), self.wait_ms.copy(), self.leaves.copy(), self.lead_ms.copy())
+
+
+RECOMPUTED = -1  # in `Rules.leaves`, in place of a number of parts
 
 
 class RulesRecord(Record):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.plain_list_scheduler import PlainListScheduler
 from support.problems import pipeline as chain_of
 from support.problems import stage
 
+from optpipe.dispatch.clock import list_ops
 from optpipe.dispatch.descend import change
 from optpipe.dispatch.descents import descents
+from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import first_rules, moved, spread
+from optpipe.dispatch.starts import first_rules, moved_rules, spread
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -106,8 +108,8 @@ def problems(draw: st.DrawFn) -> Problem:
 
 def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> Rules:
     """Rules of which some are others."""
-    other, (fixed, *more), seed = rules.copy(), simulator.of_descent, float(random.integers(1, 2**31 - 1))
-    change(other.arrays, *fixed[:2], len(simulator.memory), *more, np.array([0.0, 0.0, 0.0, seed]))
+    other, seed = in_rows(rules).copy(), float(random.integers(1, 2**31 - 1))
+    change(simulator.figures, simulator.choices, other, np.array([0.0, 0.0, 0.0, seed]))
     return other
 
 
@@ -127,6 +129,20 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
                 lengths = {objective: length_ms(schedule, objective) for objective in simulated}
                 assert simulated == pytest.approx(lengths, abs=0.01)  # what takes no time takes an instant
             assert schedule.makespan_ms <= simulated["makespan"] + 1e-6
+            rules = changed(simulator, rules, random)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Problem, seed: int) -> None:
+    simulator, random = Simulator(problem), np.random.default_rng(seed)
+    state = simulator.new_state()
+    for rules in first_rules(simulator):
+        for _ in range(4):
+            plain = PlainListScheduler(simulator.figures, rules)
+            assert list_ops(simulator.figures, in_rows(rules), state, NEVER) == plain.run()
+            np.testing.assert_array_equal(state.start, plain.start)
+            np.testing.assert_array_equal(state.moved, plain.moved)
             rules = changed(simulator, rules, random)
 
 
@@ -181,13 +197,13 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     simulator, stages = Simulator(problem), len(other.stages)
     leaves = np.full((stages, other.microbatches), value)
     rules = Rules(np.full(stages, value), np.full((2, stages), 1e12), leaves, np.full(stages, 1e12))
-    if found := moved(simulator, rules, other):
+    if found := moved_rules(simulator, rules, other):
         assert (found.in_flight >= 1).all()
-        assert ((found.leaves <= simulator.parts[:, None]) & (found.leaves >= -1)).all()
-        assert not found.leaves[~simulator.can_recompute].min(initial=0) < 0
+        assert ((found.leaves <= simulator.choices.parts[:, None]) & (found.leaves >= -1)).all()
+        assert not found.leaves[simulator.choices.recomputes == 0].min(initial=0) < 0
         schedule = simulator.schedule(found, "dispatch")
         assert schedule is None or check(problem, schedule) == []
-    assert moved(simulator, replace(rules, leaves=leaves[:, 1:]), other) is None
+    assert moved_rules(simulator, rules._replace(leaves=leaves[:, 1:]), other) is None
 
 
 @pytest.mark.parametrize("leaves", [[[0], [0, 0]], [[], []], [[0]], []])
@@ -280,7 +296,7 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
     tight = Problem.load(Path(__file__).parents[2] / "examples/problems/fastlink-4x8.json").with_memory_for(1.8)
     simulator = Simulator(tight)
     leaves = spread(simulator, "leaves", np.ones(4), 0.0)
-    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.carry_ms)
+    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.choices.carry_ms)
     schedule = simulator.schedule(rules, "dispatch")
     assert schedule is not None
     assert not check(tight, schedule)

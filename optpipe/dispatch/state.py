@@ -1,0 +1,160 @@
+"""Where the list scheduler is: all that changes while it runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.dispatch.figures import Figures
+from optpipe.evaluate.jit import compiled_phase
+from optpipe.model.arrays import Flags, Floats, Ints
+from optpipe.model.rules import Rules
+
+FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # rows by kind of compute op
+OUT, BACK = range(2)  # rows by way of a transfer
+WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
+NONE = -1
+
+
+class State(NamedTuple):
+    """Where the list scheduler is. S stages, m micro-batches, D devices.
+
+    Attributes
+    ----------
+    start
+        (4, S, m) when each compute op has started; infinity if it has not.
+    moved
+        (2, S, m, parts) when each transfer of a part has started; infinity if it has not.
+    input_ready
+        (4, S, m) when the input of an op is there; infinity if that is not known.
+    activation_ready
+        (S, m) when all of an activation is on the device; infinity while it is away.
+    next_microbatch
+        (4, S) of each kind of op.
+    begin
+        (m,) when the micro-batch would have begun, had it come to where it is at full speed.
+    forwards_left
+        (D,) forwards that have not started.
+    held, hosted
+        (D,) bytes on each device, and of each device in host memory.
+    frees, frees_on_host
+        (D,) bytes that go when the running op ends.
+    running
+        (D,) whether an op runs.
+    free_at
+        (D,) when the last op ends or ended.
+    look_at
+        (links + D,) when a link or a device is looked at next; infinity if only others can make that necessary.
+    parts_to_leave, parts_sent, parts_off_device, parts_back
+        (S, m) how many parts of an activation are to leave, have begun to leave, have left, have begun to come back.
+    next_to_leave, next_to_return
+        (S,) the oldest micro-batch with parts that are to leave, to come back.
+    carried
+        (links, 3) way, stage and micro-batch of the part on each link; NONE where a link is free.
+    link_free_at
+        (links,) when the last transfer ends or ended.
+    """
+
+    start: Floats
+    moved: Floats
+    input_ready: Floats
+    activation_ready: Floats
+    next_microbatch: Ints
+    begin: Floats
+    forwards_left: Ints
+    held: Ints
+    hosted: Ints
+    frees: Ints
+    frees_on_host: Ints
+    running: Flags
+    free_at: Floats
+    look_at: Floats
+    parts_to_leave: Ints
+    parts_sent: Ints
+    parts_off_device: Ints
+    parts_back: Ints
+    next_to_leave: Ints
+    next_to_return: Ints
+    carried: Ints
+    link_free_at: Floats
+
+
+def new_state(figures: Figures, microbatches: int) -> State:
+    """Returns room for `list_ops`, which can be used again and again."""
+    stages, parts = figures.part_bytes.shape
+    devices, links = len(figures.memory), len(figures.stages_on_link)
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, dtype=np.int64)
+
+    return State(
+        start=np.zeros((4, stages, microbatches)),
+        moved=np.zeros((2, stages, microbatches, parts)),
+        input_ready=np.zeros((4, stages, microbatches)),
+        activation_ready=np.zeros((stages, microbatches)),
+        next_microbatch=ints(4, stages),
+        begin=np.zeros(microbatches),
+        forwards_left=ints(devices),
+        held=ints(devices),
+        hosted=ints(devices),
+        frees=ints(devices),
+        frees_on_host=ints(devices),
+        running=np.zeros(devices, dtype=np.bool_),
+        free_at=np.zeros(devices),
+        look_at=np.zeros(links + devices),
+        parts_to_leave=ints(stages, microbatches),
+        parts_sent=ints(stages, microbatches),
+        parts_off_device=ints(stages, microbatches),
+        parts_back=ints(stages, microbatches),
+        next_to_leave=ints(stages),
+        next_to_return=ints(stages),
+        carried=ints(links, 3),
+        link_free_at=np.zeros(links),
+    )
+
+
+@compiled_phase
+def begin(figures: Figures, rules: Rules, state: State) -> None:
+    """Empty devices and links, all forwards of the first stage ready."""
+    stages, microbatches = rules.leaves.shape
+    state.start[:] = np.inf
+    state.moved[:] = np.inf
+    state.input_ready[:] = np.inf
+    state.input_ready[FORWARD, 0, :] = 0.0
+    state.activation_ready[:] = 0.0
+    state.next_microbatch[:] = 0
+    state.begin[:] = 0.0
+    state.forwards_left[:] = 0
+    state.held[:] = 0
+    state.hosted[:] = 0
+    state.frees[:] = 0
+    state.frees_on_host[:] = 0
+    state.running[:] = False
+    state.free_at[:] = 0.0
+    state.look_at[:] = 0.0
+    state.look_at[: len(figures.stages_on_link)] = np.inf
+    for s in range(stages):
+        state.forwards_left[figures.device[s]] += microbatches
+        for j in range(microbatches):
+            state.parts_to_leave[s, j] = rules.leaves[s, j]
+    state.parts_sent[:] = 0
+    state.parts_off_device[:] = 0
+    state.parts_back[:] = 0
+    state.next_to_leave[:] = 0
+    state.next_to_return[:] = 0
+    state.carried[:] = NONE
+    state.link_free_at[:] = 0.0
+
+
+@compiled_phase
+def look_soon(state: State, place: int, moment: float) -> None:
+    """Look at a link or device no later than at a moment."""
+    state.look_at[place] = min(state.look_at[place], moment)
+
+
+@compiled_phase
+def look_at_links(figures: Figures, state: State, d: int, now: float) -> None:
+    for way in range(2):
+        link = figures.links[way, d]
+        look_soon(state, link, max(now, state.link_free_at[link]))

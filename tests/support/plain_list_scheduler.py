@@ -1,0 +1,312 @@
+"""The list scheduler of `optpipe.dispatch.clock` as it would be told: devices, links and activations are objects.
+
+Slow, and an oracle: tests compare the compiled one with it, op by op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from optpipe.dispatch.figures import Figures
+from optpipe.model.arrays import Floats
+from optpipe.model.rules import RECOMPUTED, Rules
+
+F, B, W, C = range(4)
+OUT, BACK = range(2)
+
+
+@dataclass
+class Activation:
+    """What a stage saves of a micro-batch, in parts that leave and come back one after the other."""
+
+    stage: int
+    microbatch: int
+    to_leave: int
+    sizes: list[int]
+    sent: int = 0
+    off_device: int = 0
+    back: int = 0
+    complete_at: float = 0.0  # when all of it is on the device
+
+    @property
+    def has_parts_to_return(self) -> bool:
+        return self.to_leave > 0 and self.back < self.to_leave
+
+    @property
+    def has_part_in_host_memory(self) -> bool:
+        return self.off_device > self.back
+
+
+@dataclass
+class Place:
+    """A device or a host link: something that does one thing at a time."""
+
+    look_at: float
+    busy: bool = False
+    free_at: float = 0.0
+
+    def look_soon(self, moment: float) -> None:
+        self.look_at = min(self.look_at, moment)
+
+
+@dataclass
+class Link(Place):
+    carries: tuple[int, Activation] | None = None
+
+
+@dataclass
+class Device(Place):
+    stages: list[int] = field(default_factory=list)
+    room: int = 0
+    host_room: int = 0
+    frees: int = 0  # when the running op ends
+    frees_on_host: int = 0
+
+
+class PlainListScheduler:
+    """Lists all ops of the problem that the figures are of.
+
+    Attributes
+    ----------
+    start, moved
+        (4, S, m) and (2, S, m, parts) as in `optpipe.dispatch.state.State`.
+    """
+
+    def __init__(self, figures: Figures, rules: Rules) -> None:
+        self.x, self.rules = figures, rules
+        self.S, self.m = rules.leaves.shape
+        self.start: Floats = np.full((4, self.S, self.m), inf)
+        self.moved: Floats = np.full((2, self.S, self.m, figures.part_bytes.shape[1]), inf)
+        self.ready: Floats = np.full((4, self.S, self.m), inf)
+        self.ready[F, 0] = 0.0
+        self.begin = [0.0] * self.m
+        self.activations = [
+            [Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s].tolist()) for j in range(self.m)]
+            for s in range(self.S)
+        ]
+        self.links = [Link(inf) for _ in figures.stages_on_link]
+        self.devices = [
+            Device(0.0, stages=[s for s in range(self.S) if figures.device[s] == d], room=room, host_room=host_room)
+            for d, (room, host_room) in enumerate(
+                zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
+            )
+        ]
+        self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
+
+    def run(self) -> bool:
+        """Returns whether all compute ops have started."""
+        some_leave = bool(self.rules.leaves.any())
+        while (place := min((*self.links, *self.devices), key=lambda each: each.look_at)).look_at < inf:
+            now = place.look_at
+            if isinstance(place, Link):
+                place.look_at = inf
+                self.serve(place, now)
+                continue
+            assert isinstance(place, Device)
+            if place.busy:
+                self.end_op(place)
+                if some_leave:
+                    for link in self.links_of(place):
+                        link.look_soon(max(now, link.free_at))
+                    continue
+            place.look_at = inf
+            self.dispatch(place, now)
+        recomputed = self.rules.leaves == RECOMPUTED
+        return bool((self.start[:C] < inf).all() and (self.start[C][recomputed] < inf).all())
+
+    def device_of(self, s: int) -> Device:
+        return self.devices[self.x.device[s]]
+
+    def links_of(self, device: Device) -> list[Link]:
+        d = next(d for d, each in enumerate(self.devices) if each is device)
+        return [self.links[self.x.links[way, d]] for way in (OUT, BACK)]
+
+    def stages_served(self, link: Link, way: int) -> list[int]:
+        return [s for s in range(self.S) if self.links_of(self.device_of(s))[way] is link]
+
+    def with_forward(self, s: int) -> list[Activation]:
+        """Activations of a stage whose forward has started, the oldest first."""
+        return self.activations[s][: self.started[F, s]]
+
+    def needed_at(self, activation: Activation) -> float:
+        return self.begin[activation.microbatch] + float(self.x.offset_ms[B, activation.stage])
+
+    # Host links.
+
+    def serve(self, link: Link, now: float) -> None:
+        if link.carries:
+            self.end_transfer(link, now)
+        if reload := self.next_reload(link, now):
+            self.start_reload(link, reload, now)
+        elif offload := self.next_offload(link, now):
+            self.start_offload(link, offload, now)
+
+    def end_transfer(self, link: Link, now: float) -> None:
+        assert link.carries
+        way, activation = link.carries
+        link.carries, device = None, self.device_of(activation.stage)
+        if way == OUT:
+            size = activation.sizes[activation.off_device]
+            activation.off_device += 1
+            if device.busy:
+                device.frees += size
+            else:
+                device.room += size
+            back = self.links_of(device)[BACK]
+            if back is not link:
+                back.look_soon(max(now, back.free_at))
+        if not device.busy:
+            device.look_soon(now)
+
+    def next_reload(self, link: Link, now: float) -> Activation | None:
+        candidates = []
+        for s in self.stages_served(link, BACK):
+            away = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+            if away is None or not away.has_part_in_host_memory:
+                continue
+            due = self.needed_at(away) - float(self.rules.lead_ms[s])
+            if away.back == 0 and due > now:
+                link.look_soon(due)
+            elif away.sizes[away.back] <= self.device_of(s).room:
+                candidates.append(away)
+        return min(candidates, key=self.needed_at, default=None)
+
+    def start_reload(self, link: Link, activation: Activation, now: float) -> None:
+        part, end = activation.back, now + float(self.x.ms[4 + BACK, activation.stage])
+        activation.to_leave = activation.sent
+        activation.back += 1
+        self.device_of(activation.stage).room -= activation.sizes[part]
+        if activation.back == activation.sent:
+            activation.complete_at = end
+        self.carry(link, BACK, activation, part, now, end)
+
+    def next_offload(self, link: Link, now: float) -> Activation | None:
+        candidates = []
+        for s in self.stages_served(link, OUT):
+            leaving = self.next_to_leave(s, now)
+            if leaving is None or self.forward_end(leaving) > now:
+                continue
+            if leaving.sizes[leaving.sent] <= self.device_of(s).host_room:
+                candidates.append(leaving)
+        return min(candidates, key=self.forward_end, default=None)
+
+    def forward_end(self, activation: Activation) -> float:
+        s = activation.stage
+        return float(self.start[F, s, activation.microbatch] + self.x.ms[F, s])
+
+    def next_to_leave(self, s: int, now: float) -> Activation | None:
+        """The oldest activation with a part that is to leave. What would leave in vain stays: once its backward is
+        ready or no forward needs its room, unless an older one needs that to come back."""
+        device = self.device_of(s)
+        forwards_left = any(self.started[F, other] < self.m for other in device.stages)
+        older = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+        for activation in self.with_forward(s):
+            if activation.sent >= activation.to_leave:
+                continue
+            if forwards_left and self.ready[B, s, activation.microbatch] > now:
+                return activation
+            waits = older is not None and older.microbatch < activation.microbatch and older.back < older.sent
+            if waits and older is not None and device.room + device.frees < older.sizes[older.back]:
+                return activation
+            activation.to_leave = activation.sent
+        return None
+
+    def start_offload(self, link: Link, activation: Activation, now: float) -> None:
+        part = activation.sent
+        activation.sent += 1
+        activation.complete_at = inf
+        self.device_of(activation.stage).host_room -= activation.sizes[part]
+        self.carry(link, OUT, activation, part, now, now + float(self.x.ms[4 + OUT, activation.stage]))
+
+    def carry(self, link: Link, way: int, activation: Activation, part: int, now: float, end: float) -> None:
+        self.moved[way, activation.stage, activation.microbatch, part] = now
+        link.carries = way, activation
+        link.look_at = link.free_at = end
+
+    # Devices.
+
+    def end_op(self, device: Device) -> None:
+        device.busy = False
+        device.room += device.frees
+        device.host_room += device.frees_on_host
+        device.frees = device.frees_on_host = 0
+
+    def dispatch(self, device: Device, now: float) -> None:
+        """Start the first by rank of the ops that fit and are ready or worth waiting for, if it is ready."""
+        reserved, candidates = self.bytes_to_keep_free(device, now), []
+        for k, s, j in self.next_ops(device):
+            ready = float(self.ready[k, s, j])
+            if k == B:
+                ready = max(ready, self.activations[s][j].complete_at)
+            if ready > now:
+                device.look_soon(ready)
+            patience = float(self.rules.wait_ms[k, s]) if k in (F, B) else 0.0
+            takes = int(self.x.takes[k, s]) + (reserved if k == F else 0)
+            too_many = k == F and j - self.started[B, s] >= self.rules.in_flight[s]
+            if ready <= now + patience and takes <= device.room and not too_many:
+                candidates.append((self.rank(k, s, j), ready, k, s, j))
+        if candidates:
+            _, ready, k, s, j = min(candidates, key=lambda each: each[0])
+            if ready <= now:
+                self.start_op(device, k, s, j, now)
+
+    def next_ops(self, device: Device) -> list[tuple[int, int, int]]:
+        ops = []
+        for k in (F, B, W, C):
+            for s in device.stages:
+                microbatches = [j for j in range(self.m) if k != C or self.rules.leaves[s, j] == RECOMPUTED]
+                ops += [(k, s, j) for j in microbatches if self.start[k, s, j] == inf][:1]
+        return ops
+
+    def rank(self, k: int, s: int, j: int) -> tuple[int, int, int]:
+        """A backward or recompute before a forward before a weight gradient, the farthest forward, the oldest."""
+        return {F: 1, B: 0, W: 2, C: 0}[k], -s if k == F else 0, j
+
+    def bytes_to_keep_free(self, device: Device, now: float) -> int:
+        """For what is to come back or to be computed again next."""
+        wanted = []
+        for s in device.stages:
+            away = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+            if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
+                wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
+            again = [j for k, stage, j in self.next_ops(device) if k == C and stage == s]
+            wanted += [(self.ready[C, s, j], int(self.x.takes[C, s])) for j in again if self.ready[C, s, j] <= now]
+        return min(wanted, key=lambda each: each[0], default=(0.0, 0))[1]
+
+    def start_op(self, device: Device, k: int, s: int, j: int, now: float) -> None:
+        activation, end = self.activations[s][j], now + float(self.x.ms[k, s])
+        self.start[k, s, j] = now
+        self.started[k, s] += 1
+        device.busy, device.free_at, device.look_at = True, end, end
+        device.room -= int(self.x.takes[k, s])
+        device.frees += int(self.x.frees[k, s])
+        if k in (F, B):
+            self.begin[j] = max(self.begin[j], now - float(self.x.offset_ms[k, s]))
+        if k == F and activation.to_leave == RECOMPUTED:
+            device.frees += int(self.x.frees_if_recomputed[s] - self.x.frees[F, s])
+            activation.complete_at = inf
+        if k == B:
+            activation.to_leave = min(activation.to_leave, activation.sent)
+            device.frees_on_host += sum(activation.sizes[: activation.sent])
+            self.ready[W, s, j] = end
+        if k == C:
+            activation.complete_at = end
+        if k == F:
+            self.arrive(*((F, s + 1) if s + 1 < self.S else (B, s)), j, device, now, end)
+        elif k == B and s > 0:
+            self.arrive(B, s - 1, j, device, now, end)
+
+    def arrive(self, k: int, s: int, j: int, sender: Device, now: float, end: float) -> None:
+        """The next stage learns when its input is there."""
+        receiver = self.device_of(s)
+        moment = end if receiver is sender else end + self.x.p2p_ms
+        self.ready[k, s, j] = moment
+        if k == B and self.activations[s][j].to_leave == RECOMPUTED:
+            moment = max(now, moment - float(self.rules.lead_ms[s]), self.forward_end(self.activations[s][j]))
+            self.ready[C, s, j] = moment
+        if receiver is not sender:
+            receiver.look_soon(max(moment, receiver.free_at))
