@@ -20,18 +20,17 @@ from support.pages import DOCS, table
 from support.ports import free_port
 
 from optpipe_cache.cache import KEPT
-from optpipe_server import Settings, create_app, first_schedules
+from optpipe_server import Settings, first_schedules
 from optpipe_server.database import job_queries
 from optpipe_server.http import (
     bodies,
     compare_processes,
     compute_queue,
     connections,
-    limits,
+    guarded_route,
     results,
     routes,
     service,
-    tools,
     workbench,
 )
 from optpipe_server.metrics import REGISTRY
@@ -163,7 +162,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
     settings = Settings()
     assert not settings.kept.limited
     assert told == {
-        "a request's body": f"{limits.LONGEST_BODY // 2**20} MiB of JSON, not compressed",
+        "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB of JSON, not compressed",
         "a request's first line and headers, if they do not arrive at once": f"{connections.LONGEST_HEAD // 2**10} KiB",
         "time for a request to arrive, and for a client to read a reply": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}",
@@ -199,7 +198,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "lines in one page of `/log": f"{results.MOST_LINES}",
         "ops in `/timeline` and `/trace": f"{results.MOST_DRAWN:,}",
         "time_limit_s` of `/v1/compare": (
-            f"{tools.LONGEST_COMPARED_S:g} s for each search: with placements `all` two, for `auto` and for each "
+            f"{bodies.LONGEST_COMPARED_S:g} s for each search: with placements `all` two, for `auto` and for each "
             "engine named"
         ),
         "the first schedule of a submission": f"{settings.first_schedule_s:g} s, then the job is accepted without one",
@@ -211,20 +210,3 @@ def test_the_times_match_the_settings() -> None:
     settings = Settings()
     assert f"lease of {settings.lease_s:g} s that it renews every {settings.heartbeat_s:g} s" in PAGE
     assert f"A comment every {settings.ping_s:g} s shows that\nthe connection is alive" in PAGE
-
-
-def test_the_table_of_errors_has_every_status(tmp_path: Path) -> None:
-    app = create_app(Settings(database=f"sqlite:///{tmp_path / 'jobs.sqlite'}"))
-    try:
-        paths = app.openapi()["paths"]
-    finally:
-        app.state.service.database.close()
-    described = {
-        int(status) for methods in paths.values() for operation in methods.values() for status in operation["responses"]
-    }
-    assert {int(row[0]) for row in table("service.md", "status")} == {
-        status for status in described if status >= 400
-    } | {
-        405,
-        408,
-    }  # by authentication and the connection, before any route

@@ -111,7 +111,7 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def url(asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A service whose comparisons run in this process."""
 
-    async def compared(_request: object, compare: Any, _limit_s: float) -> str:
+    async def compared(compare: Any, _limit_s: float) -> str:
         monkeypatch.setattr(compare_process, "read_compare_request", lambda: compare)
         monkeypatch.setattr(os, "nice", lambda _: 0)
         monkeypatch.setattr(compare_process, "group_as_nice", lambda _: None)
@@ -239,7 +239,7 @@ def refusals(doors: dict[str, Callable[[dict[str, Any]], Any]], option: Option) 
         with pytest.raises(InputError) as refused:
             door({option.name: wrong(option)})
         text = str(refused.value).replace(flag(option.name), option.name)
-        told.add(re.sub(r"^(solve|improve|compare|job|ScheduleClient|Follower): ", "", text))
+        told.add(re.sub(r"^(solve|improve|compare|body|ScheduleClient|Follower): ", "", text))
         assert "\n" not in text, name
     return told
 

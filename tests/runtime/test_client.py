@@ -76,7 +76,7 @@ def test_a_refused_problem_is_not_sent_again(settings: Settings, caplog: pytest.
         assert client.poll() is None
         assert jobs_at(url) == []
     assert len(warnings(caplog)) == 1
-    assert "refuses this problem: job: time_limit_s = 3601.0" in warnings(caplog)[0]
+    assert "refuses this problem: body: time_limit_s = 3601.0" in warnings(caplog)[0]
 
 
 def test_a_key_gives_access(settings: Settings) -> None:

@@ -10,15 +10,15 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from support.chain import chain, gpipe
 from support.databases import shared_on_sqlite
 from support.examples import examples
 
-from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile
-from optpipe_server.http.bodies import Submission, parse
-from optpipe_server.http.limits import LONGEST_BODY
+from optpipe_server.http.bodies import Submission
+from optpipe_server.http.guarded_route import LONGEST_BODY, strict_json
 from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
@@ -78,15 +78,15 @@ def test_values_that_are_not_numbers_are_refused(client: httpx.Client, value: st
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"problem": None}, "job: problem"),
-        ({"method": ""}, "job: method"),
-        ({"objective": "cost"}, "job: objective = 'cost'"),
-        ({"time_limit_s": 0}, "job: time_limit_s = 0"),
-        ({"time_limit_s": 3601}, "job: time_limit_s = 3601"),
-        ({"colour": "red"}, "job: colour is not a field of this format"),
-        ({"x" * 10_000: 1}, "job: xxx"),
-        ({"method": "x" * 10_000}, "job: method"),
-        ({"warm_start": {}}, "job: warm_start.problem is missing"),
+        ({"problem": None}, "body: problem"),
+        ({"method": ""}, "body: method"),
+        ({"objective": "cost"}, "body: objective = 'cost'"),
+        ({"time_limit_s": 0}, "body: time_limit_s = 0"),
+        ({"time_limit_s": 3601}, "body: time_limit_s = 3601"),
+        ({"colour": "red"}, "body: colour is not a field of this format"),
+        ({"x" * 10_000: 1}, "body: xxx"),
+        ({"method": "x" * 10_000}, "body: method"),
+        ({"warm_start": {}}, "body: warm_start.problem is missing"),
     ],
 )
 def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], sentence: str) -> None:
@@ -99,11 +99,11 @@ def test_a_wrong_op_of_a_warm_start_is_named(client: httpx.Client) -> None:
     warm = ScheduleFile.of(gpipe(chain())).model_dump(mode="json", exclude_none=True)
     warm["devices"][1]["program"][0] = "nonsense"
     reply = post(client, json.dumps({**json.loads(GOOD), "warm_start": warm}))
-    assert detail(reply).startswith("job: warm_start: programs[1]: op 'nonsense'")
+    assert detail(reply).startswith("body: warm_start: programs[1]: op 'nonsense'")
 
 
 def test_a_missing_problem(client: httpx.Client) -> None:
-    assert detail(post(client, "{}")) == "job: problem is missing"
+    assert detail(post(client, "{}")) == "body: problem is missing"
 
 
 def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
@@ -121,7 +121,7 @@ def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
             True,
         )
     largest = {**many, "stages": many["stages"][:256], "microbatches": 4096}
-    assert parse(Submission, json.dumps({"problem": largest}).encode(), "job").problem.microbatches == 4096
+    assert Submission.model_validate({"problem": largest}).problem.microbatches == 4096
 
 
 @shared_on_sqlite
@@ -190,8 +190,8 @@ JSON_VALUES = st.recursive(
 @given(JSON_VALUES)
 @settings(max_examples=examples(200))
 def test_any_json_is_read_or_refused(value: Any) -> None:
-    with pytest.raises((ReplyError, InputError)):
-        parse(Submission, json.dumps(value).encode(), "job")
+    with pytest.raises((ReplyError, ValidationError)):
+        Submission.model_validate(strict_json(json.dumps(value).encode()))
 
 
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
@@ -200,7 +200,7 @@ def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> 
     """What is accepted is what a strict JSON parser accepts."""
     body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
     try:
-        submission = parse(Submission, body, "job")
-    except (ReplyError, InputError):
+        submission = Submission.model_validate(strict_json(body))
+    except (ReplyError, ValidationError):
         return
     assert submission.problem == Problem.from_dict(json.loads(body)["problem"])

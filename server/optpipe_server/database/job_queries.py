@@ -42,11 +42,14 @@ class JobQueries:
         with self._database.read() as db:
             return db.execute(JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
 
-    def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
-        """Return a job without its problem, and its last incumbent or None, both as of the same moment."""
+    def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any], Any] | None:
+        """Return a job without its problem, and its last incumbent or None, both as of the same moment; None if there
+        is no such job."""
         with self._database.read() as db:
             job = db.execute(JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
-        if job is None or not job.last_seq:
+        if job is None:
+            return None
+        if not job.last_seq:
             return job, None
         return job, SimpleNamespace(
             **{column.name: job._mapping[f"{LAST_PREFIX}{column.name}"] for column in INCUMBENT.selected_columns}

@@ -38,9 +38,22 @@ from optpipe_server.database.tables import (
     problems,
 )
 
+CANCELLED = "the job was cancelled"
+CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
+NO_JOB = "There is no such job."
+NO_INCUMBENT = "The job has no such incumbent."
+
+
+class MissingError(LookupError):
+    """The tenant has no such job, or the job no such incumbent."""
+
 
 class ConflictError(Exception):
-    """The request contradicts the state of the job, or a former request under the same key; the message says which."""
+    """The request contradicts the state of the job; the message says how."""
+
+
+class KeyReusedError(Exception):
+    """The idempotency key was used with another body before."""
 
 
 class QueueFullError(Exception):
@@ -78,8 +91,8 @@ class Jobs(JobQueries):
     """The jobs of all tenants: what clients read of them, and what they do with them."""
 
     def submitted(self, tenant: str, key: str, body_sha256: str) -> str | None:
-        """Return the id of the job submitted under this idempotency key. Raises `ConflictError` if its body was another
-        one."""
+        """Return the id of the job submitted under this idempotency key. Raises `KeyReusedError` if its body was
+        another one."""
         with self._database.read() as db:
             return _submitted(db, tenant, key, body_sha256)
 
@@ -113,7 +126,7 @@ class Jobs(JobQueries):
         ------
         QueueFullError
             If `queue` jobs of the tenant wait already.
-        ConflictError
+        KeyReusedError
             If the key was used with another body.
         """
         job_id = uuid4().hex
@@ -124,8 +137,8 @@ class Jobs(JobQueries):
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
                 return known_id, False
             state, at = initial.state(job.options), at or now()
-            if state == "queued" and _count(db, tenant, "queued") >= queue:
-                raise QueueFullError
+            if state == "queued":
+                _check_queue(db, tenant, queue)
             row = dict(
                 id=job_id,
                 tenant=tenant,
@@ -192,7 +205,7 @@ class Jobs(JobQueries):
         with self._database.write() as db:
             job = _locked(db, tenant, job_id)
             if job.version != if_version:
-                raise StaleError
+                raise StaleError("If-Match: the job has changed; its ETag is another one.")
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             options = options_of(job)
@@ -239,8 +252,8 @@ class Jobs(JobQueries):
             state = initial.state(options_of(job))
             if state == "queued" and job.state == "running":
                 state = "running"  # its worker learns of the new problem and goes on
-            elif state == "queued" and job.state != "queued" and _count(db, tenant, "queued") >= queue:
-                raise QueueFullError
+            elif state == "queued" and job.state != "queued":
+                _check_queue(db, tenant, queue)
             version, at = job.problem_version + 1, now()
             db.execute(
                 insert(problems).values(
@@ -273,12 +286,12 @@ class Jobs(JobQueries):
     def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
         """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
 
-        Raises `LookupError` if there is no such incumbent.
+        Raises `MissingError` if there is no such incumbent.
         """
         with self._database.write() as db:
             job = _locked(db, tenant, job_id)
             if not 1 <= seq <= job.last_seq:
-                raise LookupError
+                raise MissingError(NO_INCUMBENT)
             db.execute(delete(adoptions).where(adoptions.c.job == job_id, adoptions.c.seq == seq))
             values = {"step": step, "measured_iteration_ms": measured_iteration_ms, "adopted_at": now()}
             db.execute(insert(adoptions).values(job=job_id, seq=seq, **values))
@@ -290,10 +303,6 @@ class Jobs(JobQueries):
         """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
         with self._database.write() as db:
             db.execute(delete(jobs).where(jobs.c.id == _locked(db, tenant, job_id).id))
-
-
-CANCELLED = "the job was cancelled"
-CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
 
 
 def options_of(job: Row[Any]) -> SolveOptions:
@@ -308,16 +317,26 @@ def _asked(options: SolveOptions) -> str:
     return ", ".join((options.method, options.objective, f"{options.time_limit_s:g} s", *told))
 
 
+def is_over(job: Row[Any]) -> bool:
+    """Return whether the job is neither waiting nor running."""
+    return job.state not in OPEN
+
+
+def is_best(job: Row[Any], last: Row[Any]) -> bool:
+    """Return whether this incumbent is the job's last one, and one for its current problem."""
+    return last.seq == job.last_seq and bool(last.problem_version == job.problem_version)
+
+
 def is_cancelled(job: Row[Any]) -> bool:
     """Return whether the job is cancelled, or will be as soon as its worker hears of it."""
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
 def _locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
-    """The job, which nobody else can change until this transaction ends. Raises `LookupError` if there is none."""
+    """The job, which nobody else can change until this transaction ends. Raises `MissingError` if there is none."""
     job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
     if job is None:
-        raise LookupError(job_id)
+        raise MissingError(NO_JOB)
     return job
 
 
@@ -332,12 +351,13 @@ def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str |
     if found is None:
         return None
     if found.body_sha256 != body_sha256:
-        raise ConflictError("Idempotency-Key: it was used with another body before.")
+        raise KeyReusedError("Idempotency-Key: it was used with another body before.")
     job_id: str = found.job
     return job_id
 
 
-def _count(db: Connection, tenant: str, state: State) -> int:
-    return db.execute(
-        select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.state == state)
-    ).scalar_one()
+def _check_queue(db: Connection, tenant: str, most: int) -> None:
+    """Raise `QueueFullError` if so many jobs of the tenant wait already."""
+    waiting = select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.state == "queued")
+    if db.execute(waiting).scalar_one() >= most:
+        raise QueueFullError(f"{most} jobs are waiting already.")

@@ -6,16 +6,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
-from optpipe_server.http import auth, estimates, health, openapi, page, replies, results, routes, tools, workbench
-from optpipe_server.http.compare_processes import CompareProcesses
+from optpipe_server.http import estimates, health, page, results, routes, tools, workbench
+from optpipe_server.http.auth import Callers
+from optpipe_server.http.replies import ANY_ERROR, HANDLERS
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
 ABOUT = (
     "Solves problems: the first schedule is in the reply, better ones are sent as events. "
     "Errors are problem documents (RFC 9457)."
+)
+ROUTERS = (
+    routes.router,
+    results.router,
+    tools.router,
+    estimates.router,
+    workbench.router,
+    health.router,
+    health.guarded,
+    page.router,
 )
 
 
@@ -35,23 +48,31 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=optpipe.__version__,
         description=ABOUT,
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # a route of ours, which needs a key
         redirect_slashes=False,
+        responses=ANY_ERROR,
+        exception_handlers=HANDLERS,
     )
-    app.state.service, app.state.compare_processes = service, CompareProcesses(service.settings)
-    for router in (
-        routes.router,
-        results.router,
-        tools.router,
-        estimates.router,
-        workbench.router,
-        health.router,
-        page.router,
-    ):
+    app.state.service, app.state.callers = service, Callers(service.keys)
+    for router in ROUTERS:
         app.include_router(router)
-    replies.install(app)
-    openapi.install(app)
-    auth.install(app, service.keys)
+    app.add_middleware(SafeHeaders)
     app.add_middleware(health.RequestMetrics)
     return app
+
+
+class SafeHeaders:
+    """Adds headers to every reply: it is not stored, and browsers do not guess its type."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Cache-Control", "no-store")
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)

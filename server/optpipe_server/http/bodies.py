@@ -1,39 +1,50 @@
-"""Request bodies as strict JSON, read from the raw bytes, which `limits` has capped.
-
-FastAPI's own reader would accept NaN and duplicate names.
-"""
+"""What routes are sent; FastAPI reads these models from the JSON that `guarded_route` has let pass."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from optpipe.errors import input_error
+from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.model.records import Ms, Record
-from optpipe.options import SolveOptions, TimeLimit
-from optpipe.schedule import ScheduleFile
-from optpipe_server.http.replies import ReplyError
+from optpipe.model.records import Bytes, Items, Ms, Name, Record
+from optpipe.options import CompareOptions, Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
+from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.transformer.records import Parallelism, Run
+from optpipe_server.http import examples
 
 LONGEST_SOLVE_S = 3600.0
+LONGEST_COMPARED_S = 60.0
 MOST_STAGES = 256
 MOST_MICROBATCHES = 4096
 
 JobTimeLimit = Annotated[TimeLimit, Field(le=LONGEST_SOLVE_S)]
-Model = TypeVar("Model", bound=BaseModel)
+
+
+def _example(example: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"example": example})
 
 
 class ProblemBody(Record):
     """A body with a problem, of a size that the service accepts."""
 
+    model_config = _example({"problem": examples.PROBLEM})
+
     problem: Problem
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_stages(cls, body: Any) -> Any:
+        """Count the stages before they are read."""
+        problem = body.get("problem") if isinstance(body, dict) else None
+        stages = problem.get("stages") if isinstance(problem, dict) else None
+        if isinstance(stages, list) and len(stages) > MOST_STAGES:
+            raise ValueError(f"problem.stages are {len(stages)}: expected up to {MOST_STAGES} here")
+        return body
+
     @model_validator(mode="after")
-    def _of_a_size(self) -> ProblemBody:
-        if (stages := len(self.problem.stages)) > MOST_STAGES:
-            raise ValueError(f"problem.stages are {stages}: expected up to {MOST_STAGES} here")
+    def _check_problem(self) -> ProblemBody:
         if (count := self.problem.microbatches) > MOST_MICROBATCHES:
             raise ValueError(f"problem.microbatches = {count}: expected up to {MOST_MICROBATCHES} here")
         if "\0" in self.problem.name:
@@ -44,6 +55,8 @@ class ProblemBody(Record):
 class Submission(ProblemBody, SolveOptions):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
+    model_config = _example(examples.SUBMISSION)
+
     time_limit_s: JobTimeLimit = 60.0
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
     warm_start: ScheduleFile | None = None
@@ -52,6 +65,8 @@ class Submission(ProblemBody, SolveOptions):
 class ExtensionBody(Record):
     """`PATCH /v1/jobs/{id}`."""
 
+    model_config = _example({"time_limit_s": 600.0})
+
     time_limit_s: JobTimeLimit
 
 
@@ -59,32 +74,100 @@ class AdoptionBody(Record):
     """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and the iteration time
     since."""
 
+    model_config = _example({"step": 120, "measured_iteration_ms": 9.2})
+
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
     measured_iteration_ms: Ms | None = None
 
 
-def parse(model: type[Model], body: bytes, what: str) -> Model:
-    """Read a body.
+class ScheduleBody(ProblemBody):
+    """A problem, and a schedule document, which may have been made for another problem."""
 
-    Raises
-    ------
-    ReplyError
-        400 if it is not JSON or has the same name twice in an object.
-    InputError
-        If a field is wrong; the message begins with `what`.
+    model_config = _example({"problem": examples.PROBLEM, "schedule": examples.SCHEDULE})
+
+    schedule: ScheduleFile
+
+    def read(self) -> Schedule:
+        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
+        return read_schedule(self.schedule, self.problem, placed=True)
+
+
+class ImportBody(ProblemBody):
+    """The text of a file in another program's form: rows of PyTorch's actions if its `name` ends with .csv, otherwise
+    lists of op texts."""
+
+    model_config = _example({"problem": examples.PROBLEM, "name": "theirs.csv", "text": examples.ROWS})
+
+    name: Name
+    text: str
+
+
+class CompareBody(ProblemBody, CompareOptions):
+    """`POST /v1/compare`."""
+
+    model_config = _example(examples.COMPARE)
+
+    time_limit_s: Annotated[TimeLimit, Field(le=LONGEST_COMPARED_S)] = 10.0
+
+
+class LookupBody(ProblemBody):
+    """`POST /v1/cache/lookup`."""
+
+    model_config = _example({"problem": examples.PROBLEM, "objective": "makespan"})
+
+    objective: ObjectiveOption = "makespan"
+
+
+class WorkbenchBody(ProblemBody):
+    """`POST /v1/workbench`."""
+
+    model_config = _example({"problem": examples.PROBLEM, "methods": ["1f1b"]})
+
+    methods: Methods | None = None
+    placements: PlacementsOption = "keep"
+
+
+class EstimateBody(Record):
+    """`POST /v1/estimate`."""
+
+    model_config = _example(examples.ESTIMATE)
+
+    model: str
+    gpu: str
+    parallelism: Parallelism
+    run: Run
+
+
+class MeasuredFile(Record):
+    """A file that the other program wrote; of `primus`, each of the folder."""
+
+    name: Name
+    text: str
+
+
+class MeasuredBody(Record):
+    """`POST /v1/problem-from/{form}`: the files, and what they do not say. An activation's bytes are those of all
+    stages, or of each."""
+
+    model_config = _example(examples.MEASURED)
+
+    files: Annotated[Items[MeasuredFile], Field(min_length=1, max_length=MOST_STAGES + 1)]
+    activation_bytes: Annotated[Items[Bytes], Field(min_length=1)] | None = None
+    activation_budget_bytes: Bytes | None = None
+    weight_share: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)] | None = None
+    devices: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] | None = None
+    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] = 1
+    shape: Literal["looped", "v"] = "looped"
+
+
+def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedule:
+    """Return the schedule of a document for this problem, or where `placed` for the document's placement of it.
+
+    Raises `InputError` for an op that cannot be read, or a placement that does not suit the problem.
     """
-    try:
-        parsed = model.model_validate_json(body)
-    except ValidationError as error:
-        if error.error_count() == 1 and error.errors(include_url=False)[0]["type"] == "json_invalid":
-            raise ReplyError(400, "The body is not valid JSON.") from None
-        raise input_error(error, what, model) from None
-    # Valid by now: neither deep, nor with numbers out of range, nor with many objects.
-    json.loads(body, object_pairs_hook=_unique)
-    return parsed
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ReplyError(400, "The body has an object with the same name twice.")
+    placement = file.placement if placed else None
+    problem = placement.apply(problem) if placement else problem
+    if len(problem.stages) > MOST_STAGES:
+        raise InputError(f"schedule.placement makes {len(problem.stages)} stages: expected up to {MOST_STAGES} here")
+    return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method, placement)

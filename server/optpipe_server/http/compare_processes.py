@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import signal
 import sys
+import tempfile
 
 import anyio
 import anyio.to_thread
 import structlog
-from fastapi import Request
 
 from optpipe.comparison import searches
 from optpipe.process import process_tree
 from optpipe.process.protocol import CompareRequest
-from optpipe_server.http.context import disconnected
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import Shares
 from optpipe_server.settings import Settings, within
@@ -37,8 +35,8 @@ class CompareProcesses:
         self._settings, self._running = settings, 0
         self._shares = Shares(OF_A_TENANT, "comparison running")
 
-    async def run(self, tenant: str, request: Request, compare: CompareRequest) -> str:
-        """Return the JSON of `optpipe compare --json`; the process ends if the client disconnects.
+    async def run(self, tenant: str, compare: CompareRequest) -> str:
+        """Return the JSON of `optpipe compare --json`; the process ends if this is cancelled.
 
         A search gets no more threads and memory than the service has for one.
 
@@ -51,60 +49,46 @@ class CompareProcesses:
         if self._running >= AT_ONCE:
             wait_s = round(compare.time_limit_s) + 1
             raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(wait_s)})
+        limits = {
+            "threads": within(compare.threads, self._settings.threads_per_solve),
+            "memory_mib": within(compare.memory_mib, self._settings.memory_mib),
+        }
+        limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
         with self._shares.one(tenant):
             self._running += 1
             try:
-                limits = {
-                    "threads": within(compare.threads, self._settings.threads_per_solve),
-                    "memory_mib": within(compare.memory_mib, self._settings.memory_mib),
-                }
-                limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
-                return await _run_process(request, compare.model_copy(update=limits), limit_s)
+                return await _run_process(compare.model_copy(update=limits), limit_s)
             finally:
                 self._running -= 1
 
 
-async def _run_process(request: Request, compare: CompareRequest, limit_s: float) -> str:
+async def _run_process(compare: CompareRequest, limit_s: float) -> str:
     mark = process_tree.new_mark()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", MODULE),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=process_tree.environment(mark),
-        start_new_session=True,
-    )
-    answered = asyncio.create_task(_communicate(process, compare))
-    gone = asyncio.create_task(disconnected(request.receive))
-    try:
-        done, _ = await asyncio.wait({answered, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if answered in done:
-            return _read(*answered.result())
-        if gone in done:
-            raise ReplyError(408, "The client disconnected.")
-        raise ReplyError(503, f"The comparison was not done after {limit_s:g} s.", {"Retry-After": "60"})
-    finally:
-        for task in (answered, gone):
-            task.cancel()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with anyio.CancelScope(shield=True):
-            # Before `wait`, which also waits for every other process that has the output open.
-            await anyio.to_thread.run_sync(process_tree.end, mark)
-            await asyncio.wait({answered, gone})
-            await process.wait()
-
-
-async def _communicate(process: asyncio.subprocess.Process, compare: CompareRequest) -> tuple[bytes, bytes]:
-    """Send the request; return stdout and stderr. The input stays open, because the process ends when it closes."""
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    with contextlib.suppress(ConnectionError):  # it ended before it read the request, as its output tells
-        process.stdin.write(compare.model_dump_json(exclude_none=True).encode() + b"\n")
-        await process.stdin.drain()
-    output, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
-    return output, errors
+    with tempfile.TemporaryFile() as errors:
+        process = await anyio.open_process(
+            [sys.executable, "-m", MODULE],
+            stderr=errors,
+            env=process_tree.environment(mark),
+            start_new_session=True,
+        )
+        assert process.stdin
+        assert process.stdout
+        try:
+            with anyio.fail_after(limit_s):
+                with contextlib.suppress(anyio.BrokenResourceError):  # it ended before it read, as its output tells
+                    # The input stays open, because the process ends when it closes.
+                    await process.stdin.send(compare.model_dump_json(exclude_none=True).encode() + b"\n")
+                output = b"".join([chunk async for chunk in process.stdout])
+        except TimeoutError:
+            raise ReplyError(503, f"The comparison was not done after {limit_s:g} s.", {"Retry-After": "60"}) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(process_tree.end, mark)
+                await process.aclose()
+        errors.seek(0)
+        return _read(output, errors.read())
 
 
 def _read(output: bytes, errors: bytes) -> str:

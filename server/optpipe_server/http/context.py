@@ -1,11 +1,11 @@
-"""`RequestContext`: what routes need of a request, such as the service, the tenant and the job in the path."""
+"""What routes need of a request: the service, the tenant, and the job in the path."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import anyio
 from fastapi import Depends, Header, Path, Request
@@ -13,32 +13,34 @@ from fastapi.responses import Response
 from sqlalchemy import Row
 from starlette.types import Receive
 
-from optpipe_server.http.replies import ReplyError
+from optpipe_server.database.jobs import NO_INCUMBENT, NO_JOB, MissingError, is_best
+from optpipe_server.http.compute_queue import ComputeQueue
+from optpipe_server.http.replies import JsonContent, json_reply
 from optpipe_server.http.service import Service
-from optpipe_server.http.views import etag, incumbent_text, is_best, job_text
-
-T = TypeVar("T")
-Job = Row[Any]
+from optpipe_server.http.stored import job_text
 
 LARGEST = 2**53  # number that the database is queried for
-NO_SUCH_JOB = "There is no such job."
+NO_SCHEDULE = "The job has no schedule for its problem."
 ID = re.compile("[0-9a-f]{32}")
 
 
 class RequestContext:
-    """A request, its tenant, and the service that answers it. Database queries run in a thread."""
+    """A request, its tenant, and the service that answers it.
+
+    Methods that query the database are for threads: routes that FastAPI runs in one, or `service.query`.
+    """
 
     def __init__(self, request: Request) -> None:
+        self.request = request
         self.service: Service = request.app.state.service
         self.tenant: str = request.state.caller.tenant
-        self._request = request
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
         """Cancel what is awaited in the block if the client disconnects. The request's body must have been read."""
 
         async def wait_and_cancel() -> None:
-            await disconnected(self._request.receive)
+            await disconnected(self.request.receive)
             group.cancel_scope.cancel()
 
         try:
@@ -49,51 +51,58 @@ class RequestContext:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the block's own: nothing else raises one
 
-    def job(self, job_id: str) -> Job:
-        """Return the tenant's job without its problem. Raises `ReplyError` (404) if the tenant has no such job."""
-        return _found(self.service.jobs.job_without_problem(self.tenant, job_id) if ID.fullmatch(job_id) else None)
-
-    async def query_job(self, job_id: str, query: Callable[[Job], T]) -> T:
-        """Query the database about a job. Raises `ReplyError` (404) if there is no such job, or no longer."""
-
-        def both() -> T:
-            try:
-                return query(self.job(job_id))
-            except LookupError:
-                raise ReplyError(404, NO_SUCH_JOB) from None
-
-        return await self.service.query(both)
-
-    async def job_reply(self, job_id: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        """Return the reply that shows a job with its best schedule."""
+    async def computed(self, queue: ComputeQueue, computation: Callable[[], Response | JsonContent]) -> Response:
+        """Compute a reply in the queue, and write it there. Raises as the computation and `ComputeQueue.run` do."""
 
         def reply() -> Response:
-            jobs = self.service.jobs
-            job, last = jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else (None, None)
-            job = _found(job)
-            best = incumbent_text(last) if last is not None and is_best(job, last) else None
-            return Response(
-                job_text(job, best), status, {"ETag": etag(job.version), **(headers or {})}, "application/json"
-            )
+            content = computation()
+            return content if isinstance(content, Response) else json_reply(content)
 
-        return await self.service.query(reply)
+        return await queue.run(self.tenant, reply)
 
-    def best(self, job: Job) -> Row[Any] | None:
-        """Return the best incumbent for the job's current problem."""
-        last = self.service.jobs.incumbent(job.id, job.last_seq) if job.last_seq else None
-        return last if last is not None and is_best(job, last) else None
+    def job(self, job_id: str) -> Row[Any]:
+        """Return the tenant's job without its problem. Raises `MissingError`."""
+        job = self.service.jobs.job_without_problem(self.tenant, job_id) if ID.fullmatch(job_id) else None
+        if job is None:
+            raise MissingError(NO_JOB)
+        return job
 
+    def incumbent(self, job: Row[Any], seq: int | None) -> Row[Any]:
+        """Return the incumbent of this number, or the best for the job's current problem. Raises `MissingError`."""
+        wanted = seq or job.last_seq
+        incumbent = self.service.jobs.incumbent(job.id, wanted) if 1 <= wanted <= job.last_seq else None
+        if incumbent is None or (seq is None and not is_best(job, incumbent)):
+            raise MissingError(NO_SCHEDULE if seq is None else NO_INCUMBENT)
+        return incumbent
 
-def _found(job: Job | None) -> Job:
-    if job is None:
-        raise ReplyError(404, NO_SUCH_JOB)
-    return job
+    def job_reply(
+        self,
+        job_id: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+        if_none_match: str | None = None,
+    ) -> Response:
+        """Return the reply that shows a job with its best schedule, or 304. Raises `MissingError`."""
+        found = self.service.jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else None
+        if found is None:
+            raise MissingError(NO_JOB)
+        job, last = found
+        headers = {"ETag": etag(job.version), **(headers or {})}
+        if matches_etag(if_none_match, job.version):
+            return Response(status_code=304, headers=headers)
+        best = last if last is not None and is_best(job, last) else None
+        return json_reply(job_text(job, best), status, headers)
 
 
 async def disconnected(receive: Receive) -> None:
     """Wait until the client disconnects. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def etag(number: int) -> str:
+    """Return the ETag of a job's version, or of an incumbent's number."""
+    return f'"{number}"'
 
 
 def matches_etag(header: str | None, number: int) -> bool:
@@ -110,3 +119,10 @@ async def _context(request: Request) -> RequestContext:  # a coroutine, because 
 Context = Annotated[RequestContext, Depends(_context)]
 JobId = Annotated[str, Path(description="The job's id, 32 hexadecimal digits.", examples=["0" * 32])]
 IfNoneMatch = Annotated[str | None, Header(description="ETags of the versions that the client has.")]
+
+
+def _job(job_id: JobId, context: Context) -> Row[Any]:
+    return context.job(job_id)
+
+
+Job = Annotated[Row[Any], Depends(_job)]

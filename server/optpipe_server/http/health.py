@@ -1,14 +1,14 @@
-"""`/healthz`, `/readyz` and `/metrics`."""
+"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import get_args
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -19,52 +19,50 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import optpipe
 from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
-from optpipe_server.http.openapi import responses
-from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.auth import ADMIN, READ
+from optpipe_server.http.context import Context
+from optpipe_server.http.guarded_route import guarded_router
+from optpipe_server.http.replies import SOON, ReplyError
 from optpipe_server.http.service import Service
-from optpipe_server.http.views import text
 from optpipe_server.metrics import REGISTRY, REQUESTS
 
-router = APIRouter(tags=["operation"])
+router, guarded = APIRouter(tags=["operation"]), guarded_router("", "operation")  # the first needs no key
 
 
-@router.get("/healthz", responses={200: responses(200, schemas.Health, {"status": "ok", "version": "0.1.0"})[200]})
-async def healthz() -> Response:
+@router.get("/healthz")
+async def healthz() -> schemas.Health:
     """The process answers."""
-    return Response(text({"status": "ok", "version": optpipe.__version__}), media_type="application/json")
+    return schemas.Health(version=optpipe.__version__)
 
 
-READY = responses(200, schemas.Ready, {"status": "ready", "solves": 1})
-
-
-@router.get("/readyz", responses={200: READY[200], 503: READY[503]})
-async def readyz(request: Request) -> Response:
+@router.get("/readyz")
+async def readyz(request: Request) -> schemas.Ready:
     """The service accepts jobs: it is not about to end, and its database answers.
 
     This says nothing of workers in other processes: without any, jobs wait with their first schedule.
     """
     service: Service = request.app.state.service
     if service.job_updates.closing:
-        raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
+        raise ReplyError(503, "The service is about to end.", SOON)
     await service.query(service.database.ping)
-    return Response(text({"status": "ready", "solves": service.settings.solves}), media_type="application/json")
+    return schemas.Ready(solves=service.settings.solves)
 
 
-@router.get(
-    "/metrics",
-    response_class=Response,
-    responses={
-        **responses(200, None, None),
-        200: {"description": "In Prometheus' text format", "content": {"text/plain": {}}},
-    },
-)
-async def metrics(request: Request) -> Response:
-    """The counters of this process, and the number of jobs in each state if the database answers."""
-    service: Service = request.app.state.service
+@guarded.get("/metrics", dependencies=[ADMIN], response_class=PlainTextResponse)
+def metrics(context: Context) -> Response:
+    """The counters of this process in Prometheus' text format, and the number of jobs in each state if the database
+    answers."""
     counted = CollectorRegistry(auto_describe=False)
     with suppress(SQLAlchemyError):
-        counted.register(_Jobs(await service.query(service.jobs.count)))
+        counted.register(_Jobs(context.service.jobs.count()))
     return Response(generate_latest(REGISTRY) + generate_latest(counted), media_type=CONTENT_TYPE_LATEST)
+
+
+@guarded.get("/openapi.json", dependencies=[READ])
+async def description(request: Request) -> dict[str, Any]:
+    """The description of the API."""
+    described: dict[str, Any] = request.app.openapi()
+    return described
 
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # clients may invent others, and each would stay a label

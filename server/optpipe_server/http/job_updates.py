@@ -14,12 +14,14 @@ from typing import Any
 
 import anyio.to_thread
 import structlog
+from pydantic import BaseModel
 from sqlalchemy import Row
 
 from optpipe_server.database import Jobs
+from optpipe_server.database.jobs import is_best, is_over
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.schemas import EndedJob, Incumbent
 from optpipe_server.http.shares import Shares
-from optpipe_server.http.views import end_event, event, incumbent_view, over
 
 log = structlog.get_logger("optpipe.updates")
 
@@ -48,13 +50,13 @@ class Topic:
 
     @property
     def over(self) -> bool:
-        return self.gone or (self.job is not None and over(self.job))
+        return self.gone or (self.job is not None and is_over(self.job))
 
     def update(self, job: Row[Any] | None, incumbents: Sequence[Row[Any]]) -> None:
         """Set what was read: the job, or None if it is gone, and its incumbents that are new."""
         self.last = incumbents[-1] if incumbents else self.last
-        self.events += [event("incumbent", incumbent_view(incumbent), incumbent.seq) for incumbent in incumbents]
-        self.end = end_event(job, self.last) if job is not None and over(job) else b""
+        self.events += [event("incumbent", Incumbent.from_row(each), each.seq) for each in incumbents]
+        self.end = _end_event(job, self.last) if job is not None and is_over(job) else b""
         self.job, self.version = job, job.version if job is not None else self.version + 1
 
     def tell(self) -> None:
@@ -166,3 +168,14 @@ class JobUpdates:
         for job_id in changed:
             topics[job_id].update(*self._jobs.updates(job_id, len(topics[job_id].events)))
         return [topics[job_id] for job_id in changed]
+
+
+def event(name: str, data: BaseModel, number: int) -> bytes:
+    """Return a server-sent event."""
+    return f"id: {number}\nevent: {name}\ndata: {data.model_dump_json()}\n\n".encode()
+
+
+def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
+    """The last event of a job: the job, and its best incumbent in short form. Its id is that of the last incumbent."""
+    best = Incumbent.from_row(last) if last is not None and is_best(job, last) else None
+    return event("end", EndedJob.from_row(job, best=best), job.last_seq)

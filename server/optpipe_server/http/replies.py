@@ -1,80 +1,148 @@
-"""Errors as problem documents (RFC 9457).
+"""Replies: JSON that is written already, and every error as a problem document (RFC 9457).
 
-Each says what is wrong in one sentence, without a traceback and never with all that was sent.
+An error says what is wrong in one sentence, without a traceback and never with all that was sent.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
-from optpipe.errors import InputError, complained, field_path
+from optpipe.errors import InputError, complained, field_path, input_error
+from optpipe.model.records import Record
+from optpipe_server.database.jobs import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
 
 log = logging.getLogger("optpipe.server")
 
 LONGEST_DETAIL = 500  # characters
+NO_ROUTE = "There is no such route; GET /openapi.json describes all routes."
+AWAY = "The database cannot be used at the moment."
+SOON = {"Retry-After": "5"}
 
 
-class ReplyError(Exception):
+class ReplyError(HTTPException):
     """A request that is refused, with an HTTP status and a sentence."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.headers = status, detail, headers
+        super().__init__(status, detail, headers)
+
+
+class ProblemDocument(Record):
+    """What went wrong (RFC 9457)."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+
+
+# What every route may answer besides its own reply, for the API's description.
+ANY_ERROR: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "What is wrong, in one sentence",
+        "content": {"application/problem+json": {"schema": ProblemDocument.model_json_schema()}},
+    }
+}
+
+
+JsonContent = BaseModel | Mapping[str, Any] | str  # a model, plain data, or a JSON text
+
+
+def json_reply(content: JsonContent, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a reply that is written here: FastAPI would write large ones in the event loop, where they hold up all
+    others."""
+    if isinstance(content, BaseModel):
+        content = content.model_dump_json()
+    elif not isinstance(content, str):
+        content = json.dumps(content, separators=(",", ":"))
+    return Response(content, status, headers, "application/json")
 
 
 def problem_document(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     if len(detail) > LONGEST_DETAIL:
         detail = detail[: LONGEST_DETAIL - 3] + "..."
-    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
-    return JSONResponse(content, status, headers, media_type="application/problem+json")
+    detail = detail.encode(errors="replace").decode()  # without lone surrogates, which no reply can have
+    document = ProblemDocument(title=HTTPStatus(status).phrase, status=status, detail=detail)
+    return JSONResponse(document.model_dump(), status, headers, media_type="application/problem+json")
 
 
-def _refusal(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ReplyError)
-    return problem_document(error.status, error.detail, error.headers)
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
-def _input(_request: Request, error: Exception) -> JSONResponse:
-    return problem_document(422, str(error))
+def _with_message(status: int, headers: Mapping[str, str] | None = None) -> Handler:
+    """A handler whose reply says what the error says."""
+
+    async def handle(_request: Request, error: Exception) -> Response:
+        return problem_document(status, str(error), headers)
+
+    return handle
 
 
-def _http(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+async def _refused(request: Request, error: HTTPException) -> Response:
+    if isinstance(error, ReplyError):
+        return problem_document(error.status_code, error.detail, error.headers)
+    if error.status_code == 404:
+        return problem_document(404, NO_ROUTE)
+    if error.status_code == 405:
+        allowed = ", ".join(sorted(_allowed_methods(request)))
+        detail = f"The route does not have this method; expected {allowed}."
+        return problem_document(405, detail, {"Allow": allowed})
     return problem_document(error.status_code, f"{error.detail}.", error.headers)
 
 
-def _parameter(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _allowed_methods(request: Request) -> set[str]:
+    """The methods that the routes of the request's path have."""
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE")
+    return {
+        method
+        for method in methods
+        if any(route.matches({**request.scope, "method": method})[0] == Match.FULL for route in request.app.routes)
+    }
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    """Name what is wrong with a parameter or with the body."""
     complaint: Any = error.errors()[0]
-    return problem_document(422, complained(complaint, field_path(complaint["loc"][1:])))
+    where, *path = complaint["loc"]
+    if where != "body":
+        return problem_document(422, complained(complaint, field_path(tuple(path))))
+    model = request.scope["route"].body_field.field_info.annotation
+    try:
+        model.model_validate(error.body)  # again, because its own error tells more than FastAPI's
+    except ValidationError as wrong:
+        return problem_document(422, str(input_error(wrong, "body", model)))
+    return problem_document(422, "body: it is missing")
 
 
-def _database(_request: Request, error: Exception) -> JSONResponse:
+async def _database_failed(_request: Request, error: SQLAlchemyError) -> Response:
     log.error("the database failed: %s", getattr(error, "orig", None) or error)
-    return problem_document(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
+    return problem_document(503, AWAY, SOON)
 
 
-def _unexpected(_request: Request, _error: Exception) -> JSONResponse:
+async def _unexpected(_request: Request, _error: Exception) -> Response:
     return problem_document(500, "An error in the service; its log says more.")
 
 
-def install(app: FastAPI) -> None:
-    """Turn every error of the app into a problem document."""
-    for kind, handler in (
-        (ReplyError, _refusal),
-        (InputError, _input),
-        (HTTPException, _http),
-        (RequestValidationError, _parameter),
-        (SQLAlchemyError, _database),
-        (Exception, _unexpected),
-    ):
-        app.add_exception_handler(kind, handler)
+HANDLERS: dict[int | type[Exception], Handler] = {
+    HTTPException: _refused,
+    RequestValidationError: _invalid,
+    InputError: _with_message(422),
+    KeyReusedError: _with_message(422),
+    MissingError: _with_message(404),
+    ConflictError: _with_message(409),
+    StaleError: _with_message(412),
+    QueueFullError: _with_message(429, {"Retry-After": "10"}),
+    SQLAlchemyError: _database_failed,
+    Exception: _unexpected,
+}

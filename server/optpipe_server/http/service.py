@@ -22,15 +22,17 @@ from optpipe_cache.features import structure
 from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import (
     CANCELLED_DETAIL,
+    NO_JOB,
     ConflictError,
-    QueueFullError,
+    MissingError,
     StaleError,
     is_cancelled,
     options_of,
 )
 from optpipe_server.database.keys import Keys
 from optpipe_server.first_schedules import FirstSchedules
-from optpipe_server.http.bodies import Model, Submission, parse
+from optpipe_server.http.bodies import Submission, read_schedule
+from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.compute_queue import ComputeQueue
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
@@ -46,10 +48,8 @@ T = TypeVar("T")
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
 OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
-SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
 TRIES = 5  # to change a problem while incumbents come in
 ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
-RETRY_SOON = {"Retry-After": "10"}
 
 
 class Service:
@@ -64,14 +64,13 @@ class Service:
         self.job_updates = JobUpdates(self.jobs, settings.streams)
 
     async def open(self) -> None:
-        self._query_limiter, self._first_schedule_limiter = (
-            anyio.CapacityLimiter(QUERIES_AT_ONCE),
-            anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE),
-        )
-        self._read_limiter = anyio.CapacityLimiter(1)
+        anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
+        self._first_schedule_limiter = anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE)
+        self.read_limiter = anyio.CapacityLimiter(1)  # for large bodies
         self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
+        self.compare_processes = CompareProcesses(self.settings)
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
@@ -95,13 +94,7 @@ class Service:
 
     async def query(self, query: Callable[[], T]) -> T:
         """Run a database query, which may take its time, in a thread."""
-        return await anyio.to_thread.run_sync(query, limiter=self._query_limiter)
-
-    async def read(self, model: type[Model], body: bytes, what: str) -> Model:
-        """Read a body (`parse`); large ones in a thread, one at a time. Raises `InputError` and `ReplyError`."""
-        if len(body) <= SMALL_BODY:
-            return parse(model, body, what)
-        return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._read_limiter)
+        return await anyio.to_thread.run_sync(query)
 
     async def _find_first(self, search: Callable[[], T]) -> T:
         """Find a first schedule, which may take seconds; the end of the service does not wait for it."""
@@ -114,24 +107,17 @@ class Service:
         ------
         InputError
             If the method is unknown or the warm start cannot be read.
-        ReplyError
-            429 if the queue is full, 422 if the key was used with another body.
+        QueueFullError, KeyReusedError
+            As `Jobs.add` does.
         """
         began = time.monotonic()
         job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
         initial = await self._find_first(
             lambda: self.first_schedules.find(tenant, job.problem, job.options, _given(submission))
         )
-        try:
-            job_id, new = await self.query(
-                lambda: self.jobs.add(
-                    tenant, job, initial, queue=self.settings.queue, key=key, body_sha256=_sha256(body)
-                )
-            )
-        except QueueFullError:
-            raise self._full() from None
-        except ConflictError as error:
-            raise ReplyError(422, str(error)) from None
+        job_id, new = await self.query(
+            lambda: self.jobs.add(tenant, job, initial, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
+        )
         if new:
             SUBMITTED.inc()
             INCUMBENTS.inc(initial.best.schedule is not None)
@@ -145,27 +131,19 @@ class Service:
         return job_id, new
 
     async def submitted(self, tenant: str, key: str, body: bytes) -> str | None:
-        """Return the job of this key and body. Raises `ReplyError` (422) if the key was used with another body."""
-        try:
-            return await self.query(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
-        except ConflictError as error:
-            raise ReplyError(422, str(error)) from None
+        """Return the job of this key and body. Raises `KeyReusedError` if the key was used with another body."""
+        return await self.query(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
 
     async def change_problem(self, tenant: str, job_id: str, problem: Problem) -> None:
         """Let the job go on with other costs, from its best schedule.
 
-        Raises
-        ------
-        ReplyError
-            If it cannot.
-        LookupError
-            If there is no such job.
+        Raises `MissingError`, `QueueFullError`, and `ConflictError` if it cannot.
         """
         for _ in range(TRIES):
             if await self._change_once(tenant, job_id, problem):
                 self.supervisor.nudge()
                 return
-        raise ReplyError(409, "Better schedules come in faster than the problem can be changed; try again.")
+        raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
 
     async def _change_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
         """Return False if an incumbent has come in since, from which the new problem would have to start."""
@@ -181,44 +159,33 @@ class Service:
             )
         except StaleError:
             return False
-        except QueueFullError:
-            raise self._full() from None
-        except ConflictError as error:
-            raise ReplyError(409, str(error)) from None
         INCUMBENTS.inc(initial.best.schedule is not None)
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """The job, and its last schedule with the new costs. Raises `ReplyError` (409) if the structure changed."""
+        """The job, and its last schedule with the new costs. Raises `ConflictError` if the structure changed."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
-            raise LookupError(job_id)
+            raise MissingError(NO_JOB)
         if is_cancelled(job):
-            raise ReplyError(409, CANCELLED_DETAIL)
+            raise ConflictError(CANCELLED_DETAIL)
         asked = Problem.from_json(job.problem)
         if (structure(asked), asked.microbatches) != (structure(problem), problem.microbatches):
-            raise ReplyError(
-                409,
-                "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.",
+            raise ConflictError(
+                "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew."
             )
         last = self.jobs.incumbent(job_id, job.last_seq)
         return job, Programs.model_validate_json(last.programs).schedule(problem, last.method) if last else None
 
-    def _full(self) -> ReplyError:
-        return ReplyError(429, f"{self.settings.queue} jobs are waiting already.", RETRY_SOON)
-
 
 def _given(submission: Submission) -> Schedule | None:
     """The client's own schedule, read for the problem, or for its placement if the job may choose one."""
-    file, problem = submission.warm_start, submission.problem
-    if file is None:
+    if submission.warm_start is None:
         return None
     try:
-        placement = file.placement if submission.placements == "all" else None
-        problem = placement.apply(problem) if placement else problem
-        return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method, placement)
+        return read_schedule(submission.warm_start, submission.problem, submission.placements == "all")
     except InputError as error:
-        raise InputError(f"job: warm_start: {error}") from None
+        raise InputError(f"body: warm_start: {error}") from None
 
 
 def _sha256(body: bytes) -> str:

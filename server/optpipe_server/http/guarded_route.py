@@ -1,0 +1,113 @@
+"""`GuardedRoute`: refuses a request by its headers, then by its body, before FastAPI reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Request, params
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from optpipe_server.http.replies import ReplyError
+
+LONGEST_BODY = 2**20  # bytes
+SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
+MOST_NAMES = 1000  # in one object; each that is wrong would be an error of its own
+
+
+class GuardedRoute(APIRoute):
+    """A route that needs a scope: `dependencies=[READ]` (`optpipe_server.http.auth`). One without is not made.
+
+    FastAPI reads a body before it calls dependencies. Here the caller is known first, so that nobody without a key can
+    have a body read.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        (scope,) = (
+            name for each in self.dependencies if isinstance(each, params.Security) for name in each.scopes or ()
+        )
+
+        async def guarded(request: Request) -> Response:
+            request.state.caller = await request.app.state.callers.authorized(request, scope)
+            request = GuardedRequest(request.scope, request.receive)
+            request.check_headers()
+            if request.method != "GET":
+                await request.body()
+            return await answer(request)
+
+        return guarded
+
+
+def guarded_router(prefix: str, tag: str) -> APIRouter:
+    return APIRouter(prefix=prefix, tags=[tag], route_class=GuardedRoute)
+
+
+class GuardedRequest(Request):
+    """A request whose body is limited and strict JSON: FastAPI's own reader would accept the same name twice.
+
+    Web pages may send any type except JSON to a service on this machine without asking first, so a body has to be
+    JSON. How slowly it may arrive is limited in `connections`.
+    """
+
+    def check_headers(self) -> None:
+        """Raise `ReplyError` for a body that will not be read: 400, 413, 415."""
+        headers = self.headers
+        if any(encoding.strip().lower() != "identity" for encoding in headers.getlist("content-encoding")):
+            raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
+        # A proxy before us may read such a request in another way (RFC 9112, section 6.1).
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise ReplyError(400, "Content-Length and Transfer-Encoding exclude each other.", {"Connection": "close"})
+        for length in headers.getlist("content-length"):
+            if not (length.isascii() and length.isdecimal()):
+                raise ReplyError(400, "Content-Length must be a number.")
+            if len(length) > 20 or int(length) > LONGEST_BODY:
+                raise _too_long()
+
+    async def body(self) -> bytes:
+        """Return the body. Raises `ReplyError`: 413, 415."""
+        if not hasattr(self, "_body"):
+            body = bytearray()
+            async for chunk in self.stream():
+                body += chunk
+                if len(body) > LONGEST_BODY:
+                    raise _too_long()
+            kinds = {kind.partition(";")[0].strip().lower() for kind in self.headers.getlist("content-type")}
+            if body and kinds != {"application/json"}:
+                raise ReplyError(415, "Content-Type must be application/json.")
+            self._body = bytes(body)
+        return self._body
+
+    async def json(self) -> Any:
+        """Return what the body says. Raises `ReplyError` (400). Large ones are read in a thread, a few of a tenant."""
+        body = await self.body()
+        if len(body) <= SMALL_BODY:
+            return strict_json(body)
+        service = self.app.state.service
+        async with service.turns.one(self.state.caller.tenant):
+            return await anyio.to_thread.run_sync(strict_json, body, limiter=service.read_limiter)
+
+
+def strict_json(body: bytes) -> Any:
+    """Return what a JSON text says. Raises `ReplyError` (400) if it is not JSON or has the same name twice."""
+    try:
+        return json.loads(body.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise ReplyError(400, "The body is not valid JSON.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MOST_NAMES:
+        raise ReplyError(422, f"The body has an object with {len(pairs)} names; expected up to {MOST_NAMES}.")
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ReplyError(400, "The body has an object with the same name twice.")
+    "".join(content).encode()  # raises ValueError for lone surrogates
+    return content
+
+
+def _too_long() -> ReplyError:
+    return ReplyError(413, f"The body is longer than {LONGEST_BODY} bytes.")
