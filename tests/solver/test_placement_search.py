@@ -256,13 +256,13 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     request = Request(problem=problem, method="auto", placements="all", time_limit_s=20.0, threads=threads)
     search = PlacementSearch(request, frames.append)
     search.deadline += 100.0
-    search.candidates = [search.unplaced, *search._others()]
-    search._look(search.candidates, 0.01)
-    first_ms = search.best_ms
-    search._search_in_rules(plan.RULES_SHARE)
+    search.candidates.list_all(None)
+    search._look_at_all()
+    first_ms = search.candidates.best_ms
+    search._search_in_rules()
     schedules = found(problem, frames)
-    assert search.best_ms < first_ms
-    assert schedules[-1].makespan_ms == search.best_ms
+    assert search.candidates.best_ms < first_ms
+    assert schedules[-1].makespan_ms == search.candidates.best_ms
     assert schedules[-1].rules is not None
     assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
     assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
@@ -271,11 +271,11 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
 def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
     request = Request(problem=pipeline(), method="auto", placements="all", time_limit_s=20.0, threads=1)
     search = PlacementSearch(request, list[Any]().append)
-    search.candidates = []
-    assert search._search_in_rules(0.3) == 0.0
     bidirectional = Placement(chunks=1, shape="bidirectional").apply(pipeline(overlap_factor=1.0))
-    search.candidates = [search._candidate(None, bidirectional)]
-    assert search._search_in_rules(0.3) == 0.0
+    for candidates in ([], [search.candidates.new_candidate(None, bidirectional)]):
+        search.candidates.all = candidates
+        search._search_in_rules()
+        assert search.share_left == 1.0
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -42,6 +42,10 @@ class EngineRuns:
         self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
 
     @property
+    def are_planned(self) -> bool:
+        return bool(self._planned)
+
+    @property
     def running(self) -> bool:
         return bool(self._processes.running)
 
@@ -141,41 +145,52 @@ class EngineRuns:
         self._planned.clear()
 
     def handle(self, process: EngineProcess, message: Message) -> None:
-        """Take what an engine found, once it is verified. What goes wrong becomes a note, and the search goes on."""
-        engine = process.engine
-        if isinstance(message, Incumbent):
-            before_ms = self._state.best_ms
-            try:
-                wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
-            except OptPipeError as error:
-                wrong = str(error)
-            if self._state.best_ms < before_ms:
-                process.gained = True
-                process.goes_on(self._limit.until(process.allotted_s))
-            if wrong:
-                self._emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
-        elif isinstance(message, Bound):
-            claim_ms = message.lower_bound_ms
-            if self._state.contradicts(claim_ms):
-                shortest_ms = self._state.shortest_ms
-                self._emit(Note(text=f"{engine} claims a bound of {claim_ms} ms, above a schedule of {shortest_ms} ms"))
-            else:
-                self._state.raise_bound(claim_ms, message.method)
-        elif isinstance(message, Note):
-            if message.method in ("", self._request.method):  # an engine's report is for whoever asked for the engine
-                self._emit(message)
-                if message.method:
-                    process.report = message
-        elif isinstance(message, OptPipeError):
-            self._emit(Note(text=f"{engine} failed: {message}"))
-            self._cancel(engine)
-        elif isinstance(message, Ready):
-            self._any_ready = True
-            process.begins(self._limit.until(self._longest_s(process.allotted_s)))
-        elif isinstance(message, End):
-            process.spent_s, process.overdue = message.spent_s, False
-        elif message is None:
-            self._ended(process)
+        """Take what an engine says. What goes wrong becomes a note, and the search goes on."""
+        match message:
+            case Incumbent():
+                self._take_schedule(process, message)
+            case Bound():
+                self._take_bound(process, message)
+            case Note():
+                self._take_note(process, message)
+            case OptPipeError():
+                self._emit(Note(text=f"{process.engine} failed: {message}"))
+                self._cancel(process.engine)
+            case Ready():
+                self._any_ready = True
+                process.begins(self._limit.until(self._longest_s(process.allotted_s)))
+            case End():
+                process.spent_s, process.overdue = message.spent_s, False
+            case None:
+                self._ended(process)
+
+    def _take_schedule(self, process: EngineProcess, message: Incumbent) -> None:
+        """Take a schedule once it is verified. An engine that makes no plan for its time goes on if it gained."""
+        best_ms = self._state.best_ms
+        try:
+            wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
+        except OptPipeError as error:
+            wrong = str(error)
+        if self._state.best_ms < best_ms:
+            process.gained = True
+            process.goes_on(self._limit.until(process.allotted_s))
+        if wrong:
+            self._emit(Note(text=f"a schedule of {process.engine} was rejected: {wrong}"))
+
+    def _take_bound(self, process: EngineProcess, message: Bound) -> None:
+        claim_ms, shortest_ms = message.lower_bound_ms, self._state.shortest_ms
+        if self._state.contradicts(claim_ms):
+            claim = f"{process.engine} claims a bound of {claim_ms} ms"
+            self._emit(Note(text=f"{claim}, above a schedule of {shortest_ms} ms"))
+        else:
+            self._state.raise_bound(claim_ms, message.method)
+
+    def _take_note(self, process: EngineProcess, message: Note) -> None:
+        """Pass a note on. An engine's report is for whoever asked for the engine."""
+        if message.method in ("", self._request.method):
+            self._emit(message)
+            if message.method:
+                process.report = message
 
     def _ended(self, process: EngineProcess) -> None:
         spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_END_S

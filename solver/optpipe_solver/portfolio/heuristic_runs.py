@@ -24,6 +24,35 @@ from optpipe_solver.systems.variants import variants
 Streams = dict[str, Iterator[Schedule]]
 
 
+class Turn:
+    """How long heuristics run: a share of the time, by the clock or, with one thread, by ops that were handled.
+
+    By the clock they go on while they still gain, and while no engine is ready.
+    """
+
+    def __init__(self, limit: TimeLimit, share: float, are_alone: Callable[[], bool]) -> None:
+        self._limit, self._are_alone = limit, are_alone
+        self._began = time.monotonic()
+        self._until = limit.until(limit.left_s * (1.0 if limit.counted else share))
+        self._ops, self._max_ops = 0, share * limit.seconds * plan.OPS_PER_S
+
+    def count(self, ops: int, has_gained: bool = False) -> None:
+        """Count what was done for one schedule, and whether it became the best."""
+        self._ops += ops
+        if has_gained:
+            passed_s = time.monotonic() - self._began
+            self._until = min(self._limit.deadline, max(self._until, self._began + plan.STILL_GAINS * passed_s))
+
+    def is_over(self, state: SearchState) -> bool:
+        """Whether the turn is over. It is not before there is any schedule."""
+        if state.best is None:
+            return False
+        is_late = time.monotonic() > self._until
+        if self._limit.counted:
+            return is_late or self._ops > self._max_ops
+        return is_late and not self._are_alone()
+
+
 class HeuristicRuns:
     """Offers the schedules of heuristics and published systems to the search's state.
 
@@ -61,50 +90,38 @@ class HeuristicRuns:
         """Offer schedules for a share of the time, and beyond it while they still gain or are alone; yield after each.
 
         Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
-        policies bring. Behind the first round come the published systems, unless that takes half of the time; where
-        devices have several stages, for which there are few and good ones, behind the first schedule. A heuristic that
-        is behind the best of them runs in some of the rounds only.
+        policies bring. After the first round come the published systems, unless that takes half of the time; where
+        devices have several stages, for which there are few and good ones, after the first schedule. A heuristic whose
+        best is not the best of all runs in some of the rounds only.
         """
-        limit, state = self._limit, self._state
-        began, until = time.monotonic(), limit.until(limit.left_s * (1.0 if limit.counted else share))
-        ops, max_ops = 0, share * limit.seconds * plan.OPS_PER_S
+        turn = Turn(self._limit, share, are_alone)
+        published = self._published_in_half_the_time(turn)
         shortest_ms = dict.fromkeys(streams, NEVER)
-        published = iter(self.published() if self._with_published else ())
-
-        def is_over() -> bool:
-            if state.best is None:
-                return False
-            late = time.monotonic() > until
-            return late or ops > max_ops if limit.counted else late and not are_alone()
-
-        def try_published() -> Iterator[None]:
-            nonlocal ops, published
-            for _ in published:
-                ops += self._ops
-                yield
-                if limit.left_s < limit.seconds / 2:
-                    published = iter(())
-                    return
-
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
-            for name in [name for name in streams if number % plan.BEHIND == 0 or shortest_ms[name] <= ahead_ms]:
-                if is_over():
+            is_full_round = number % plan.BEHIND == 0
+            for name in [name for name in streams if is_full_round or shortest_ms[name] <= ahead_ms]:
+                if turn.is_over(self._state):
                     break
-                ops += self._ops
-                before_ms = state.best_ms
+                best_ms = self._state.best_ms
                 schedule = self._next(name, streams[name])
-                if state.best_ms < before_ms:
-                    until = min(limit.deadline, max(until, began + plan.STILL_GAINS * (time.monotonic() - began)))
+                turn.count(self._ops, has_gained=self._state.best_ms < best_ms)
                 if schedule is None:
                     del streams[name]
                 else:
                     shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
                 yield
                 if self._chunked:
-                    yield from try_published()
-            yield from try_published()
-            if is_over() or not streams:
+                    yield from published
+            yield from published
+            if turn.is_over(self._state) or not streams:
+                return
+
+    def _published_in_half_the_time(self, turn: Turn) -> Iterator[None]:
+        for _ in self.published() if self._with_published else ():
+            turn.count(self._ops)
+            yield
+            if self._limit.left_s < self._limit.seconds / 2:
                 return
 
     def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:

@@ -6,6 +6,8 @@ bound of all of them are kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Infeasible, Note, Request
 from optpipe.reuse.repair import repair
@@ -48,32 +50,46 @@ class Portfolio:
     def run(self) -> None:
         """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
 
-        The MILP, asked for by name, runs whatever heuristics have found.
+        Which engines run, in what order and why is `plan.AUTO`. The MILP, asked for by name, runs whatever heuristics
+        have found.
         """
-        if not self.begin():
+        if not self.begin():  # bounds and the warm start; or there is no schedule at all
             return
-        request, state, limit = self.request, self.state, self.limit
-        planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
-        if request.method == methods.MILP and planned:
-            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
-        runs = EngineRuns(request, planned, state, limit, self.emit)
-        share = plan.heuristics_share(limit.seconds) if planned else 1.0
-        heuristics = self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
-        trying = True  # whether heuristics have something left to try
+        state = self.state
+        runs = self._engine_runs()
+        heuristics = self._heuristics_beside(runs)
+        heuristics_run = True
         try:
-            while not (state.optimal and not runs.unfinished(methods.MILP)) and limit.left_s > 0:
-                if trying:
-                    trying = next(heuristics, True) is None and not state.optimal
-                if state.proven and request.ends_when_proven:  # nothing is left to gain by nominal times
+            while not self._is_over(runs):
+                if heuristics_run:  # one schedule of one of them, in this process
+                    heuristics_run = next(heuristics, True) is None and not state.optimal
+                if state.proven and self.request.ends_when_proven:  # nothing is left to gain by nominal times
                     runs.keep_only(ROBUST)
-                if state.best or not trying:
-                    runs.start_next(beside_heuristics=trying)
-                if not (trying or runs.running):
+                if state.best or not heuristics_run:  # engines start from a schedule, if there is any
+                    runs.start_next(beside_heuristics=heuristics_run)
+                if not (heuristics_run or runs.running):
                     break
-                runs.handle_messages(0.0 if trying else min(plan.POLL_S, max(0.0, limit.left_s)))
+                runs.handle_messages(0.0 if heuristics_run else min(plan.POLL_S, max(0.0, self.limit.left_s)))
                 runs.limit_memory()
         finally:
             runs.stop_all()
+
+    def _is_over(self, runs: EngineRuns) -> bool:
+        is_done = self.state.optimal and not runs.unfinished(methods.MILP)
+        return is_done or self.limit.left_s <= 0
+
+    def _engine_runs(self) -> EngineRuns:
+        """The engines of the method, none of them started."""
+        request = self.request
+        planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
+        if request.method == methods.MILP and planned:
+            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
+        return EngineRuns(request, planned, self.state, self.limit, self.emit)
+
+    def _heuristics_beside(self, runs: EngineRuns) -> Iterator[None]:
+        """Heuristics and published schedules; without engines they have all the time."""
+        share = plan.heuristics_share(self.limit.seconds) if runs.are_planned else 1.0
+        return self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
 
     def begin(self) -> bool:
         """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.

@@ -1,0 +1,196 @@
+"""`Candidates`: the placements of one search, with what is known of each, and what that says of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import RLock
+
+from optpipe.errors import InputError
+from optpipe.evaluate.objective import NEVER, raises, reaches, shorter
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe_solver import plan
+from optpipe_solver.bounds import lower_bound
+from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
+from optpipe_solver.portfolio.partitions import SHAPES
+from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.portfolio.search_state import Emit
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A placement, None for the problem's own stages, with what is known of it."""
+
+    placement: Placement | None
+    problem: Problem
+    bound_ms: float = 0.0
+    best: Programs | None = None  # of `problem`
+    best_ms: float = NEVER  # by what counts, the percentile where there is jitter
+    infeasible: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.placement or "the stages as given")
+
+    @property
+    def is_bidirectional(self) -> bool:
+        return self.placement is not None and self.placement.shape == "bidirectional"
+
+
+class Candidates:
+    """All placements of one search: takes what portfolios say of one, and emits what is news among all.
+
+    Attributes
+    ----------
+    unplaced
+        The problem's own stages.
+    all
+        Every candidate; empty as long as not all are listed, since no bound holds for all before.
+    best_ms, bound_ms
+        The shortest schedule of all placements, and the bound that holds for all.
+    last_note
+        The latest note about the problem's own stages.
+    """
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self._request, self._emit = request, emit
+        problem = request.problem
+        self.has_layers = problem.layers is not None and len(problem.all_routes) == 1
+        self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NEVER
+        self.unplaced = Candidate(None, problem)
+        self.all: list[Candidate] = []
+        self.best_ms, self.bound_ms = NEVER, float("-inf")
+        self.last_note = ""
+        self._notes: set[str] = set()
+        self._handling = RLock()
+
+    @property
+    def proven(self) -> bool:
+        """Whether no placement has a shorter schedule."""
+        return reaches(self.best_ms, self.bound_ms)
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates that may still have the best schedule, the most promising first."""
+        alive = [c for c in self.all if not c.infeasible and shorter(c.bound_ms, self.best_ms)]
+        return sorted(alive, key=lambda candidate: candidate.best_ms)
+
+    # Which there are
+
+    def list_all(self, named: Candidate | None) -> None:
+        """Every placement that is allowed and makes other stages than the problem's own, once; then the bound holds."""
+        self.all = [self.unplaced, *self._others(), *([named] if named else [])]
+        self._take_warm_start()
+        self._raise_bound()
+
+    def _others(self) -> Iterator[Candidate]:
+        problem = self._request.problem
+        if len(problem.all_routes) > 1:
+            self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
+            return
+        yield from self._new({problem.stages}, _placements(problem))
+
+    def add_new(self, placements: Iterable[Placement]) -> list[Candidate]:
+        """Add the placements that make other stages than those so far, and return them."""
+        new = list(self._new({candidate.problem.stages for candidate in self.all}, placements))
+        self.all += new
+        return new
+
+    def _new(self, taken: set[tuple[object, ...]], placements: Iterable[Placement]) -> Iterator[Candidate]:
+        for placement in placements:
+            with suppress(InputError):  # more forward passes than a problem may have
+                placed = placement.apply(self._request.problem)
+                if placed.stages not in taken:
+                    taken.add(placed.stages)
+                    yield self.new_candidate(placement, placed)
+
+    def new_candidate(self, placement: Placement | None, placed: Problem) -> Candidate:
+        return Candidate(placement, placed, lower_bound(placed, self._request.objective))
+
+    def _take_warm_start(self) -> None:
+        """Make a warm start that names a placement that placement's first schedule."""
+        start = self._request.warm_start
+        if start is None or start.placement is None:
+            return
+        placement, programs = start.placement, start.model_copy(update={"placement": None})
+        try:
+            placed = placement.apply(self._request.problem)
+        except InputError as error:
+            self.note(f"the warm start is no schedule of this problem: {error}")
+            return
+        candidate = next((candidate for candidate in self.all if candidate.problem.stages == placed.stages), None)
+        if candidate is None:
+            candidate = self.new_candidate(placement, placed)
+            self.all.append(candidate)
+        candidate.best = candidate.best or programs
+
+    # What is said of them
+
+    def handle(self, candidate: Candidate, portfolio: Portfolio, frame: Frame) -> None:
+        """Take what a portfolio says of a placement; called from any thread."""
+        with self._handling:
+            if isinstance(frame, Incumbent):
+                self._take_schedule(candidate, portfolio.state.best_ms, frame)
+            elif isinstance(frame, Bound):
+                candidate.bound_ms = max(candidate.bound_ms, frame.lower_bound_ms)
+                self._raise_bound()
+            elif isinstance(frame, Infeasible):
+                candidate.infeasible = frame.reason
+                self._raise_bound()
+            elif isinstance(frame, Note):
+                if frame.method:
+                    self._emit(frame.model_copy(update={"text": f"{candidate.name}: {frame.text}"}))
+                else:
+                    self.note(frame.text, candidate.placement)
+
+    def _take_schedule(self, candidate: Candidate, length_ms: float, frame: Incumbent) -> None:
+        if length_ms < candidate.best_ms:
+            candidate.best, candidate.best_ms = frame.schedule, length_ms
+        if shorter(length_ms, self.best_ms):
+            self.best_ms = length_ms
+            placed = frame.schedule.model_copy(update={"placement": candidate.placement})
+            self._emit(frame.model_copy(update={"schedule": placed}))
+
+    def _raise_bound(self) -> None:
+        """Emit the bound that holds for all placements if it is higher than before.
+
+        Each placement has its bound; all partitions of layers have one together.
+        """
+        each = [c for c in self.all if not self.has_layers or c is self.unplaced or c.is_bidirectional]
+        bound_ms = min([self._partitions_ms, *(c.bound_ms for c in each if not c.infeasible)])
+        if bound_ms < NEVER and raises(bound_ms, self.bound_ms):
+            self.bound_ms = bound_ms
+            self._emit(Bound(method="all placements", lower_bound_ms=bound_ms))
+
+    def all_are_infeasible(self) -> bool:
+        """Whether none of the placements fits; says so.
+
+        That is a proof unless there are more partitions than can be tried.
+        """
+        if not all(candidate.infeasible for candidate in self.all):
+            return False
+        reason = no_partition_fits(self._request.problem) if self.has_layers else self.unplaced.infeasible
+        if reason:
+            self._emit(Infeasible(reason=reason))
+        else:
+            self.note(f"no partition was found that fits; with the stages as given {self.unplaced.infeasible}")
+        return True
+
+    def note(self, text: str, placement: Placement | None = None) -> None:
+        """Emit a note once, with the placement that it is about first."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.last_note = self.last_note if placement else text
+            self._emit(Note(text=f"{placement}: {text}" if placement else text))
+
+
+def _placements(problem: Problem) -> Iterator[Placement]:
+    for chunks in range(1, plan.CHUNKS + 1):
+        for shape in SHAPES if chunks > 1 else SHAPES[:1]:
+            with suppress(InputError):  # fewer layers than stages
+                yield Placement.balanced(problem, chunks, shape)
+    if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
+        with suppress(InputError):
+            yield Placement.balanced(problem, 1, "bidirectional")
