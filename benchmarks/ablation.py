@@ -1,9 +1,9 @@
 """What `auto` misses when one of its parts is left out: an engine of the search, or a heuristic of its first phase.
 
-    python benchmarks/ablation.py run examples/problems/*.json --seconds 10
-    python benchmarks/ablation.py run --random 100 --seconds 10 --without cyclic milp
-    python benchmarks/ablation.py run examples/problems/*.json --heuristics
-    python benchmarks/ablation.py table
+    python -m benchmarks.ablation run examples/problems/*.json --seconds 10
+    python -m benchmarks.ablation run --random 100 --seconds 10 --without lns milp
+    python -m benchmarks.ablation run examples/problems/*.json --heuristics
+    python -m benchmarks.ablation table
 
 `run` adds a JSON line for each problem and part to `results/ablation.jsonl` and skips what is there. Searches have one
 thread, so their work is counted and a busy machine changes no result; a clock that runs slower in all their processes
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ SLOWER = 30  # how much slower the clock of the searches runs
 _monotonic = time.monotonic
 time.monotonic = lambda: _monotonic() / SLOWER  # before any module of the solver takes it
 
+from benchmarks.random_problems import random_problem  # noqa: E402
 from optpipe.evaluate.objective import raises, reaches, shorter  # noqa: E402
 from optpipe.model.problem import Problem  # noqa: E402
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Request  # noqa: E402
@@ -47,6 +47,7 @@ def main() -> None:
     run = commands.add_parser("run", help="search with each part left out")
     run.add_argument("problems", nargs="*", type=Path, help="problem files")
     run.add_argument("--random", type=int, default=0, help="that many random problems, all kinds by turns")
+    run.add_argument("--numbers", nargs="*", type=int, default=[], help="random problems by their numbers")
     run.add_argument("--seconds", type=float, default=10.0, help="time limit of a search, by its count of work")
     run.add_argument("--without", nargs="*", default=None, help="parts to leave out (default: each of them)")
     run.add_argument("--heuristics", action="store_true", help="only the heuristics' phase, without engines")
@@ -55,17 +56,10 @@ def main() -> None:
     if given.command == "table":
         print("\n".join(table(read(given.results))))
         return
-    problems = [Problem.load(path) for path in given.problems] + [*map(random_problem, range(given.random))]
+    problems = [Problem.load(path) for path in given.problems]
+    problems += [random_problem(number) for number in (*range(given.random), *given.numbers)]
     parts = (HEURISTICS if given.heuristics else ENGINES) if given.without is None else tuple(given.without)
     measure(problems, parts, given.seconds, given.heuristics, given.results)
-
-
-def random_problem(number: int) -> Problem:
-    try:
-        from random_problems import random_problem as make
-    except ImportError:
-        from optpipe_cli.bench.random_problems import random_problem as make
-    return make(number)
 
 
 # Measuring
@@ -232,6 +226,5 @@ if __name__ == "__main__":
 
         engine()
     else:
-        engine_processes.ENGINE = Path(__file__).stem
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        engine_processes.ENGINE = "benchmarks.ablation"
         main()
