@@ -196,11 +196,12 @@ class StepRunner:
 
     def _attempt(self, batch: Batch) -> StepReport | Repeat:
         """One life of the step."""
-        vote = self._vote(batch)
-        met = self._must_meet()
-        if met and self._meet(vote, batch):
+        attempt = self._vote(batch)
+        attempt.met = self._must_meet()
+        if attempt.met and self._meet(attempt.all_know, batch):
             return Repeat.WITH_CORRECTED_PARAMETERS
-        attempt = _Attempt(vote, met, self._is_trial())
+        running = self.schedules.running
+        attempt.is_trial = running.on_trial and self._can_undo and self._can_stop and not self._is_fixed
         outcome = self._run(attempt, batch)
         if attempt.is_doomed:
             self._undo(outcome)
@@ -213,11 +214,11 @@ class StepRunner:
             self._swap_back(outcome.complaint)
             return Repeat.AS_IT_IS
         self._correct()  # drops what was kept of an update that was right
-        self.schedules.running.end_step()
+        running.end_step()
         assert outcome.report is not None
         return outcome.report
 
-    def _vote(self, batch: Batch) -> _Vote:
+    def _vote(self, batch: Batch) -> _Attempt:
         """Tells the others what they must know of this rank, without waiting."""
         known = self._learner.knows(batch)
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
@@ -225,7 +226,7 @@ class StepRunner:
         shared = self._rank.cpu_group.share(known, *self.schedules.votes(), -microseconds)
         # What is shared waits for nobody, and tells peers that have called another method before this waits for them.
         known = self._rank.cpu_group.peers_agree(known) if self._can_undo else known
-        return _Vote(known, shared, self.schedules, self._is_wrong)
+        return _Attempt(known, shared, self.schedules.heard, self._is_wrong)
 
     def _must_meet(self) -> bool:
         """Whether all ranks read the votes before the step."""
@@ -234,9 +235,8 @@ class StepRunner:
         ready = self._learner.done and self.schedules.running.plan is not None
         return not ready or not self._can_undo or could_stop_one or self.schedules.swap_due
 
-    def _meet(self, vote: _Vote, batch: Batch) -> bool:
+    def _meet(self, all_know: bool, batch: Batch) -> bool:
         """All ranks, before a step: does what the votes ask for. Returns whether parameters were corrected."""
-        all_know = vote.all_know
         if self._correct():
             return True
         if not all_know and self._learner.done:
@@ -246,10 +246,6 @@ class StepRunner:
         self._learn_first(batch)
         return False
 
-    def _is_trial(self) -> bool:
-        """Whether the step is the first by its schedule, and is undone if a rank runs out of memory."""
-        return self.schedules.running.on_trial and self._can_undo and self._can_stop and not self._is_fixed
-
     @property
     def _is_fixed(self) -> bool:
         return any(feature.is_fixed for feature in self._features)
@@ -257,9 +253,8 @@ class StepRunner:
     def _run(self, attempt: _Attempt, batch: Batch) -> _Outcome:
         """This rank's part of a step. Where there are gradients already, it reads the votes first: to copy gradients
         before each step would cost more."""
-        plan, vote = self.schedules.plan, attempt.vote
-        reads_first = attempt.met or self._accumulates()
-        is_left_out = not attempt.met and (not vote.known or (reads_first and vote.doomed))
+        plan, reads_first = self.schedules.plan, attempt.met or self._accumulates()
+        is_left_out = not attempt.met and (not attempt.known or (reads_first and attempt.is_doomed))
         with self._rank.team.local():
             if is_left_out:
                 self.executor.skip(plan)
@@ -272,7 +267,7 @@ class StepRunner:
             except LostError:
                 raise
             except Exception as error:
-                counts = reads_first or not self._can_stop or not vote.known_to_be_doomed
+                counts = reads_first or not self._can_stop or not attempt.is_known_to_be_doomed
                 if counts and not (attempt.is_trial and ran_out(error)):
                     raise
                 self.executor.abandon()
@@ -303,47 +298,36 @@ class _Outcome(NamedTuple):
     complaint: str = ""
 
 
-class _Vote:
-    """What this rank tells the others with a step, and what they have told. `known`: whether batch and modules are as
-    they were, here and on all inner peers."""
+@dataclass
+class _Attempt:
+    """One life of a step: what this rank has told the others with it, and what they have told."""
 
-    def __init__(
-        self, known: bool, shared: Shared, schedules: Schedules, is_wrong: Sequence[Callable[[], bool]]
-    ) -> None:
-        self.known, self._shared, self._schedules, self._is_wrong = known, shared, schedules, is_wrong
+    known: bool  # whether batch and modules are as they were, here and on all inner peers
+    shared: Shared  # what all ranks tell, on its way
+    hear: Callable[[Sequence[int], float | None, bool], None]  # takes what they have told
+    is_wrong: Sequence[Callable[[], bool]]  # of the features
+    met: bool = False  # the ranks have met before the step, so no vote undoes it
+    is_trial: bool = False  # it is the first by its schedule, and undone if a rank runs out of memory
 
     @cached_property
     def all_know(self) -> bool:
         """Whether batch and modules were on every rank as they had been. Waits until all have begun the step."""
-        known, *votes, minus_microseconds = self._shared.least(4)
-        self._schedules.heard(votes, -minus_microseconds / 1e3 or None, bool(known))
+        known, *votes, minus_microseconds = self.shared.least(4)
+        self.hear(votes, -minus_microseconds / 1e3 or None, bool(known))
         return bool(known)
 
     @property
-    def doomed(self) -> bool:
-        """Whether the step must be undone if the ranks did not meet before it."""
-        return not self.all_know or any(is_wrong() for is_wrong in self._is_wrong)
+    def is_doomed(self) -> bool:
+        """Whether the step must be undone. Waits for the votes, unless the ranks have met."""
+        return not self.met and (not self.all_know or any(is_wrong() for is_wrong in self.is_wrong))
 
     @property
-    def known_to_be_doomed(self) -> bool:
+    def is_known_to_be_doomed(self) -> bool:
         """The same, but False if the ranks are lost to each other."""
         try:
-            return self.doomed
+            return self.is_doomed
         except OptPipeError:
             return False
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """One life of a step. `met`: the ranks have met before it, so no vote undoes it."""
-
-    vote: _Vote
-    met: bool
-    is_trial: bool
-
-    @property
-    def is_doomed(self) -> bool:
-        return not self.met and self.vote.doomed
 
     def counts(self) -> bool:
         """Whether it will count, whatever happens. Once a backward has begun, all ranks have begun the step, so their

@@ -38,8 +38,6 @@ class Updates:
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """As `Pipeline.clip_grad_norm_`."""
-        for feature in self._rank.features:
-            feature.require_clipping()
         norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
         for feature in self._rank.features:
             feature.clipped()

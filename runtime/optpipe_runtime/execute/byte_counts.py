@@ -9,7 +9,7 @@ import torch
 from optpipe.model.ops import Op
 from optpipe_runtime.execute.handler import Feature, Handler, overridden
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.execute.report import Certified, Peaks, StepRecord
+from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan
 
 log = logging.getLogger("optpipe.runtime")
@@ -23,7 +23,7 @@ class ByteCounts:
         self._left = overridden(rank.features, Feature.left)
         self._counted: Plan | None = None  # the last one whose bytes were counted
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
-        self._certified: dict[tuple[str, bool, bool], Certified] = {}  # by plan, evaluating, whether gradients leave
+        self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, left
 
     def are_wanted(self, plan: Plan, tracing: bool, evaluating: bool) -> bool:
         return not evaluating and (tracing or plan is not self._counted)
@@ -38,12 +38,13 @@ class ByteCounts:
         if step.counting or (step.tracing and step.evaluating):
             step.gathered_bytes = max(step.gathered_bytes or 0, self._rank.replicas.held_bytes())
         if step.counting:
-            step.count(op, handler.held_bytes(op), certified)
+            step.count(op, None if handler.held_bytes is None else handler.held_bytes(op), certified)
         if step.tracing:
             step.allocated.append(self._allocated())
 
-    def end(self, step: StepRecord) -> Peaks:
-        """After the last op: the step's peaks. Logs once for each plan that it held more than certified."""
+    def end(self, step: StepRecord) -> dict[str, int | None]:
+        """After the last op: the peaks that the report has, and what the plan allows. Logs once for each plan that
+        more was held than certified."""
         rank, plan = self._rank, step.plan
         if step.counting:
             self._counted = plan
@@ -51,21 +52,22 @@ class ByteCounts:
             self._logged.add(plan.digest)
             op, held, certified = step.excess
             log.warning("rank %s holds %d bytes after %s, %d are certified", rank.team.name, held, op, certified)
-        on_cuda = rank.device.type == "cuda"
-        return Peaks(
-            host=rank.pool.peak_bytes,
-            messages=rank.messages.peak_bytes,
-            certified=self._certified_peaks(step),
-            cuda=torch.cuda.max_memory_allocated(rank.device) if on_cuda else None,
-        )
+        messages, gathered = self._certified_peaks(step)
+        return {
+            "host_peak_bytes": rank.pool.peak_bytes,
+            "buffer_peak_bytes": rank.messages.peak_bytes,
+            "buffer_certified_bytes": messages,
+            "gathered_certified_bytes": gathered,
+            "cuda_peak_bytes": torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None,
+        }
 
-    def _certified_peaks(self, step: StepRecord) -> Certified:
-        """How large gathered parameters and their gradients are, a counted step finds."""
+    def _certified_peaks(self, step: StepRecord) -> tuple[int, int]:
+        """Of messages, and of gathered parameters with their gradients. How large these are, a counted step finds."""
         plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
         left = {} if evaluating else {op: s for hook in self._left for op, s in hook(plan).items()}
         key = plan.digest, evaluating, bool(left)
         if step.counting or key not in self._certified:
-            self._certified[key] = Certified(
+            self._certified[key] = (
                 plan.message_peak(self._rank.message_bytes, evaluating),
                 plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, left),
             )

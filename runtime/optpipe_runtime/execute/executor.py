@@ -15,11 +15,10 @@ from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.byte_counts import ByteCounts
-from optpipe_runtime.execute.compute import compute_handlers
 from optpipe_runtime.execute.handler import Feature, Handler, overridden
-from optpipe_runtime.execute.offload import offload_handlers
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
+from optpipe_runtime.execute.stage_ops import StageOps
 from optpipe_runtime.lowering.plan import Action, Message, Plan
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
@@ -33,7 +32,7 @@ class Executor:
         self._replicas, self._reductions = rank.replicas, rank.reductions
         self._clock = Clock(rank.device, rank.team.require_alive)
         self._bytes = ByteCounts(rank)
-        self._handlers: dict[Kind, Handler] = {**compute_handlers(rank), **offload_handlers(rank)}
+        self._handlers: dict[Kind, Handler] = StageOps(rank).handlers
         for feature in rank.features:
             self._handlers |= feature.handlers
         self._start_plan = overridden(rank.features, Feature.start_plan)
@@ -94,8 +93,7 @@ class Executor:
         assert self.idle, "a step leaves nothing behind"
         for stage in self._stages.values():
             stage.end_step()
-        certified_bytes = self._bytes.end(step)
-        return step.report(self._clock, begun, ended, certified_bytes)
+        return step.report(self._clock, begun, ended, self._bytes.end(step))
 
     def skip(self, plan: Plan) -> None:
         """Instead of `run`: lets the other ranks run theirs, of which nothing will count."""
@@ -118,7 +116,7 @@ class Executor:
             self._begin(action)
             if action.receives is not None:
                 self._messages.discard(action.receives)
-            transfers += self._handlers[action.op.kind].abandon(action.op, failed=action.op == self._failed)
+            transfers += self._handlers[action.op.kind].abandon(action.op, action.op == self._failed)
             if action.sends is not None and action.to is not None and action.to != self._rank.number:
                 specs = self._sent_specs(action.op)
                 zeros = tuple(spec.zeros(self._rank.device) for spec in specs)
@@ -186,7 +184,7 @@ class Executor:
         if op.kind == Kind.F:
             for before_forward in self._before_forward:
                 before_forward(op.stage)
-        handler.wait(step, op)
+        handler.wait(op)
         if action.to is not None:
             self._messages.make_room(action.to)
         start = step.mark()

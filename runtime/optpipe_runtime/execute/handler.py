@@ -31,24 +31,26 @@ class Done(NamedTuple):
     copies: Sequence[Handle] = ()
 
 
-class Handler:
-    """One kind of op on one rank. The executor posts and takes the op's messages, and sends what it has made."""
+class Handler(NamedTuple):
+    """One kind of op on one rank. The executor posts and takes the op's message, and sends what the op has made.
 
-    def wait(self, step: StepRecord, op: Op) -> None:
-        """Waits for what the op needs beside its message, before the time of the op starts."""
+    Attributes
+    ----------
+    run
+        Runs the op, given its message; a forward without one gets the micro-batch's inputs.
+    held_bytes
+        Device bytes that the op's stage and micro-batch hold after it. None: the op changes nothing.
+    wait
+        Waits for what the op needs beside its message, before the time of the op starts.
+    abandon
+        In a step that failed here: does for other ranks what they wait for from the op, with zeros; returns the
+        transfers to wait for. The flag tells whether it is the op that failed; else the op has not begun.
+    """
 
-    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        """Runs the op. `received` is its message; for a forward without one, the micro-batch's inputs."""
-        raise NotImplementedError
-
-    def held_bytes(self, op: Op) -> int | None:
-        """Device bytes that the op's stage and micro-batch hold after it; None if the op changes nothing."""
-        return None
-
-    def abandon(self, op: Op, failed: bool) -> Sequence[Handle]:
-        """In a step that failed here: does for other ranks what they wait for from this op, with zeros. Returns the
-        transfers to wait for. `failed`: it is the op that failed; else it has not begun."""
-        return ()
+    run: Callable[[StepRecord, Op, Tensors], Done]
+    held_bytes: Callable[[Op], int] | None = None
+    wait: Callable[[Op], object] = lambda op: None
+    abandon: Callable[[Op, bool], Sequence[Handle]] = lambda op, failed: ()
 
 
 class Feature:
@@ -137,11 +139,9 @@ class Feature:
     def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
         """Collective: raises `InputError` if these parameters cannot be tied."""
 
-    def require_clipping(self) -> None:
-        """Raises `InputError` if gradients cannot be clipped after a step, on all ranks."""
-
     def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """For parameters whose gradients are elsewhere, what has them."""
+        """For parameters whose gradients are elsewhere, what has them. Raises `InputError` on all ranks alike if they
+        are nowhere any more, and cannot be clipped."""
         return {}
 
     def clipped(self) -> None:

@@ -129,22 +129,6 @@ class OpRecord(NamedTuple):
     copies: Sequence[Handle]
 
 
-class Certified(NamedTuple):
-    """The bytes that a plan allows for messages, and for gathered parameters with their gradients."""
-
-    messages: int
-    gathered: int
-
-
-class Peaks(NamedTuple):
-    """What a step used at most, in bytes, as `StepReport` has it."""
-
-    host: int
-    messages: int
-    certified: Certified
-    cuda: int | None
-
-
 @dataclass
 class StepRecord:
     """What one step gathers while it runs.
@@ -196,21 +180,17 @@ class StepRecord:
         if above > 0 and (self.excess is None or above > self.excess.held_bytes - self.excess.certified_bytes):
             self.excess = Excess(op, self._now, certified)
 
-    def report(self, clock: Clock, begun: Any, ended: Any, peaks: Peaks) -> StepReport:
-        """The report of a step that ran between these two marks."""
+    def report(self, clock: Clock, begun: Any, ended: Any, peaks: Mapping[str, Any]) -> StepReport:
+        """The report of a step that ran between these two marks. `peaks` are its fields that `ByteCounts` knows."""
         return StepReport(
             losses=[float(self.losses[j]) for j in sorted(self.losses)] if self.losses else None,
             step_ms=clock.ms(begun, ended),
             peak_activation_bytes=self.peak_bytes if self.counting or self.evaluating else None,
-            host_peak_bytes=peaks.host,
-            buffer_peak_bytes=peaks.messages,
-            buffer_certified_bytes=peaks.certified.messages,
             gathered_peak_bytes=self.gathered_bytes,
-            gathered_certified_bytes=peaks.certified.gathered,
-            cuda_peak_bytes=peaks.cuda,
             excess=self.excess,
             trace=tuple(self._trace(clock, begun)) if self.tracing else (),
             outputs=[self.results[j] for j in sorted(self.results)] if self.results else None,
+            **peaks,
         )
 
     def _trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:

@@ -11,7 +11,6 @@ from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.compute import StageHandler
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
@@ -27,18 +26,18 @@ class Evictions(Feature):
     """Making one is collective. `peers` moves the bytes."""
 
     def __init__(self, rank: Rank, options: Options) -> None:
+        self._rank, self._stages = rank, rank.stages
         self.peers = Peers(rank.team, rank.layout, rank.device)
         self.handlers = {
-            Kind.E: _Evict(rank, self.peers),
-            Kind.L: _Load(rank, self.peers),
-            Kind.A: _Accept(rank, self.peers),
-            Kind.V: _Vacate(rank, self.peers),
+            Kind.E: Handler(self._evict, abandon=self._send_zeros),  # the copy only begins
+            Kind.L: Handler(self._load, self._held_here, abandon=self._receive_anyway),
+            Kind.A: Handler(self._accept, self._held_for_peer, abandon=self._accept_anyway),
+            Kind.V: Handler(self._vacate, self._held_for_peer, abandon=self._vacate_anyway),
         }
         self._orders: dict[int, EvictionOrder] = {}
         self._orders_of = ""  # the digest of their plan
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
-        """Ranks may evict only to the peers that this pipeline has."""
         require_peers(schedule, layout)
 
     @property
@@ -52,6 +51,51 @@ class Evictions(Feature):
 
     def close(self) -> None:
         self.peers.close()
+
+    # On the rank that evicts
+
+    def _evict(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        return Done(copies=self._stages[op.stage].evict(op.microbatch, self.peers))
+
+    def _load(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        return Done(copies=self._stages[op.stage].reload(op.microbatch, 0))
+
+    def _held_here(self, op: Op) -> int:
+        return self._stages[op.stage].held_bytes(op.microbatch)
+
+    def _send_zeros(self, op: Op, failed: bool) -> Sequence[Handle]:
+        return self.peers.take_out(self._blocks(op))
+
+    def _receive_anyway(self, op: Op, failed: bool) -> Sequence[Handle]:
+        return self.peers.bring_back(self._blocks(op))
+
+    def _blocks(self, op: Op) -> list[Tensor]:
+        """As many zeros as the peer expects, or sends bytes."""
+        return [torch.zeros(size, dtype=torch.uint8, device=self._rank.device) for size in self._sizes(op)]
+
+    # On its peer. In a step that fails here it has the same to do, because the other rank sends and receives.
+
+    def _accept(self, step: StepRecord | None, op: Op, received: Tensors = ()) -> Done:
+        self.peers.accept(self._rank.layout.placement[op.stage], (op.stage, op.microbatch), self._sizes(op))
+        return Done()
+
+    def _vacate(self, step: StepRecord | None, op: Op, received: Tensors = ()) -> Done:
+        self.peers.vacate((op.stage, op.microbatch))
+        return Done()
+
+    def _held_for_peer(self, op: Op) -> int:
+        return self.peers.held_bytes((op.stage, op.microbatch))
+
+    def _accept_anyway(self, op: Op, failed: bool) -> Sequence[Handle]:
+        return self._accept(None, op).copies
+
+    def _vacate_anyway(self, op: Op, failed: bool) -> Sequence[Handle]:
+        return self._vacate(None, op).copies
+
+    def _sizes(self, op: Op) -> list[int]:
+        """Bytes of each block of an activation that leaves."""
+        io = self._rank.io[op.stage, self._rank.layout.microbatch_routes[op.microbatch]]
+        return [size for size in io.block_bytes if size]
 
 
 def require_peers(schedule: Schedule, layout: Layout) -> None:
@@ -74,68 +118,3 @@ def eviction_orders(plan: Plan) -> dict[int, EvictionOrder]:
         return tuple((op.stage, op.microbatch) for op in ops if op.kind == kind)
 
     return {d: EvictionOrder(activations(d, Kind.E), activations(d, Kind.L)) for d in evictors}
-
-
-class _OnEvictor(StageHandler):
-    def __init__(self, rank: Rank, peers: Peers) -> None:
-        super().__init__(rank)
-        self._peers = peers
-
-    def _zeros(self, op: Op) -> list[Tensor]:
-        """As many bytes as the peer expects, or sends."""
-        io = self._stages[op.stage].io[self._rank.layout.microbatch_routes[op.microbatch]]
-        return [torch.zeros(size, dtype=torch.uint8, device=self._rank.device) for size in io.block_bytes if size]
-
-
-class _Evict(_OnEvictor):
-    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        return Done(copies=self._stages[op.stage].evict(op.microbatch, self._peers))
-
-    def held_bytes(self, op: Op) -> int | None:
-        """The copy only begins."""
-        return None
-
-    def abandon(self, op: Op, failed: bool) -> Sequence[Handle]:
-        return self._peers.take_out(self._zeros(op))
-
-
-class _Load(_OnEvictor):
-    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        return Done(copies=self._stages[op.stage].reload(op.microbatch, 0))
-
-    def abandon(self, op: Op, failed: bool) -> Sequence[Handle]:
-        return self._peers.bring_back(self._zeros(op))
-
-
-class _OnPeer(Handler):
-    """It has the same to do in a step that has failed: the other rank sends, and wants to receive."""
-
-    def __init__(self, rank: Rank, peers: Peers) -> None:
-        self._rank, self._peers = rank, peers
-
-    def held_bytes(self, op: Op) -> int | None:
-        return self._peers.held_bytes((op.stage, op.microbatch))
-
-    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        self._do(op)
-        return Done()
-
-    def abandon(self, op: Op, failed: bool) -> Sequence[Handle]:
-        self._do(op)
-        return ()
-
-    def _do(self, op: Op) -> None:
-        raise NotImplementedError
-
-
-class _Accept(_OnPeer):
-    def _do(self, op: Op) -> None:
-        _, s, j, _ = op
-        layout = self._rank.layout
-        blocks = self._rank.io[s, layout.microbatch_routes[j]].block_bytes
-        self._peers.accept(layout.placement[s], (s, j), [size for size in blocks if size])
-
-
-class _Vacate(_OnPeer):
-    def _do(self, op: Op) -> None:
-        self._peers.vacate((op.stage, op.microbatch))

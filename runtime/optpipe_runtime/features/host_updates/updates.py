@@ -33,7 +33,7 @@ class HostUpdates(Feature):
         self._everywhere = {s for stages in rank.cpu_group.gather([*self.optimizers]) for s in stages}
         self.irreversible = IRREVERSIBLE if self._everywhere else ""
         self._put_off: dict[int, list[_PutOff]] = {}  # by stage: G and U that wait for its reduction
-        self.handlers = dict.fromkeys((Kind.G, Kind.U, Kind.P), _UpdateHandler(self))
+        self.handlers = dict.fromkeys((Kind.G, Kind.U, Kind.P), Handler(self._run))
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
         require_optimizers(schedule, self._everywhere)
@@ -85,17 +85,17 @@ class HostUpdates(Feature):
         for optimizer in self.optimizers.values():
             optimizer.wait_update()
 
-    def run(self, op: Op) -> Sequence[Handle]:
+    def _run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         """Runs G, U or P. While the stage's gradients are being reduced over the replicas, its G and U are put off, and
         G passes the shared link on."""
         optimizer, s = self.optimizers[op.stage], op.stage
         run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
         with self._rank.link.in_order(op):
             if op.kind == Kind.P or (s not in self._put_off and self._reductions.ended(s)):
-                return run()
+                return Done(copies=run())
             copies: list[Handle] = []  # that come later
             self._put_off.setdefault(s, []).append((run, copies))
-            return copies
+            return Done(copies=copies)
 
     # Between two steps
 
@@ -112,15 +112,13 @@ class HostUpdates(Feature):
                     "the copies: leave the stage out of host_optimizers"
                 )
 
-    def require_clipping(self) -> None:
+    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The copies on the host."""
         if self._everywhere and not self._clips:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
                 "gradients is known: make the Pipeline with clip_host_updates=True"
             )
-
-    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The copies on the host."""
         return {p: copy for optimizer in self.optimizers.values() for p, copy in optimizer.gradients().items()}
 
     def clipped(self) -> None:
@@ -133,16 +131,6 @@ class HostUpdates(Feature):
 
 
 _PutOff = tuple[Callable[[], Sequence[Handle]], list[Handle]]
-
-
-class _UpdateHandler(Handler):
-    """Model state moves; activations stay as they are."""
-
-    def __init__(self, updates: HostUpdates) -> None:
-        self._updates = updates
-
-    def run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        return Done(copies=self._updates.run(op))
 
 
 def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
