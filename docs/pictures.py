@@ -2,7 +2,7 @@
 
 For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
 (NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side; and the pictures of docs/concepts.md and docs/cyclic.md (NAME: concepts).
+side by side; and the pictures of docs/concepts.md (NAME: concepts).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
-from optpipe.show.svg import LEFT, TOP, gantt
+from optpipe.show.svg import gantt
 from optpipe_cli import example
 from optpipe_solver import heuristics, systems
 
@@ -137,31 +137,6 @@ def slower(problem: Problem) -> Problem:
     return problem.replace(stages=stages)
 
 
-def period() -> str:
-    """The picture of docs/cyclic.md: the shortest pattern of one micro-batch, repeated, with a line where each period
-    of device 0 begins."""
-    # Loads ortools, which cannot share a process with highspy: a test that reads this file may have loaded that.
-    from optpipe.prune import prune
-    from optpipe_solver.budget import Budget
-    from optpipe_solver.cpsat.grid import Grid
-    from optpipe_solver.cyclic.pattern import PatternModel, least_period
-    from optpipe_solver.cyclic.unroll import unroll
-
-    problem = units(4, 12, memory=2, **leaving(1))
-    grid = Grid.of(problem)
-    pattern = PatternModel(grid, 1, least_period(grid, 1)).solve(Budget(60, 1), 0, 60).pattern
-    assert pattern
-    schedule = prune(unroll(grid, pattern, "cyclic"))
-    picture = gantt(schedule, "One micro-batch every 3 ms", until_ms=42)
-    scale = (1200 - LEFT - 16) / 42
-    height = picture.split('height="')[1].split('"')[0]
-    lines = [
-        f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{int(height) - 18}" stroke="#111" stroke-dasharray="2 3"/>'
-        for x in (LEFT + scale * float(pattern.period * grid.tick) * k for k in range(problem.microbatches + 1))
-    ]
-    return picture.replace("</svg>", "\n".join(lines) + "\n</svg>")
-
-
 def write(name: str, picture: str) -> None:
     path = HERE / "pictures" / name
     path.write_text(picture)
@@ -180,7 +155,6 @@ def main() -> None:
         elif name == CONCEPTS:
             for shown, picture in concepts():
                 write(f"concepts/{shown}.svg", picture)
-            write("cyclic.svg", period())
         else:
             write(f"systems/{name}.svg", figure(name))
 

@@ -1,0 +1,133 @@
+"""Prose: links lead somewhere, files, modules and functions that pages name are there, and no page is left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import optpipe
+import optpipe_runtime
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+FOLDERS = "docs|examples|scripts|tests|benchmarks|solver|runtime|server|cache|cli"
+
+
+def read(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """Return the page without its blocks of code, in which brackets mean other things."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives to the headings of a page."""
+    names: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        count = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", other) is not None for other in names)
+        names.add(f"{name}-{count}" if count else name)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_are_there(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not re.match(r"[a-z]+:", target) and (not file.exists() or (anchor and anchor not in anchors(file))):
+            broken.append(target)
+    for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+|optpipe/[\w/]+\.py)`", prose(page)):
+        if not (ROOT / name).exists() and "kfkb" not in name:  # which CONTRIBUTING.md tells the reader to make
+            broken.append(name)
+    assert broken == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            waiting += [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", prose(page))]
+    assert set(DOCS.rglob("*.md")) <= seen
+
+
+SECTIONS = dict(
+    re.findall(r"^## [^`\n]*`([\w/]+)/`\n(.*?)(?=^## |\Z)", read("architecture.md"), re.DOTALL | re.MULTILINE)
+)
+
+
+def modules(folder: Path) -> set[str]:
+    return {path.stem for path in folder.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+
+
+@pytest.mark.parametrize("folder", SECTIONS)
+def test_the_architecture_names_the_modules_that_there_are(folder: str) -> None:
+    rows = re.findall(r"^\| ((?:`\w+/?`(?:, )?)+) \| (.*) \|$", SECTIONS[folder], re.MULTILINE)
+    named = [name for names, _ in rows for name in re.findall(r"`(\w+)/?`", names)]
+    there = {name for name in modules(ROOT / folder) if not name.startswith("__")}
+    if named:  # the command line has no table: its modules are named as its commands are
+        assert sorted(named) == sorted(there)
+    for names, text in rows:
+        room = ROOT / folder / names.strip("`/")
+        if room.is_dir():
+            assert set(re.findall(r"`([a-z_]+)`", text)) <= modules(room) | modules(room.parent), names
+
+
+def test_all_components_have_a_section() -> None:
+    assert {"optpipe", *(path.parent.name for path in ROOT.glob("*/optpipe_*/__init__.py"))} <= {
+        Path(folder).name for folder in SECTIONS
+    }
+
+
+EQUATIONS = read("milp.md").partition("## The equations")[2].partition("### Remarks")[0]
+
+
+def test_the_milp_page_has_every_equation_and_what_the_code_does_about_it() -> None:
+    printed = re.findall(r"\\qquad \((\d+)\)\n```", EQUATIONS)
+    told = re.findall(r"\d+", " ".join(re.findall(r"^\| (\d[\d, ]*)[,|]", EQUATIONS, re.MULTILINE)))
+    assert {*map(int, printed)} == {*map(int, told)} == {*range(1, 20)}
+
+
+def test_the_functions_that_the_milp_page_names_are_there() -> None:
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("solver/optpipe_solver/milp/*.py")}
+    named = re.findall(r"^\| [^|]* \| `(\w+)\.(\w+)` \|", EQUATIONS, re.MULTILINE)
+    assert len(named) > 10
+    for home, name in named:  # a module and its function, or a class and its method or field
+        body = sources.get(home) or next(
+            found[0]
+            for text in sources.values()
+            if (found := re.search(rf"^class {home}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
+        )
+        assert re.search(rf"^ *(def )?{name}[(:]", body, re.MULTILINE), f"{home}.{name}"
+
+
+@pytest.mark.parametrize("package", [optpipe, optpipe_runtime], ids=lambda package: package.__name__)
+def test_the_reference_has_every_public_name_once(package: ModuleType) -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    assert sorted(re.findall(rf"^::: {package.__name__}\.(\w+)$", pages, re.MULTILINE)) == sorted(package.__all__)
+
+
+def test_the_pictures_of_the_concepts_are_those_that_are_drawn_now() -> None:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    assert spec
+    assert spec.loader
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    for name, picture in pictures.concepts():
+        assert picture == read(f"pictures/concepts/{name}.svg"), "draw them: .venv/bin/python docs/pictures.py concepts"
+        assert f"pictures/concepts/{name}.svg" in read("concepts.md")
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 80
