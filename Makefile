@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web docs test test-all suite suite-slow soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack clean
+.PHONY: help setup format check check-web docs test test-all suite suite-slow soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack dist clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -110,6 +110,11 @@ pictures: setup ## draw the pictures of the docs again
 
 pack: setup ## solve common problems, for the pack of the release; goes on where it was ended
 	nice -n 5 $(BIN)/python scripts/pack.py
+
+# TAG is that of a release, such as v0.1.0, and must name the version.
+TAG ?=
+dist: ## build sdist and wheel into the folder dist, check them, and run the wheel
+	$(PYTHON) scripts/dist.py dist --tag "$(TAG)"
 
 clean: ## remove the environment and all caches
 	find . -name '*.nb[ic]' -delete

@@ -1,16 +1,29 @@
-"""The Dockerfile's installation, from scratch."""
+"""What a user installs, from scratch and away from the sources: the wheel, and the Dockerfile's image."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 from support.deployment import DOCKERFILE, ROOT
 
-WORKS = """
+from optpipe import Problem, ScheduleFile, __version__, check
+
+SPEC = importlib.util.spec_from_file_location("dist", ROOT / "scripts" / "dist.py")
+assert SPEC
+assert SPEC.loader
+dist = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(dist)
+
+PROBLEM = ROOT / "examples" / "problems" / "shared-pcie-4x8.json"
+TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+IMAGE_WORKS = """
 import importlib.util
 import psycopg
 from optpipe_cache.pack import PATH
@@ -19,6 +32,46 @@ from optpipe_server.work.worker import work
 assert importlib.util.find_spec("torch") is None
 assert PATH.exists()
 """
+
+
+@pytest.mark.timeout(1200)  # it installs torch
+def test_the_wheel_alone_solves_serves_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "OPTPIPE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.sqlite"))
+    monkeypatch.chdir(tmp_path)
+    assert TORCH
+    sdist, wheel = dist.build(tmp_path / "dist", tmp_path)
+    dist.require_same("sdist", dist.files_of_sdist(sdist), dist.expected_in_sdist())
+    dist.require_same("wheel", dist.files_of_wheel(wheel), dist.expected_in_wheel())
+    python = dist.environment(tmp_path / "empty", f"{wheel}[runtime,server]", TORCH[0])
+    optpipe = python.parent / "optpipe"
+
+    def run(*words: object) -> str:
+        return subprocess.run([*map(str, words)], check=True, text=True, stdout=subprocess.PIPE).stdout
+
+    assert run(optpipe, "--version") == f"optpipe {__version__}\n"
+    assert "less time than" in run(optpipe, "try", "--html", "try.html")
+    assert "<html" in Path("try.html").read_text()
+    run(optpipe, "solve", PROBLEM, "--time-limit", 2, "-o", "s.json")
+    assert check(Problem.load(PROBLEM), ScheduleFile.load("s.json").schedule()) == []
+    serve = [optpipe, "serve", "--port", "0", "--solves", "0"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout
+        url = service.stdout.readline().split()[-1]
+        with urllib.request.urlopen(url) as page:
+            modules = re.findall(r'(?:src|href)="([^"]+\.(?:js|css))"', page.read().decode())
+        assert modules
+        for module in modules:
+            with urllib.request.urlopen(f"{url}/{module.lstrip('/')}") as file:
+                assert file.read()
+        service.terminate()
+    shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path)
+    ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    lines = run(*ranks, "train_gpt.py", "--steps", 12).splitlines()
+    losses = [float(line.split()[-1]) for line in lines if line.startswith("step ")]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.soak
@@ -36,21 +89,14 @@ def test_the_image_s_packages_are_enough(tmp_path: Path) -> None:
                     (tmp_path / "source").mkdir(exist_ok=True)
                     shutil.copy(whole, tmp_path / "source" / source)
     environment = tmp_path / "opt"
-    made, installed = [
+    create, install = [
         [word.replace("/opt/optpipe", str(environment)) for word in words[1:]]
         for words in DOCKERFILE
         if words[0] == "RUN"
     ]
-    subprocess.run([sys.executable, *made[1:]], check=True)
-    subprocess.run([word for word in installed if word != "--no-cache-dir"], cwd=tmp_path / "source", check=True)
-    python = environment / "bin" / "python"
-    subprocess.run([python, "-I", "-c", WORKS], cwd="/", check=True)
-    problem = ROOT / "examples" / "problems" / "shared-pcie-4x8.json"
-    solved = subprocess.run(
-        [environment / "bin" / "optpipe", "solve", str(problem), "--time-limit", "2", "--no-cache"],
-        cwd=tmp_path,
-        check=True,
-        text=True,
-        capture_output=True,
-    )
+    subprocess.run([sys.executable, *create[1:]], check=True)
+    subprocess.run([word for word in install if word != "--no-cache-dir"], cwd=tmp_path / "source", check=True)
+    subprocess.run([environment / "bin" / "python", "-I", "-c", IMAGE_WORKS], cwd="/", check=True)
+    solve = [environment / "bin" / "optpipe", "solve", PROBLEM, "--time-limit", "2", "--no-cache"]
+    solved = subprocess.run(solve, cwd=tmp_path, check=True, text=True, capture_output=True)
     assert "ms by" in solved.stdout
