@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 SLOWER = 30  # how much slower the clock of the searches runs
 _monotonic = time.monotonic
@@ -30,13 +31,13 @@ from benchmarks.random_problems import random_problem  # noqa: E402
 from optpipe.evaluate.objective import raises, reaches, shorter  # noqa: E402
 from optpipe.model.problem import Problem  # noqa: E402
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Request  # noqa: E402
-from optpipe_solver import plan  # noqa: E402
+from optpipe_solver import methods, plan  # noqa: E402
 from optpipe_solver.portfolio import Portfolio, engine_processes, engine_runs, heuristic_runs  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ablation.jsonl"
 ENGINES = tuple(dict.fromkeys(run.engine for run in plan.AUTO))
-HEURISTICS = (*heuristic_runs.HEURISTICS, "published")
+HEURISTICS = (*methods.HEURISTICS, "published")
 KEYS = ("problem", "sha256", "seconds", "heuristics", "without")
 
 
@@ -130,15 +131,14 @@ def run_heuristics(portfolio: Portfolio) -> None:
 @contextmanager
 def without_part(name: str) -> Iterator[None]:
     """Leave an engine, a heuristic or the published schedules out of `auto`."""
-    table, heuristics, variants = plan.AUTO, heuristic_runs.HEURISTICS, heuristic_runs.variants
-    plan.AUTO = tuple(run for run in table if run.engine != name)
-    heuristic_runs.HEURISTICS = tuple(heuristic for heuristic in heuristics if heuristic != name)
-    if name == "published":
-        heuristic_runs.variants = lambda problem: iter(())
-    try:
-        yield
-    finally:
-        plan.AUTO, heuristic_runs.HEURISTICS, heuristic_runs.variants = table, heuristics, variants
+    engines = tuple(run for run in plan.AUTO if run.engine != name)
+    heuristics = tuple(heuristic for heuristic in methods.HEURISTICS if heuristic != name)
+    with patch.object(plan, "AUTO", engines), patch.object(heuristic_runs, "HEURISTICS", heuristics):
+        if name == "published":
+            with patch.object(heuristic_runs, "variants", lambda problem: iter(())):
+                yield
+        else:
+            yield
 
 
 @contextmanager
@@ -150,11 +150,8 @@ def recorded_engines(ran: set[str]) -> Iterator[None]:
         ran.add(run.engine)
         start(runs, run, *rest)
 
-    engine_runs.EngineRuns.start = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(engine_runs.EngineRuns, "start", noted):
         yield
-    finally:
-        engine_runs.EngineRuns.start = start  # type: ignore[method-assign]
 
 
 # The table

@@ -14,7 +14,7 @@ import typer
 from optpipe.errors import InputError
 from optpipe_cli import fidelity
 from optpipe_cli.extras import need
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     import torch
@@ -134,9 +134,7 @@ def gpu(
     if json:
         print_json(report.to_dict())
     else:
-        from rich.console import Console
-
-        Console().print(_table(report))
+        print_table(_table(report))
         for name, value in report.figures.items():
             typer.echo(f"{name:50}{value:>18,.6g}")
         typer.echo(f"trace for https://ui.perfetto.dev: {trace}")

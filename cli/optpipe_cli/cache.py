@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import register, with_options
-from optpipe_cli.output import Json, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemPath, ScheduleOutput, print_json, print_rows, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SearchOptions
@@ -25,10 +25,10 @@ At = Annotated[
 
 @with_options("SearchOptions", only=("objective",))
 def lookup(
-    problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    problem: ProblemPath,
     options: SearchOptions,
     cache: At = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
+    output: ScheduleOutput = None,
     json: Json = False,
 ) -> None:
     """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there
@@ -68,8 +68,8 @@ def lookup(
         terms = ", ".join(f"{name} {value:.2g}" for name, value in list(hit.terms.items())[:3])
         kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
         proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
-        found = f"{ms:.6g} ms by {hit.schedule.method} from the {hit.source}"
-        typer.echo(f"{kind}: {found}, re-checked for this problem, {proven}")
+        schedule = f"{ms:.6g} ms by {hit.schedule.method} from the {hit.source}"
+        typer.echo(f"{kind}: {schedule}, re-checked for this problem, {proven}")
 
 
 register(app, lookup)
@@ -120,15 +120,7 @@ def list_(cache: At = None, json: Json = False) -> None:
         }
         for entry, hits in _open(cache).entries_and_hits()
     ]
-    if json:
-        print_json(rows)
-        return
-    from rich.table import Table
-
-    table = Table(*(rows[0] if rows else ["the cache is empty"]), box=None)
-    for row in rows:
-        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row.values()))
-    print_table(table)
+    print_json(rows) if json else print_rows(rows, "the cache is empty")
 
 
 @app.command(name="export")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, print_json, print_table, require_folder
+from optpipe_cli.output import Json, ProblemPath, print_json, print_table, require_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @with_options("CompareOptions")
 def compare(
-    problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    problem: ProblemPath,
     options: CompareOptions,
     pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
     json: Json = False,
@@ -34,17 +34,17 @@ def compare(
     """Compare every published schedule, every heuristic and the solver's answer, and say why one does not fit."""
     from optpipe.model.problem import Problem
 
-    what = Problem.load(problem)
+    posed = Problem.load(problem)
     require_folder(pictures)
-    found = watched(what, options, quiet=json)
+    comparison = watched(posed, options, quiet=json)
     if pictures:
-        _draw(found, pictures)
+        _draw(comparison, pictures)
     if json:
-        print_json(found.to_dict())
+        print_json(comparison.to_dict())
         return
-    typer.echo(f"{what.name or problem.stem}: {_sizes(what)}")
-    print_table(table(found))
-    for row in found.rows:
+    typer.echo(f"{posed.name or problem.stem}: {_sizes(posed)}")
+    print_table(table(comparison))
+    for row in comparison.rows:
         for note in row.result.notes if row.result else ():
             if note != row.reason:
                 typer.echo(f"note: {title(row)}: {note}", err=True)
@@ -79,16 +79,16 @@ def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """Return the table for people. Rows that do not fit have the figures that they would have."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    noise = ("95%",) if found.options.jitter else ()
+    noise = ("95%",) if comparison.options.jitter else ()
     for name in ("method", "makespan", *noise, "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     table.add_column()  # the reason why it does not fit
-    for row in found.rows:
+    for row in comparison.rows:
         table.add_row(*_cells(row, bool(noise)), style=None if row.fits else "dim")
     return table
 
@@ -143,35 +143,29 @@ def whether_it_fits(problem: Problem, method: str, name: str) -> str:
     """Return whether the schedule of a method, which is called `name`, fits, and if not, why; one line."""
     from optpipe.anytime import solve
 
-    found = solve(problem, method=method, time_limit_s=10.0)
-    return f"{name} fits: {found.makespan_ms:.0f} ms" if found.schedule else f"{name} does not fit: {found.reason}"
+    result = solve(problem, method=method, time_limit_s=10.0)
+    return f"{name} fits: {result.makespan_ms:.0f} ms" if result.schedule else f"{name} does not fit: {result.reason}"
 
 
 def _sizes(problem: Problem) -> str:
-    devices, stages = len(problem.devices), len(problem.stages)
-    known = sorted({round(ratio, 9) for ratio in _ratios(problem) if ratio is not None})
-    k = (
-        ", no stage can be offloaded"
-        if not known
-        else f", k = {' to '.join(f'{ratio:.3g}' for ratio in dict.fromkeys((known[0], known[-1])))}"
-    )
-    return (
-        f"{devices} devices, {stages} stages, {problem.microbatches} micro-batches{k}; ms, peak of the device "
-        "whose memory is fullest, gap to the best bound of a row's stages"
-    )
-
-
-def _ratios(problem: Problem) -> list[float | None]:
     from optpipe.model.offload import offload_ratio
 
-    return offload_ratio(problem)
+    ratios = sorted({round(ratio, 9) for ratio in offload_ratio(problem) if ratio is not None})
+    least_and_most = " to ".join(f"{ratio:.3g}" for ratio in dict.fromkeys((*ratios[:1], *ratios[-1:])))
+    k = f"k = {least_and_most}" if ratios else "no stage can be offloaded"
+    return (
+        f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches, {k}; ms, "
+        "peak of the device whose memory is fullest, gap to the best bound of a row's stages"
+    )
 
 
-def _draw(found: Comparison, folder: Path) -> None:
+def _draw(comparison: Comparison, folder: Path) -> None:
     from optpipe.model.problem import write_file
     from optpipe.show.svg import gantt
 
-    for row in found.rows:
+    for row in comparison.rows:
         if row.schedule:
             name = re.sub(r"[^a-z0-9]+", "-", title(row))
-            write_file(folder / f"{name}.svg", gantt(row.schedule, f"{found.problem.name} · {label(row)}".lstrip(" ·")))
+            write_file(
+                folder / f"{name}.svg", gantt(row.schedule, f"{comparison.problem.name} · {label(row)}".lstrip(" ·"))
+            )

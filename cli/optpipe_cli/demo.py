@@ -8,15 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import OptPipeError
 from optpipe_cli.compare import whether_it_fits
 from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
-@with_options("SolveOptions", time_limit_s=15.0)
+@with_options("SolveOptions", only=("time_limit_s",), time_limit_s=15.0)
 def demo(
     options: SolveOptions,
     html: Annotated[Path, typer.Option(help="Where the page with both schedules is written.")] = Path(
@@ -48,8 +48,6 @@ def demo(
     from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
     require_writable(html)
-    if options.placements == "all":
-        raise InputError("--placements = 'all': the demo's training keeps its stages, 'keep' was expected")
     settings = DemoSettings(
         microbatches=8,
         budget=1.35,  # of two that 1F1B needs: it fits only if it recomputes
@@ -108,35 +106,25 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
     }
     with _service(folder, environment) as (url, pid):
         typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
-        torchrun(
-            ranks,
-            "optpipe_runtime.demo.train",
-            folder / "plan.json",
-            url,
-            folder / "told.json",
-            environment=environment,
-        )
+        files = (folder / "plan.json", url, folder / "told.json")
+        torchrun(ranks, "optpipe_runtime.demo.train", *files, environment=environment)
         adopted = _adopted(url)
     told = DemoResult.load(folder / "told.json")
     problem = Problem.from_dict(told.problem)
-    typer.echo(
-        whether_it_fits(problem, "interleaved", "interleaved 1F1B")
-        if plan.chunks > 1
-        else whether_it_fits(problem, "1f1b", "1F1B")
-    )
+    method, name = ("interleaved", "interleaved 1F1B") if plan.chunks > 1 else ("1f1b", "1F1B")
+    typer.echo(whether_it_fits(problem, method, name))
     steps = len(told.steps)
     typer.echo(f"the same {steps} steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, steps, _every(steps // 4))
     _print_table(told)
     for line in adopted:
         typer.echo(line)
-    limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
+    limits = _limits(told)
+    peaks = [peaks for step in told.steps for peaks in zip(step.peak_bytes, limits, strict=True)]
     best = _best(told)
     outcome = Outcome(
         loss_difference=difference([step.loss for step in told.steps], plain),
-        within_memory=all(
-            peak <= limit for step in told.steps for peak, limit in zip(step.peak_bytes, limits, strict=True)
-        ),
+        within_memory=all(peak <= limit for peak, limit in peaks),
         start_ms=_middle(told, 0),
         best_ms=_middle(told, best),
         gain=gain_of(rounds(told, best, plan.rounds)),
@@ -150,16 +138,8 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
 def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterator[tuple[str, int]]:
     """Start the service as a process of its own, with a SQLite database; port 0 takes a free one. Ended after the
     block."""
-    command = [
-        sys.executable,
-        "-m",
-        "optpipe_cli",
-        "serve",
-        "--port",
-        str(port),
-        "--database",
-        f"sqlite:///{folder / 'optpipe.db'}",
-    ]
+    command = [sys.executable, "-m", "optpipe_cli", "serve", "--port", str(port)]
+    command += ["--database", f"sqlite:///{folder / 'optpipe.db'}"]
     with (
         (folder / "service.log").open("ab") as log,
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -221,42 +201,39 @@ def _spread(steps: list[Step]) -> tuple[float, float]:
     return median(values), high - low
 
 
-COLUMNS = (
-    "schedule",
-    "predicted",
-    "measured",
-    "beside the solver",
-    "steps",
-    "peak predicted",
-    "measured",
-    "allowed",
-    "loss",
-)
+COLUMNS: tuple[str, ...] = ("schedule", "predicted", "measured", "beside the solver", "steps")
+COLUMNS += ("peak predicted", "measured", "allowed", "loss")
 TITLE = "times in ms: median ± interquartile range; peaks in MB, one figure a rank"
 
 
 def rows(told: DemoResult) -> list[list[str]]:
     """Return a row of texts for each schedule that ran, for `COLUMNS`."""
-    limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
-    found = []
-    for version, schedule in enumerate(told.schedules):
-        steps = [step for step in told.steps if step.version == version]
-        peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
-        found.append(
-            [
-                schedule["method"],
-                f"{schedule['predicted_ms']:.0f}",
-                _figure(_middle(told, version)),
-                _figure(_spread([step for step in steps if step.live and step.settled])),
-                str(len(steps)),
-                *(
-                    " ".join(f"{size / 1e6:.1f}" for size in sizes)
-                    for sizes in (schedule["predicted_peak_bytes"], peaks, limits)
-                ),
-                f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
-            ]
-        )
-    return found
+    return [_row(told, version) for version in range(len(told.schedules))]
+
+
+def _row(told: DemoResult, version: int) -> list[str]:
+    schedule, limits = told.schedules[version], _limits(told)
+    steps = [step for step in told.steps if step.version == version]
+    peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
+    return [
+        schedule["method"],
+        f"{schedule['predicted_ms']:.0f}",
+        _figure(_middle(told, version)),
+        _figure(_spread([step for step in steps if step.live and step.settled])),
+        str(len(steps)),
+        _megabytes(schedule["predicted_peak_bytes"]),
+        _megabytes(peaks),
+        _megabytes(limits),
+        f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
+    ]
+
+
+def _limits(told: DemoResult) -> list[int]:
+    return [device["activation_budget_bytes"] for device in told.problem["devices"]]
+
+
+def _megabytes(sizes: Sequence[int]) -> str:
+    return " ".join(f"{size / 1e6:.1f}" for size in sizes)
 
 
 def _print_table(told: DemoResult) -> None:
@@ -279,32 +256,23 @@ def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
     from optpipe.model.problem import Problem
 
     Problem.from_dict(told.problem).save(folder / "problem.json")
-    command = [
-        sys.executable,
-        "-m",
-        "optpipe_cli",
-        "cache",
-        "lookup",
-        str(folder / "problem.json"),
-        "--cache",
-        str(folder / "cache.db"),
-        "--objective",
-        plan.options.get("objective", "makespan"),
-    ]
+    command = [sys.executable, "-m", "optpipe_cli", "cache", "lookup", str(folder / "problem.json")]
+    command += ["--cache", str(folder / "cache.db"), "--objective", plan.options.get("objective", "makespan")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
     return done.returncode == 0
 
 
 def _print_verdict(outcome: Outcome, ranks: int, predicted: float) -> None:
-    say: Any = typer.echo
-    say(f"losses: relative difference to the plain run at most {outcome.loss_difference:.1e} (tolerance {TOLERANCE:g})")
-    say(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
-    gain = outcome.gain
+    gain, cores = outcome.gain, os.cpu_count() or 1
     sure = "a gain" if gain.low > 0 else "no gain beyond chance"
     within = f"95% of resamples between {gain.low:.1%} and {gain.high:.1%}"
-    say(f"time: with the best schedule a step takes {gain.median:.1%} less in alternation, {within}: {sure}")
-    say(f"predicted: {predicted:.1%} less")
-    cores = os.cpu_count() or 1
+    typer.echo(
+        f"losses: relative difference to the plain run at most {outcome.loss_difference:.1e} (tolerance {TOLERANCE:g})"
+        "\n"
+        f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step\n"
+        f"time: with the best schedule a step takes {gain.median:.1%} less in alternation, {within}: {sure}\n"
+        f"predicted: {predicted:.1%} less"
+    )
     if ranks > cores:
-        say(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")
+        typer.echo(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.output import Json, require_writable
-from optpipe_cli.schedule_commands import ScheduleFilePath, tell
+from optpipe_cli.output import Json, SchedulePath, require_writable
+from optpipe_cli.schedule_commands import tell
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
 
 
 def export(
-    schedule: ScheduleFilePath,
+    schedule: SchedulePath,
     to: Annotated[
         str,
         typer.Option(metavar="torch-csv|torch-comms|torch-comms-waits|megatron|primus|json", help="The form to write."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.output import Json, print_json
+from optpipe_cli.output import Json, print_json, print_rows
 
 if TYPE_CHECKING:
     from optpipe_server.database.keys import Keys
@@ -45,14 +45,8 @@ def list_(database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
         rows = [dict(row._mapping) for row in keys.list()]
     if json:
         print_json([row | {"scopes": row["scopes"].split()} for row in rows])
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*(rows[0] if rows else ["there are no keys"]), box=None)
-    for row in rows:
-        table.add_row(*(value or "" for value in row.values()))
-    Console().print(table)
+    else:
+        print_rows(rows, "there are no keys")
 
 
 @app.command()

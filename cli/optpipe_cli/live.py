@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +20,26 @@ COMPILES_S = 3.0  # without any schedule: most likely this is the first run on t
 
 
 @contextmanager
-def shown(known: Callable[[], Result], time_limit_s: float, on: bool) -> Iterator[None]:
-    """Keep what is known on stderr while the block runs; nothing stays of it.
+def ctrl_c_calls(cancel: Callable[[], None]) -> Iterator[None]:
+    """Within the block Ctrl-C asks a search to end with the best so far; a second Ctrl-C ends the command."""
 
-    Parameters
-    ----------
-    known
-        Asked for the newest result several times a second, from another thread.
-    on
-        Whether to show anything.
-    """
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # In a thread, because the main thread may hold the lock that `cancel` needs.
+        threading.Thread(target=cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def shown(newest: Callable[[], Result], time_limit_s: float, on: bool) -> Iterator[None]:
+    """Show a search on stderr while the block runs; nothing of it stays. `newest` is asked for the result so far."""
     began = time.monotonic()
-    with shown_while(lambda: view(known(), time.monotonic() - began, time_limit_s), on):
+    with shown_while(lambda: view(newest(), time.monotonic() - began, time_limit_s), on):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import numbers, with_flag
-from optpipe_cli.output import Json, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemOutput, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +51,7 @@ def from_(
     ] = None,
     chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
     shape: Annotated[str, typer.Option(help="How chunks lie: looped or v.")] = "looped",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
+    output: ProblemOutput = None,
     json: Json = False,
 ) -> None:
     """Make a problem of op times that another program has measured; tell what they do not say."""

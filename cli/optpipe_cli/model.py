@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe_cli.options import flag, numbers, with_flag
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, ProblemOutput, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.transformer.estimate import Estimate
@@ -52,7 +52,7 @@ def model(
     expert_load: Annotated[float, typer.Option(help="Tokens of the fullest GPU's experts over the mean.")] = 1.0,
     host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List models and GPUs with their sources.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
+    output: ProblemOutput = None,
     json: Json = False,
 ) -> None:
     """Make a problem of a transformer's shape, by formula, and say what was assumed."""

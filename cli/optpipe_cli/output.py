@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
     from optpipe.anytime import Result
 
+ProblemPath = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A problem file.")]
+SchedulePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A schedule file.")]
+ScheduleOutput = Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")]
+ProblemOutput = Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 INFEASIBLE = 3  # exit code
 WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
@@ -37,17 +42,27 @@ def print_table(table: Table) -> None:
         typer.echo(line.rstrip())
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]], empty: str) -> None:
+    """Print a table whose columns are the names of the rows' values; `empty` if there are none."""
+    from rich.table import Table
+
+    table = Table(*(rows[0] if rows else [empty]), box=None)
+    for row in rows:
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value or "") for value in row.values()))
+    print_table(table)
+
+
 def require_writable(path: Path | None) -> None:
     """Raise `InputError` if the file cannot be written, before a long search whose answer would be lost."""
     if path is None:
         return
     if path.is_dir():
         raise InputError(f"{path}: is a folder, a file was expected")
-    known = path.exists()
+    existed = path.exists()
     try:
         with path.open("ab"):
             pass
-        if not known:
+        if not existed:
             path.unlink()
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
@@ -65,6 +80,8 @@ def require_folder(folder: Path | None) -> None:
 
 def figures(result: Result) -> dict[str, Any]:
     """Return a result's figures for people and programs; None for what is not known."""
+    from optpipe.schedule import certify
+
     schedule = result.schedule
     content: dict[str, Any] = {
         "status": result.status,
@@ -78,11 +95,8 @@ def figures(result: Result) -> dict[str, Any]:
         "time_s": round(result.time_s, 3),
     }
     if schedule:
-        from optpipe.schedule import certify
-
-        content["placement"] = (
-            schedule.placement.model_dump(mode="json", exclude_none=True) if schedule.placement else None
-        )
+        placement = schedule.placement
+        content["placement"] = placement.model_dump(mode="json", exclude_none=True) if placement else None
         content["peak_bytes"] = [peak.bytes for peak in certify(schedule.problem, schedule).device]
     if result.history:
         content["incumbents"] = [asdict(step) for step in result.history]

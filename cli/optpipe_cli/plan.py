@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +11,7 @@ import typer
 
 from optpipe_cli.model import host_bytes, read_gpu, read_model
 from optpipe_cli.options import with_flag, with_options
-from optpipe_cli.output import Json, print_json
+from optpipe_cli.output import Json, print_json, require_folder
 from optpipe_cli.solve import usable_cache
 
 if TYPE_CHECKING:
@@ -80,20 +78,19 @@ def plan(
             },
             "options",
         )
-        if output:
-            _make_folder(output)
-        found = _search(question, options, service, no_cache, quiet=json)
+        require_folder(output)
+        answer = _search(question, options, service, no_cache, quiet=json)
     except InputError as error:
         raise with_flag(error, OPTIONS) from None
     if json:
-        print_json(figures(found))
+        print_json(figures(answer))
     else:
-        for line in lines(found, explain):
+        for line in lines(answer, explain):
             typer.echo(line)
-        for note in found.notes:
+        for note in answer.notes:
             typer.echo(f"note: {note}", err=True)
     if output:
-        write(found, output)
+        write(answer, output)
         if not json:
             typer.echo(f"written to {output}")
 
@@ -101,7 +98,7 @@ def plan(
 def _search(question: Question, options: SearchOptions, service: str | None, no_cache: bool, quiet: bool) -> Plan:
     """The best plan within the time limit, or until Ctrl-C; a second Ctrl-C ends the command."""
     from optpipe.errors import InputError
-    from optpipe_cli.live import shown_while
+    from optpipe_cli.live import ctrl_c_calls, shown_while
     from optpipe_cli.plan_report import progress
     from optpipe_solver.planner.search import PlanSearch
 
@@ -120,22 +117,18 @@ def _search(question: Question, options: SearchOptions, service: str | None, no_
         )
     search = PlanSearch(question, solve, options, side_by_side)
 
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def cancel() -> None:
         search.cancel()
-        # In a thread, because the main thread may hold the lock that `cancel` needs.
-        threading.Thread(target=solve.cancel, daemon=True).start()
+        solve.cancel()
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    on_terminal = not quiet and sys.stderr.isatty()
     try:
-        with shown_while(lambda: progress(search), on=not quiet and sys.stderr.isatty()):
+        with ctrl_c_calls(cancel), shown_while(lambda: progress(search), on_terminal):
             return search.run()
     except InputError:
         if search.cancelled:  # before there was any schedule
             raise KeyboardInterrupt from None
         raise
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Here:
@@ -163,12 +156,3 @@ class Here:
         self._cancelled = True
         for search in list(self._running):
             search.cancel()
-
-
-def _make_folder(folder: Path) -> None:
-    from optpipe.errors import InputError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None

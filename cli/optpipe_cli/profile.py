@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optpipe_cli.options import flag, with_flag
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, ProblemOutput, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from optpipe_runtime.measure.profiler import Measured
@@ -49,7 +49,7 @@ def profile(
     ] = None,
     offload_parts: Annotated[int, typer.Option(min=1, help="In how many parts an activation may be offloaded.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="How often each op is measured at least.")] = 7,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
+    output: ProblemOutput = None,
     json: Json = False,
 ) -> None:
     """Measure a model's stages, copies and messages, and make a problem of them."""
@@ -129,14 +129,9 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
     if json:
         print_json(_content(measured))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        box=None,
-        title="\n".join(filter(None, (problem.name, TITLE))),
-        title_justify="left",
-    )
+    table = Table(box=None, title="\n".join(filter(None, (problem.name, TITLE))), title_justify="left")
     for name in ("stage", "rank", *COLUMNS):
         table.add_column(name, no_wrap=True, justify="right")
     for s, stage in enumerate(problem.stages):
@@ -146,9 +141,9 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
             for name in COLUMNS.values()
         ]
         table.add_row(str(s), str(stage.device), *cells)
-    Console(width=140).print(table)
-    for (here, there), spread in measured.links.items():
-        typer.echo(f"a message from rank {here} to rank {there}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
+    print_table(table)
+    for (source, target), spread in measured.links.items():
+        typer.echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
     if measured.launch_bound:
         typer.echo(f"stages and ops that take only as long as the host needs to launch them: {measured.launch_bound}")
     if output is not None:
@@ -160,11 +155,9 @@ def _megabytes(size: int | None) -> str:
 
 
 def _content(measured: Measured) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "problem": measured.problem.to_dict(),
         "stages": [{name: asdict(spread) for name, spread in times.items()} for times in measured.stages],
         "links": [{"from": a, "to": b, **asdict(spread)} for (a, b), spread in measured.links.items()],
-        "launch_bound": [list(found) for found in measured.launch_bound],
+        "launch_bound": [list(each) for each in measured.launch_bound],
     }

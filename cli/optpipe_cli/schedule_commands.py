@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.errors import InputError
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, ProblemPath, SchedulePath, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule, ScheduleFile
 
-ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A problem file.")]
-ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A schedule file.")]
 
-
-def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
+def check(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> None:
     """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
     from optpipe.schedule import check as complaints
 
@@ -103,7 +100,7 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     return wrong
 
 
-def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
+def simulate(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> None:
     """Compute the times of a schedule for a problem."""
     from optpipe.schedule import simulate as times
     from optpipe.schedule import timed_ops
@@ -120,7 +117,7 @@ def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = Fals
 
 
 def show(
-    schedule: ScheduleFilePath,
+    schedule: SchedulePath,
     html: Annotated[Path | None, typer.Option(help="Write the interactive picture here, as a page.")] = None,
     before: Annotated[
         Path | None, typer.Option(help="A schedule file of the same work that the page compares with.")

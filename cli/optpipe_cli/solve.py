@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optpipe_cli.options import with_options
-from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_writable
+from optpipe_cli.output import INFEASIBLE, Json, ProblemPath, ScheduleOutput, figures, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
@@ -22,13 +20,13 @@ if TYPE_CHECKING:
 
 @with_options("SolveOptions")
 def solve(
-    problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    problem: ProblemPath,
     options: SolveOptions,
     warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither look the problem up nor store the answer.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
+    output: ScheduleOutput = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with its picture here.")] = None,
     json: Json = False,
 ) -> None:
@@ -39,10 +37,10 @@ def solve(
 
     require_writable(output)
     require_writable(html)
-    what = Problem.load(problem)
+    posed = Problem.load(problem)
     start = Schedule.load(warm_start) if warm_start else None
-    search = improve(what, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
-    result = _follow(search, options.time_limit_s, quiet=json)
+    search = improve(posed, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
+    result = _last_result(search, options.time_limit_s, quiet=json)
     try:
         _tell(result, json)
     finally:  # also if stdout is closed
@@ -66,20 +64,13 @@ def usable_cache() -> Cache | None:
         return None
 
 
-def _follow(search: Search, time_limit_s: float, quiet: bool) -> Result:
+def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
     """Return the last result; meanwhile a terminal shows what is known."""
-    from optpipe_cli.live import shown
+    from optpipe_cli.live import ctrl_c_calls, shown
 
-    def interrupt(*_: object) -> None:
-        # In a thread, because the main thread may hold the lock that `cancel` needs.
-        threading.Thread(target=search.cancel, daemon=True).start()
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        with shown(lambda: search.known, time_limit_s, on=not quiet and sys.stderr.isatty()):
-            *_, last = search
-    finally:
-        signal.signal(signal.SIGINT, before)
+    on_terminal = not quiet and sys.stderr.isatty()
+    with ctrl_c_calls(search.cancel), shown(lambda: search.known, time_limit_s, on_terminal):
+        *_, last = search
     return last
 
 

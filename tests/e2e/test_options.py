@@ -195,7 +195,7 @@ def test_a_client_of_the_service_has_the_options(url: str, asked: Requests) -> N
 
 
 def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The follower hands them to its client; the demo takes them with its settings to the ranks."""
+    """The follower hands them to its client; the demo takes its time limit with its settings to the ranks."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(follow, "ScheduleClient", lambda url, problem, **options: given.update(options))
     pipe: Any = SimpleNamespace(number=0, leads=True, schedule=None)
@@ -204,9 +204,9 @@ def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     plans: list[DemoSettings] = []
     monkeypatch.setattr(optpipe_cli.demo, "run", lambda plan, folder: plans.append(plan) or SimpleNamespace(sound=True))
-    run("demo", options=TRAINING, folder=tmp_path)
+    run("demo", options={"time_limit_s": 7.0}, folder=tmp_path)
     plans[0].save(tmp_path / "plan.json")
-    assert DemoSettings.load(tmp_path / "plan.json").options == TRAINING
+    assert DemoSettings.load(tmp_path / "plan.json").options["time_limit_s"] == 7.0
 
 
 @pytest.mark.parametrize("options", [{"placements": "all"}, {"jitter": 0.1, "seed": 3}, {"objective": "span"}], ids=str)
@@ -253,7 +253,6 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         "job": lambda options: post(shared_url, "jobs", options),
         "ScheduleClient": lambda options: ScheduleClient(NOWHERE, PROBLEM, **options),
         "Follower": lambda options: follow.Follower(nothing, NOWHERE, **options),
-        "optpipe demo": lambda options: run("demo", options=options, folder=tmp_path),
         **{name: lambda options, name=name: SOLVING[name](tmp_path, options) for name in SOLVING},  # type: ignore[misc]
     }
     if option.name in CompareOptions.model_fields:
@@ -284,11 +283,6 @@ def test_wrong_words_of_a_command_end_in_one_sentence(
         cli.main()
     said = capsys.readouterr().err.replace("PROBLEM", "problem")  # as older releases of typer name an argument
     assert (ended.value.code, said) == (2, f"error: {told}\n")
-
-
-def test_the_demo_keeps_its_stages(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--placements = 'all': the demo's training keeps its stages"):
-        run("demo", options={"placements": "all"}, folder=tmp_path)
 
 
 def test_the_page_has_a_table_of_all_options() -> None:
