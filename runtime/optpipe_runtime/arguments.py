@@ -29,9 +29,9 @@ def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:
             raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
         raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
-    own = {s for s, owner in enumerate(placement) if owner == rank}
-    if set(stages) != own:
-        raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")
+    placed = {s for s, owner in enumerate(placement) if owner == rank}
+    if set(stages) != placed:
+        raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(placed)} there")
 
 
 def require_bytes(name: str, value: int | None) -> None:
@@ -43,11 +43,11 @@ def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
     """Collective: raises `InputError` if an argument differs between ranks. Ranks would then wait for each other for
     ever."""
     by_rank = cpu_group.gather(arguments)
-    for rank, theirs in enumerate(by_rank):
+    for rank, given in enumerate(by_rank):
         for name, first in by_rank[0].items():
-            if theirs[name] != first:
+            if given[name] != first:
                 raise InputError(
-                    f"{name} is {first} on rank {cpu_group.name_of(0)} and {theirs[name]} on rank "
+                    f"{name} is {first} on rank {cpu_group.name_of(0)} and {given[name]} on rank "
                     f"{cpu_group.name_of(rank)}: it must be the same on every rank"
                 )
 
@@ -60,7 +60,7 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device | None:
     return devices.pop() if devices else None
 
 
-def compute_device(own: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
+def compute_device(device: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
     """The device that this rank computes on, from the kinds of device of all ranks. A rank without parameters takes
     the kind of the others."""
     used = sorted({kind for kind in kinds if kind is not None})
@@ -69,8 +69,8 @@ def compute_device(own: torch.device | None, kinds: Sequence[str | None]) -> tor
             f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks must compute on the same kind of "
             "device"
         )
-    if own is not None:
-        return own
+    if device is not None:
+        return device
     return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")
 
 

@@ -220,13 +220,13 @@ class StepRunner:
 
     def _vote(self, batch: Batch) -> _Attempt:
         """Tells the others what they must know of this rank, without waiting."""
-        known = self._learner.knows(batch)
+        is_known = self._learner.knows(batch)
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
         self._last_ms = 0.0
-        shared = self._rank.cpu_group.share(known, *self.schedules.votes(), -microseconds)
+        shared = self._rank.cpu_group.share(is_known, *self.schedules.votes(), -microseconds)
         # What is shared waits for nobody, and tells peers that have called another method before this waits for them.
-        known = self._rank.cpu_group.peers_agree(known) if self._can_undo else known
-        return _Attempt(known, shared, self.schedules.heard, self._is_wrong)
+        is_known = self._rank.cpu_group.peers_agree(is_known) if self._can_undo else is_known
+        return _Attempt(is_known, shared, self.schedules.heard, self._is_wrong)
 
     def _must_meet(self) -> bool:
         """Whether all ranks read the votes before the step."""
@@ -254,7 +254,7 @@ class StepRunner:
         """This rank's part of a step. Where there are gradients already, it reads the votes first: to copy gradients
         before each step would cost more."""
         plan, reads_first = self.schedules.plan, attempt.met or self._accumulates()
-        is_left_out = not attempt.met and (not attempt.known or (reads_first and attempt.is_doomed))
+        is_left_out = not attempt.met and (not attempt.is_known or (reads_first and attempt.is_doomed))
         with self._rank.team.local():
             if is_left_out:
                 self.executor.skip(plan)
@@ -302,7 +302,7 @@ class _Outcome(NamedTuple):
 class _Attempt:
     """One life of a step: what this rank has told the others with it, and what they have told."""
 
-    known: bool  # whether batch and modules are as they were, here and on all inner peers
+    is_known: bool  # whether batch and modules are as they were, here and on all inner peers
     shared: Shared  # what all ranks tell, on its way
     hear: Callable[[Sequence[int], float | None, bool], None]  # takes what they have told
     is_wrong: Sequence[Callable[[], bool]]  # of the features
@@ -312,9 +312,9 @@ class _Attempt:
     @cached_property
     def all_know(self) -> bool:
         """Whether batch and modules were on every rank as they had been. Waits until all have begun the step."""
-        known, *votes, minus_microseconds = self.shared.least(4)
-        self.hear(votes, -minus_microseconds / 1e3 or None, bool(known))
-        return bool(known)
+        all_known, *votes, minus_microseconds = self.shared.least(4)
+        self.hear(votes, -minus_microseconds / 1e3 or None, bool(all_known))
+        return bool(all_known)
 
     @property
     def is_doomed(self) -> bool:

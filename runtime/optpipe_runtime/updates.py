@@ -25,9 +25,9 @@ class Updates:
 
     def __init__(self, rank: Rank, ties: list[Tie], stages: Mapping[int, nn.Module]) -> None:
         self._rank, self._ties = rank, ties
-        own = shared_parameters(stages)
-        for key in sorted({key for keys in rank.cpu_group.gather(list(own)) for key in keys}):
-            self._add_tie(own.get(key))
+        shared = shared_parameters(stages)
+        for key in sorted({key for keys in rank.cpu_group.gather(list(shared)) for key in keys}):
+            self._add_tie(shared.get(key))
 
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """As `Pipeline.tie`."""

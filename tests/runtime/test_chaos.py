@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe
+from support.close import joined, require_close
 from support.fake_service import by_path, fake_service
 from support.ranks import cases, follow, swaps
 from support.ranks.worker import Ranks
@@ -61,10 +62,7 @@ def test_random_schedules_swapped_step_by_step(request: pytest.FixtureRequest, c
     for plain, *found in zip(expected, *by_rank, strict=True):
         assert len({step.method for step in found}) == 1, "all ranks run the same schedule"
         np.testing.assert_allclose(found[placement[-1]].losses, plain.losses, rtol=1e-9)
-        gradients = {name: grad for step in found for name, grad in step.gradients.items()}
-        assert gradients.keys() == plain.gradients.keys()
-        for name, grad in gradients.items():
-            np.testing.assert_allclose(grad, plain.gradients[name], rtol=1e-7, atol=1e-12, err_msg=name)
+        require_close(joined(step.gradients for step in found), plain.gradients, rtol=1e-7, atol=1e-12)
 
 
 def _require_everything(schedules: list[Schedule], evicting: bool) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.close import joined, require_close
 from support.examples import examples
 from support.ranks import cases
 from support.ranks.calls import same
@@ -83,7 +84,5 @@ def test_an_output_that_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> No
             x = module(*x)
         torch.autograd.backward(cases.first_of(x, torch.zeros(2, cases.WIDTH)) / 2)
     plain = cases.numbers(dict(enumerate(modules)))
-    found = {name: grad for _, gradients in results for name, grad in gradients.items()}
-    assert found.keys() == plain.keys() == {f"{s}.layers.0.{name}" for s in range(3) for name in ("weight", "bias")}
-    for name, grad in found.items():
-        np.testing.assert_allclose(grad, plain[name], rtol=1e-5, atol=1e-9, err_msg=name)
+    assert plain.keys() == {f"{s}.layers.0.{name}" for s in range(3) for name in ("weight", "bias")}
+    require_close(joined(gradients for _, gradients in results), plain, rtol=1e-5, atol=1e-9)

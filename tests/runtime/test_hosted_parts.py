@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.close import require_close
 from support.ranks import hosted_parts
 from support.ranks.programs import SPLIT
 from support.ranks.worker import Ranks
@@ -20,9 +21,8 @@ def test_tensor_parallel_stages_are_updated_on_the_host_as_on_the_device(four_ra
         if ran.losses[0] is not None:
             np.testing.assert_allclose(ran.losses, on_device.losses, rtol=1e-5 if max_norm else 0)
         assert ran.norms == pytest.approx(on_device.norms, rel=1e-6)
-        for name, value in ran.parameters.items():
-            rounding = {"rtol": 1e-4, "atol": 1e-5} if max_norm else {"rtol": 0}
-            np.testing.assert_allclose(value, on_device.parameters[name], **rounding, err_msg=name)
+        rtol, atol = (1e-4, 1e-5) if max_norm else (0, 0)
+        require_close(ran.parameters, on_device.parameters, rtol, atol)
     if max_norm:
         norms, _ = hosted_parts.plain(max_norm, 3)
         assert min(norms) > max_norm, "each update is clipped"

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.close import joined, require_close
 from support.examples import examples
 from support.ranks import cases
 from support.ranks import links as rank_links
@@ -23,6 +23,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
+from optpipe_runtime.lowering.link_order import LinkOrder
 from optpipe_runtime.memory.shared_link import require_queues, streams_used
 
 OFFLOADED = [
@@ -46,10 +47,7 @@ def require_same(schedule: Schedule, results: list[Any], steps: int = 1) -> list
     (losses,), (gradients,) = cases.plain(len(layout.placement), layout.microbatches)
     for step in range(steps):
         assert results[layout.placement[-1]][0][step] == dict(enumerate(losses))
-        found = {name: grad for _, by_step, _ in results for name, grad in by_step[step].items()}
-        assert found.keys() == gradients.keys()
-        for name, grad in found.items():
-            np.testing.assert_allclose(grad, gradients[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        require_close(joined(by_step[step] for _, by_step, _ in results), gradients)
     return [transfer for _, _, seen in results for transfer in seen]
 
 
@@ -101,14 +99,20 @@ def test_without_tokens_transfers_overlap(ranks: Ranks, mode: str) -> None:
     assert any(met(alone=True) for _ in range(10))
 
 
-def test_in_full_duplex_one_direction_does_not_wait_for_the_other() -> None:
-    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], "full_duplex"), OFFLOADED, {"pcie0": ORDER})
-    out, back = prepare(schedule, 1, Layout.of(schedule.problem)).link_orders
-    assert out is not None
-    assert back is not None
-    assert [str(op) for op in (*out.after, *out.before)] == ["1O0", "1O1", "1O0"]
-    assert [str(op) for op in (*back.after, *back.before)] == ["1R1", "1R0", "1R1"]
-    assert (out.first, out.last, back.first, back.last) == (0, 1, 1, 0)
+def test_tokens_of_a_channel_have_one_order() -> None:
+    """Whom a rank waits for, in the order of its program, is who gives it the token, in the order of theirs. In full
+    duplex one direction does not wait for the other."""
+
+    def orders(mode: str) -> list[list[tuple[str, str, int, int]]]:
+        schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
+        plans = [prepare(schedule, rank, Layout.of(schedule.problem)) for rank in range(2)]
+        return [[told(order) for order in plan.link_orders if order] for plan in plans]
+
+    def told(order: LinkOrder) -> tuple[str, str, int, int]:
+        return " ".join(map(str, order.after)), " ".join(map(str, order.before)), order.first, order.last
+
+    assert orders("half_duplex") == [[("0O1 0R1", "0O0 0R0", 0, 0)], [("1O0 1O1", "1R0 1R1", 0, 0)]]
+    assert orders("full_duplex")[1] == [("1O0 1O1", "1O0", 0, 1), ("1R1", "1R0 1R1", 1, 0)]
 
 
 def test_a_schedule_for_other_links_is_refused() -> None:
@@ -148,28 +152,11 @@ def test_an_order_that_cannot_be_kept_is_refused(order: list[str], told: str) ->
             prepare(schedule, rank, Layout.of(schedule.problem))
 
 
-def test_tokens_of_a_pair_have_one_order() -> None:
-    """Whom a rank waits for, in the order of its program, is who gives it the token, in the order of theirs."""
-    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"]), OFFLOADED, {"pcie0": ORDER})
-    (zero,), (one,) = (prepare(schedule, rank, Layout.of(schedule.problem)).link_orders for rank in range(2))
-    assert zero is not None
-    assert one is not None
-    assert [str(op) for op in zero.before] == ["0O0", "0R0"]
-    assert [str(op) for op in one.after] == ["1O0", "1O1"]
-    assert [str(op) for op in one.before] == ["1R0", "1R1"]
-    assert [str(op) for op in zero.after] == ["0O1", "0R1"]
-    assert (zero.first, zero.last) == (one.first, one.last) == (0, 0)
-
-
 def test_the_digest_depends_on_the_order() -> None:
     layout = Layout.make([0, 1], 3, links=["pcie0", "pcie0"])
     other = ["1O0", "0O0", *ORDER[2:]]
     a, b = (Schedule.parse(shared([0, 1], 3, ["pcie0"] * 2), OFFLOADED, {"pcie0": order}) for order in (ORDER, other))
     assert prepare(a, 0, layout).digest != prepare(b, 0, layout).digest
-
-
-def test_there_is_one_link_for_each_rank(ranks: Ranks) -> None:
-    assert ranks(rank_links.too_few_links) == ["links has 1 entries: there are 2 ranks, one entry each"] * 2
 
 
 def test_ranks_that_share_a_link_exchange_a_byte_before_any_step(four_ranks: Ranks) -> None:
@@ -180,15 +167,11 @@ def test_ranks_that_share_a_link_exchange_a_byte_before_any_step(four_ranks: Ran
 GPU = torch.device("cuda", 0)
 
 
-def with_queues(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+@pytest.mark.parametrize(("given", "fine"), [(None, False), ("1", False), ("many", False), ("32", True)])
+def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given: str | None, fine: bool) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-
-
-@pytest.mark.parametrize(("given", "fine"), [(None, False), ("1", False), ("many", False), ("32", True)])
-def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given: str | None, fine: bool) -> None:
-    with_queues(monkeypatch, given)
     shares = Layout.make([0, 1], 2, links=["a", "a"])
     require_queues(shares, 0, torch.device("cpu"))
     sentence = f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}: set it to 32 before the script starts; links are shared"
@@ -208,22 +191,13 @@ def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given
     ],
 )
 def test_on_cuda_every_stream_needs_a_queue(monkeypatch: pytest.MonkeyPatch, layout: Layout, used: list[int]) -> None:
+    """A pipeline on one GPU needs none."""
     assert [streams_used(layout, rank) for rank in range(len(used))] == used
-    for rank, needed in enumerate(used):
-        if needed > 1 and not layout.shared_links:
-            with_queues(monkeypatch, str(needed))
+    for rank, needed in enumerate(used if not layout.shared_links else []):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(needed))
+        require_queues(layout, rank, GPU)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(needed - 1))
+        require_queues(layout, rank, torch.device("cpu"))
+        told = pytest.raises(InputError, match=f"set it to {needed} .* rank {rank} uses {needed}")
+        with told if needed > 1 else nullcontext():
             require_queues(layout, rank, GPU)
-            with_queues(monkeypatch, str(needed - 1))
-            require_queues(layout, rank, torch.device("cpu"))
-            with pytest.raises(InputError, match=f"is {needed - 1}: set it to {needed} .* rank {rank} uses {needed}"):
-                require_queues(layout, rank, GPU)
-
-
-def test_a_pipeline_on_one_gpu_needs_no_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_queues(monkeypatch, "1")
-    require_queues(Layout.make([0, 0], 2), 0, GPU)
-
-
-def test_a_link_needs_a_name() -> None:
-    with pytest.raises(InputError, match="link"):
-        Layout.make([0, 1], 2, links=["", 3])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.close import joined, require_close
 from support.examples import examples
 from support.ranks import cases
 from support.ranks import optimizer as rank_optimizer
@@ -50,10 +51,7 @@ def without_updates(schedule: Schedule) -> Schedule:
 def require_plain(results: list[Any], steps: int, stages: int = 4) -> None:
     losses, expected = rank_optimizer.plain(stages, M, steps)
     assert [report.losses for report in results[1][0]] == losses
-    found = {name: value for _, values, _ in results for name, value in values.items()}
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    np.testing.assert_equal(joined(values for _, values, _ in results), expected)
 
 
 def test_four_steps_are_those_of_a_plain_run_to_the_bit(ranks: Ranks) -> None:
@@ -101,18 +99,14 @@ def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, place
         rank_optimizer.train, schedules=drawn, hosted=range(len(placement)), factory=rank_optimizer.momentum
     )
     np.testing.assert_allclose([report.losses for report in results[placement[-1]][0]], losses, rtol=1e-4)
-    for _, values, _ in results:
-        for name, value in values.items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    require_close(joined(values for _, values, _ in results), expected, rtol=1e-3, atol=1e-5)
 
 
 def require_equal(hosted: list[Any], on_device: list[Any]) -> None:
     for found, expected in zip(hosted, on_device, strict=True):
         assert found.losses == expected.losses
         assert found.norms == expected.norms
-        assert found.parameters.keys() == expected.parameters.keys()
-        for name, value in found.parameters.items():
-            np.testing.assert_array_equal(value, expected.parameters[name], err_msg=name)
+        np.testing.assert_equal(found.parameters, expected.parameters)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +134,7 @@ def test_with_replicas_gradients_leave_when_they_are_reduced(four_ranks: Ranks, 
         for ran, expected in zip(hosted, on_device, strict=True):
             assert ran.norms == pytest.approx(expected.norms, rel=1e-6)
             assert min(ran.norms) > max_norm
-            for name, value in ran.parameters.items():
-                np.testing.assert_allclose(value, expected.parameters[name], rtol=1e-4, atol=1e-5, err_msg=name)
+            require_close(ran.parameters, expected.parameters, atol=1e-5)
     else:
         require_equal(hosted, on_device)
     for rank, ran in enumerate(hosted):
@@ -173,9 +166,7 @@ def test_a_saved_state_resumes_bit_by_bit(ranks: Ranks, module_first: bool) -> N
     results = ranks(rank_optimizer.resume, schedule=wave(), hosted=[2, 3], at=2, steps=4, module_first=module_first)
     losses, expected = rank_optimizer.plain(4, M, 4)
     assert results[1][0] == losses[2:]
-    for _, values in results:
-        for name, value in values.items():
-            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    np.testing.assert_equal(joined(values for _, values in results), expected)
 
 
 def test_the_host_keeps_more_precision_than_the_device(ranks: Ranks) -> None:

@@ -30,10 +30,8 @@ def both(pool: Ranks, turns: list[Turn], habits: Habits) -> tuple[list[Ran], lis
     for own, other in zip(found, waited, strict=True):
         assert own.rates == other.rates
         assert own.losses == other.losses
-        for values, theirs in ((own.parameters, other.parameters), (own.state, other.state)):
-            assert values.keys() == theirs.keys()
-            for name, value in theirs.items():
-                np.testing.assert_array_equal(values[name], value, err_msg=name)
+        np.testing.assert_equal(own.parameters, other.parameters)
+        np.testing.assert_equal(own.state, other.state)
     return waited, found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.close import require_close
 from support.ranks import cases, reductions
 from support.ranks import training as rank_training
 from support.ranks.programs import V_SHAPED, programs
@@ -22,18 +23,6 @@ LATE = programs(
 def schedules(*programs: list[list[str]]) -> list[Schedule]:
     problem = cases.problem(tuple(reductions.PLACEMENT), 3)
     return [Schedule.parse(problem, program) for program in programs]
-
-
-def close(found: cases.Gradients, expected: cases.Gradients) -> None:
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
-
-
-def equal(found: cases.Gradients, expected: cases.Gradients) -> None:
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        np.testing.assert_array_equal(grad, expected[name], err_msg=name)
 
 
 def started(ran: Ran, step: int) -> list[str]:
@@ -62,7 +51,7 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
     _, expected, _ = rank_training.plain(4, 6, steps=3)
     for step in range(3):
         for first, last in ((0, 1), (2, 3)):
-            close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -74,9 +63,9 @@ def test_replicas_start_in_one_order_whatever_they_run(four_ranks: Ranks, how: s
         assert started(ran, 1) == [f"starts {3 - rank % 2}", f"starts {rank % 2}"]
     for rank in (2, 3):
         assert not before_the_last_op(results[rank], 1)
-        equal(results[rank].parameters, results[rank - 2].parameters)
+        np.testing.assert_equal(results[rank].parameters, results[rank - 2].parameters)
     _, expected, _ = rank_training.plain(4, 6, steps=2)
-    close(results[0].gradients[1] | results[1].gradients[1], expected[1])
+    require_close(results[0].gradients[1] | results[1].gradients[1], expected[1])
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -103,9 +92,8 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
         assert ran.losses == expected.losses
         assert ran.norms == expected.norms
         assert ran.versions == expected.versions == ([1] * 5 + [3, 3, 4, 4] if rank < 2 else [1] * 5 + [2, 2, 3, 3])
-        for own_gradients, theirs in zip(ran.gradients, expected.gradients, strict=True):
-            equal(own_gradients, theirs)
-        equal(ran.parameters, expected.parameters)
+        np.testing.assert_equal(ran.gradients, expected.gradients)
+        np.testing.assert_equal(ran.parameters, expected.parameters)
         assert not any(before_the_last_op(expected, step) for step in range(len(turns)))
         assert all(len(started(ran, step)) == 2 for step in range(len(turns))), (
             "an undone run of a step reduces nothing"
@@ -120,7 +108,7 @@ def test_a_shared_parameter_is_reduced_when_all_its_stages_are_complete(four_ran
     for first, last in ((0, 1), (2, 3)):
         assert not any(before_the_last_op(results[first], step) for step in range(3))
         for step in range(3):
-            close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
 
 
 def whole_bytes(s: int) -> int:
@@ -148,4 +136,4 @@ def test_a_stage_is_gathered_before_its_own_first_forward(four_ranks: Ranks, own
     _, expected, _ = rank_training.plain(4, 6, steps=3)
     for step in range(3):
         for first, last in ((0, 1), (2, 3)):
-            close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.close import require_close
 from support.ranks import cases, swaps
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
@@ -23,15 +24,9 @@ from optpipe_runtime.swap.step_times import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}
-OPS = {
-    "forward": "F",
-    "backward": "B BW",
-    "weight": "W",
-    "offload": "O",
-    "drop": "D",
-    "reload": "R L",
-    "recompute": "C",
-}  # and their kinds
+# Ops of `StageRunner`, and their kinds.
+NAMES = ("forward", "backward", "weight", "offload", "drop", "reload", "recompute")
+OPS = dict(zip(NAMES, ("F", "B BW", "W", "O", "D", "R L", "C"), strict=True))
 
 
 def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
@@ -68,8 +63,7 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
         for outcome in outcomes:
             assert (outcome.method, outcome.version) == ("first", 3)
             assert outcome.found.losses == outcome.expected.losses
-            for name, value in outcome.expected.gradients.items():
-                np.testing.assert_array_equal(outcome.found.gradients[name], value, err_msg=f"{op}, {name}")
+            np.testing.assert_equal(outcome.found.gradients, outcome.expected.gradients, err_msg=op)
         line = outcomes[0].logged[-1]
         why = f"which ran out of memory: rank {rank} was at {where}: "
         assert line.startswith(f"step 2: schedule first (predicted {first.makespan_ms:.1f} ms) replaces bad, {why}")
@@ -173,21 +167,11 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     for run in (first, last):
         assert run.counts == [int(step.method) for step in run.steps]
         methods = [step.method for step in run.steps]
-        assert [m for k, m in enumerate(methods) if k < 4 or m != methods[k - 1]] == [
-            "4",
-            "2",
-            "12",
-            "6",
-            "4",
-            "2",
-            "12",
-            "6",
-        ]
+        assert [m for k, m in enumerate(methods) if k < 4 or m != methods[k - 1]] == ["4", "2", "12", "6"] * 2
     for own, theirs in zip(first.steps, last.steps, strict=True):
         expected = plain[own.method]
         assert theirs.losses == expected.losses
-        for name, grad in (own.gradients | theirs.gradients).items():
-            np.testing.assert_allclose(grad, expected.gradients[name], rtol=1e-10, atol=1e-14)
+        require_close(own.gradients | theirs.gradients, expected.gradients, rtol=1e-10, atol=1e-14)
     refusals = [line for line in first.logged if "offered and refused" in line]
     assert len(refusals) == 1
     assert refusals[0].endswith("its first dimension must be a multiple of the 5 micro-batches")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.close import require_close
 from support.ranks import cases, inner, windows
 from support.ranks.windows import Ran, Turn
 from support.ranks.worker import Ranks
@@ -48,12 +49,6 @@ def certified(rank: int, whole: int) -> int:
     return sum(sizes) + max(sum(sizes[i - k] for k in range(whole)) for i in range(len(sizes)))
 
 
-def close(found: cases.Gradients, expected: cases.Gradients, rtol: float = 1e-4, atol: float = 1e-7) -> None:
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        np.testing.assert_allclose(grad, expected[name], rtol=rtol, atol=atol, err_msg=name)
-
-
 def whole(results: list[Ran], replica: int, step: int) -> cases.Gradients:
     return results[2 * replica].gradients[step] | results[2 * replica + 1].gradients[step]
 
@@ -73,13 +68,9 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
             assert ran.gathered[step] == (certified(rank, 2), certified(rank, 2))
     for replica in (0, 1):
         for step in range(3):
-            found = whole(results, replica, step)
-            assert found.keys() == expected[step].keys()
-            for name, grad in found.items():
-                np.testing.assert_array_equal(grad, expected[step][name], err_msg=name)
+            np.testing.assert_equal(whole(results, replica, step), expected[step])
         both = results[2 * replica].parameters | results[2 * replica + 1].parameters
-        for name, value in both.items():
-            np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+        np.testing.assert_equal(both, parameters)
 
 
 def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None:
@@ -94,11 +85,11 @@ def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None
         for step in range(len(turns)):
             assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5)
             assert ran.norms[step] > 0.1
-            close(ran.gradients[step], expected.gradients[step])
+            require_close(ran.gradients[step], expected.gradients[step])
             assert len(ran.reduced[step]) == 2 * len(expected.reduced[step])
             assert ran.gathered[step] == (certified(rank, 1),) * 2
             assert expected.gathered[step] == (certified(rank, 3),) * 2
-        close(ran.parameters, expected.parameters)
+        require_close(ran.parameters, expected.parameters)
 
 
 def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks: Ranks) -> None:
@@ -109,7 +100,7 @@ def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks:
     )
     for ran, expected in zip(found, once, strict=True):
         for step in range(len(turns)):
-            close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
+            require_close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
             peak, most = ran.gathered[step]
             assert peak is not None
             assert peak <= most < expected.gathered[step][1]
@@ -130,7 +121,7 @@ def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) ->
     expected = windows.plain(STAGES, MICROBATCHES, len(turns), MICROBATCHES)[0]
     for replica in (0, 1):
         for step in range(len(turns)):
-            close(whole(results, replica, step), expected[step])
+            require_close(whole(results, replica, step), expected[step])
 
 
 def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
@@ -146,8 +137,7 @@ def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
         for found in ranks:
             assert found[step].norm == pytest.approx(expected.norm, rel=1e-5)
             assert found[step].gathered == (most, most)
-            for name, gradient in found[step].gradients.items():
-                np.testing.assert_allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6 * largest)
+            require_close(found[step].gradients, expected.gradients, atol=1e-6 * largest)
 
 
 def test_gradients_of_b_and_of_w_are_reduced_in_one_type(four_ranks: Ranks) -> None:
@@ -156,8 +146,7 @@ def test_gradients_of_b_and_of_w_are_reduced_in_one_type(four_ranks: Ranks) -> N
     expected = inner.plain(8, 1)[0]
     largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
     for (seen,) in four_ranks(windows.of_inner_peers, program=program, steps=1, mixed=True):
-        for name, gradient in seen.gradients.items():
-            np.testing.assert_allclose(gradient, expected.gradients[name], atol=0.02 * largest, err_msg=name)
+        require_close(seen.gradients, expected.gradients, rtol=1e-7, atol=0.02 * largest)
         peak, most = seen.gathered
         assert peak is not None
         assert peak <= most

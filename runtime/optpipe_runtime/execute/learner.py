@@ -48,17 +48,17 @@ class Learner:
         for r, route in enumerate(layout.routes):
             learned: list[StageIO] = []
             for s in route:
-                found: StageIO | InputError | None = None
+                result: StageIO | InputError | None = None
                 if layout.placement[s] == self._rank.number:
                     try:
-                        found = self._stage(r, s, learned[-1].outputs if learned else None, batch)
+                        result = self._stage(r, s, learned[-1].outputs if learned else None, batch)
                     except InputError as error:
-                        found = error  # for all ranks, so that none waits for ever
+                        result = error  # for all ranks, so that none waits for ever
                     except BaseException as error:
                         error.add_note(f"rank {self._rank.team.name} was learning stage {s}, by its first forward")
                         raise
                 stage = self._rank.stages.get(s)
-                answers = self._rank.cpu_group.of_each_peer((found, stage and stage.norms_wait), layout.placement[s])
+                answers = self._rank.cpu_group.of_each_peer((result, stage and stage.norms_wait), layout.placement[s])
                 for answer, _ in answers:
                     if isinstance(answer, InputError):
                         raise answer

@@ -137,7 +137,7 @@ def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], Sta
     largest ones. `Plan.message_peak` is what a schedule needs."""
     largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
     for r, s, after in layout.neighbours():
-        here, there = layout.placement[s], layout.placement[after]
-        for pair, specs in (((here, there), io[s, r].outputs), ((there, here), io[s, r].output_gradients)):
+        sender, receiver = layout.placement[s], layout.placement[after]
+        for pair, specs in (((sender, receiver), io[s, r].outputs), ((receiver, sender), io[s, r].output_gradients)):
             largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
     return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])

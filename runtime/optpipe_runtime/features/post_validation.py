@@ -240,9 +240,9 @@ class _Update:
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are copied, too: optimizers may change them, and users set them to zero in place."""
-        own = _parameters(optimizer)
-        self.gradients = [(p, None if p.grad is None else p.grad.detach().clone()) for p in own]
-        self._parameters = [(p, p.detach().clone()) for p in own if p.grad is not None]
+        parameters = _parameters(optimizer)
+        self.gradients = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+        self._parameters = [(p, p.detach().clone()) for p in parameters if p.grad is not None]
         self._state = {key: _copied(state) for key, state in optimizer.state.items()}
         self._options = _options(optimizer)
 
@@ -280,10 +280,10 @@ def _set_options(
     optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], unless: list[dict[str, Any]] | None = None
 ) -> None:
     """Sets the options that are not equal to those of `unless`. A user may have added groups since."""
-    for k, (group, own) in enumerate(zip(optimizer.param_groups, options, strict=False)):
-        known = unless[k] if unless is not None and k < len(unless) else {}
-        for name, value in own.items():
-            if name in known and _equal(value, known[name]):
+    for k, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=False)):
+        kept = unless[k] if unless is not None and k < len(unless) else {}
+        for name, value in values.items():
+            if name in kept and _equal(value, kept[name]):
                 continue
             if isinstance(value, Tensor) and isinstance(group[name], Tensor):
                 group[name].copy_(value)  # others may hold the tensor

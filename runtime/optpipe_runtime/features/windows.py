@@ -12,6 +12,7 @@ of the program, and every wait is for an op that comes earlier in the common ord
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from optpipe.errors import InputError
@@ -63,8 +64,6 @@ class GradientWindows(Feature):
         self._rank, self._reductions, self._whole = rank, rank.reductions, options.whole_gradients
         rank.cpu_group.on_each_rank(self._require)
         self._in_windows = False  # this step
-        self._windows = NO_WINDOWS  # of the plan with this digest
-        self._windows_of = ""
 
     def _require(self) -> None:
         whole = self._whole
@@ -109,6 +108,9 @@ class GradientWindows(Feature):
         """Of a step by this plan."""
         if not self._in_windows or self._whole is None:
             return NO_WINDOWS
-        if self._windows_of != plan.digest:
-            self._windows, self._windows_of = windows((action.op for action in plan.actions), self._whole), plan.digest
-        return self._windows
+        return _windows_of(plan, self._whole)
+
+
+@lru_cache(maxsize=1)
+def _windows_of(plan: Plan, whole: int) -> Windows:
+    return windows((action.op for action in plan.actions), whole)

@@ -57,10 +57,10 @@ def lower_ops(programs: Programs, rank: int, layout: Layout) -> tuple[Action, ..
     _require_matched(sent, senders)
     post = _posted(list(ops.values()), sent)
     actions = []
-    for op, posted, found, gathered in zip(ops, post, received, gathers(programs, rank, layout), strict=True):
+    for op, posted, needed, gathered in zip(ops, post, received, gathers(programs, rank, layout), strict=True):
         sends = _sent(op, layout)
         to = None if sends is None else layout.placement[sends.stage]
-        actions.append(Action(op, tuple(posted), None if found is None else found[0], sends, to, gathered))
+        actions.append(Action(op, tuple(posted), None if needed is None else needed[0], sends, to, gathered))
     return tuple(actions)
 
 
@@ -69,11 +69,11 @@ def _posted(places: list[int], sent: Mapping[int, Mapping[Message, int]]) -> lis
     it, by sender."""
     first_after = np.minimum.accumulate(np.array(places[::-1], np.int64))[::-1]  # the least place from each op on
     post: list[list[tuple[Message, int]]] = [[] for _ in places]
-    coming = sorted(
+    expected = sorted(
         (place, message, sender) for sender, messages in sent.items() for message, place in messages.items()
     )
-    before = np.searchsorted(first_after, [place for place, *_ in coming], side="right")
-    for i, (_, message, sender) in zip(before.tolist(), coming, strict=True):
+    before = np.searchsorted(first_after, [place for place, *_ in expected], side="right")
+    for i, (_, message, sender) in zip(before.tolist(), expected, strict=True):
         post[i].append((message, sender))
     return post
 

@@ -24,14 +24,14 @@ from optpipe_runtime.ranks.layout import Layout
 def gathers(programs: Callable[[int], Mapping[Op, int]], rank: int, layout: Layout) -> list[tuple[int, ...]]:
     """For each op of a rank, the stages to begin to gather before it, in order. `programs` are as for `lower_ops`."""
     places = list(programs(rank).values())
-    found: list[tuple[int, ...]] = [() for _ in places]
+    begun_before: list[tuple[int, ...]] = [() for _ in places]
     before = {after: s for s, after in pairwise(layout.in_order)} if len(layout.routes) == 1 else {}
     for s in layout.in_order:
         if layout.placement[s] == rank and _first(programs(rank), s) is not None:
             ready = _first(programs(layout.placement[before[s]]), before[s]) if s in before else None
             begins = 0 if ready is None else next(i for i, place in enumerate(places) if place > ready)
-            found[begins] += (s,)
-    return found
+            begun_before[begins] += (s,)
+    return begun_before
 
 
 def _first(program: Mapping[Op, int], stage: int) -> int | None:

@@ -42,8 +42,8 @@ def _link_order(transfers: Sequence[Op], rank: int, layout: Layout) -> LinkOrder
         return None
     owners = [layout.placement[op.stage] for op in transfers]
     first, last = owners[0], owners[-1]
-    own = [op for op, owner in zip(transfers, owners, strict=True) if owner == rank]
-    order = LinkOrder(first, last, {}, {}, own[-1] if first != last and rank in (first, last) else None)
+    transfers_here = [op for op, owner in zip(transfers, owners, strict=True) if owner == rank]
+    order = LinkOrder(first, last, {}, {}, transfers_here[-1] if first != last and rank in (first, last) else None)
     for (a, left), (b, right) in pairwise(zip(transfers, owners, strict=True)):
         if left != right and right == rank:
             order.after[b] = left

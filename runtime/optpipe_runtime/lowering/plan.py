@@ -44,9 +44,9 @@ class Action(NamedTuple):
     gathers: tuple[int, ...] = ()  # the stages whose sharded parameters begin to be gathered before the op
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule made ready for one rank by `prepare`.
+    """A schedule made ready for one rank by `prepare`. Plans are compared by identity, and by `digest`.
 
     Attributes
     ----------

@@ -110,42 +110,40 @@ def _forwards(program: Mapping[Op, int]) -> dict[Op, int]:
     return {op: place for op, place in program.items() if op.kind == Kind.F}
 
 
-def _require_same_pipeline(theirs: Layout, own: Layout) -> None:
-    if theirs.placement != own.placement:
-        there, here = list(theirs.placement), list(own.placement)
+def _require_same_pipeline(scheduled: Layout, layout: Layout) -> None:
+    if scheduled.placement != layout.placement:
+        theirs, ours = list(scheduled.placement), list(layout.placement)
         raise ScheduleError(
-            f"the schedule places its stages on devices {there}, this pipeline on {here}: stages do not move"
+            f"the schedule places its stages on devices {theirs}, this pipeline on {ours}: stages do not move"
         )
-    if theirs.microbatches != own.microbatches:
+    if scheduled.microbatches != layout.microbatches:
         raise ScheduleError(
-            f"the schedule is for {theirs.microbatches} micro-batches, this pipeline runs {own.microbatches}"
+            f"the schedule is for {scheduled.microbatches} micro-batches, this pipeline runs {layout.microbatches}"
         )
-    for j in range(own.microbatches):
-        if theirs.route(j) != own.route(j):
+    for j in range(layout.microbatches):
+        if scheduled.route(j) != layout.route(j):
             raise ScheduleError(
-                f"the schedule sends micro-batch {j} over stages {list(theirs.route(j))}, this pipeline over "
-                f"{list(own.route(j))}"
+                f"the schedule sends micro-batch {j} over stages {list(scheduled.route(j))}, this pipeline over "
+                f"{list(layout.route(j))}"
             )
 
 
 def _require_links(schedule: Schedule, layout: Layout) -> None:
     """Ranks that share a link here must share it in the schedule, which then has the order of their transfers."""
-    theirs = Layout.of(schedule.problem)
+    scheduled = Layout.of(schedule.problem)
     for d, program in enumerate(schedule.programs):
         if not of_kinds(program.table, *HOST_LINK).any():
             continue
-        there, here = (
-            f"the link {name!r}" if name else "a link of its own" for name in (theirs.link(d), layout.link(d))
+        theirs, ours = (
+            f"the link {name!r}" if name else "a link of its own" for name in (scheduled.link(d), layout.link(d))
         )
-        if there != here:
+        if theirs != ours:
             raise ScheduleError(
-                f"the schedule transfers over {there} from device {d}, in this pipeline rank {d} has {here}"
+                f"the schedule transfers over {theirs} from device {d}, in this pipeline rank {d} has {ours}"
             )
-        if layout.link(d) and theirs.full_duplex != layout.full_duplex:
-            modes = {True: "full duplex", False: "half duplex"}
-            raise ScheduleError(
-                f"{there} is {modes[theirs.full_duplex]} in the schedule's problem, here {modes[layout.full_duplex]}"
-            )
+        if layout.link(d) and scheduled.full_duplex != layout.full_duplex:
+            there, here = ("full duplex" if each.full_duplex else "half duplex" for each in (scheduled, layout))
+            raise ScheduleError(f"{theirs} is {there} in the schedule's problem, here {here}")
 
 
 def _digest(schedule: Schedule, problem: Problem) -> str:

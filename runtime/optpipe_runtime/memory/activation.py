@@ -96,10 +96,10 @@ def in_place_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]", str(error))
-        if found is None:
+        match = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]", str(error))
+        if match is None:
             raise
-        shape = [int(n) for n in found[1].split(",") if n.strip()]
+        shape = [int(n) for n in match[1].split(",") if n.strip()]
         try:
             require_unchanged(True, shape)
         except InputError as clear:
@@ -194,9 +194,9 @@ class Activation:
 
     def held(self) -> dict[int, int]:
         """Device bytes held now, by key of the storage."""
-        here = [block.ref for block in self._blocks.values() if block.storage is not None or block.ref.alive]
-        here += [ref for ref in self._released if ref.alive]
-        return {ref.key: ref.nbytes for ref in here}
+        blocks = [block.ref for block in self._blocks.values() if block.storage is not None or block.ref.alive]
+        blocks += [ref for ref in self._released if ref.alive]
+        return {ref.key: ref.nbytes for ref in blocks}
 
     # O, D, R
 

@@ -70,8 +70,8 @@ def allocate(nbytes: int, device: torch.device) -> HostMemory:
         with ThreadPoolExecutor(1, "optpipe-lock") as beside:
             return beside.submit(_locked, nbytes, device).result()
     except (MemoryError, OSError, RuntimeError, OverflowError) as error:
-        what, more = ("page-locked", _locking_limit()) if device.type == "cuda" else ("allocated", "")
-        raise OptPipeError(f"{nbytes} bytes of host memory could not be {what}: {error}{more}") from None
+        what, limit = ("page-locked", _locking_limit()) if device.type == "cuda" else ("allocated", "")
+        raise OptPipeError(f"{nbytes} bytes of host memory could not be {what}: {error}{limit}") from None
 
 
 def require_free(nbytes: int) -> None:
@@ -94,9 +94,9 @@ def stay_near(address: str) -> None:
     """Keeps this thread on the CPUs of the NUMA node of a PCI device, so that pages that it touches first are there:
     CUDA touches them in the thread that locks them. Does nothing where the system does not tell the node, or does not
     let this thread run there."""
-    if here := cpus_near(address) & os.sched_getaffinity(0):
+    if cpus := cpus_near(address) & os.sched_getaffinity(0):
         with suppress(OSError):
-            os.sched_setaffinity(0, here)
+            os.sched_setaffinity(0, cpus)
 
 
 def cpus_near(address: str) -> set[int]:
@@ -113,31 +113,31 @@ def cpus_near(address: str) -> set[int]:
 
 def _address(device: torch.device) -> str:
     """The PCI address of a GPU; empty if this torch does not tell."""
-    found: Any = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    properties: Any = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     return "" if domain is None else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def free_bytes() -> int | None:
     """What the system can still give this process: its free memory, or less where a control group (a container, a
     job) has a limit. None if it does not tell."""
-    found = [*_control_groups_leave()]
+    limits = [*_control_groups_leave()]
     with suppress(OSError, ValueError, KeyError):
-        found.append(1024 * _table(ROOT / "proc/meminfo")["MemAvailable:"])
-    return max(0, min(found)) if found else None
+        limits.append(1024 * _table(ROOT / "proc/meminfo")["MemAvailable:"])
+    return max(0, min(limits)) if limits else None
 
 
 def _control_groups_leave() -> list[int]:
     """What each control group of this process leaves (cgroup v2). Pages of files that can be dropped count as free."""
-    found: list[int] = []
+    left: list[int] = []
     with suppress(OSError):
         top, own = ROOT / "sys/fs/cgroup", (ROOT / "proc/self/cgroup").read_text().splitlines()
         for group in (top / line[4:] for line in own if line.startswith("0::/")):
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
                 with suppress(OSError, ValueError, KeyError):  # without a limit: "max", or no such file
                     limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-                    found.append(limit - used + _table(folder / "memory.stat")["inactive_file"])
-    return found
+                    left.append(limit - used + _table(folder / "memory.stat")["inactive_file"])
+    return left
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -103,9 +103,9 @@ def require_queues(layout: Layout, rank: int, device: torch.device) -> None:
 def channel_tokens(team: Team, layout: Layout, device: torch.device) -> tuple[ChannelToken, ...]:
     """Collective: one token for each channel of this rank's link, none if it shares no link. Every rank makes the
     process groups of all links."""
-    made = [
+    tokens = [
         (sharers, ChannelToken(team, sharers, device))
         for sharers in layout.shared_links.values()
         for _ in range(1 + layout.full_duplex)
     ]
-    return tuple(token for sharers, token in made if team.number in sharers)
+    return tuple(token for sharers, token in tokens if team.number in sharers)

@@ -52,11 +52,11 @@ class RunningSchedule:
         `step_ms` is the time of an earlier step on the slowest rank, by the schedule that runs. `same_batch` tells
         whether batch and model are of the same shapes as before.
         """
-        found = None if step_ms is None else self._step_times.add(step_ms)
+        slower = None if step_ms is None else self._step_times.add(step_ms)
         if not same_batch:
             self._step_times.forget()
-        elif found is not None:
-            slow, before = found
+        elif slower is not None:
+            slow, before = slower
             self.back = before.plan, f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms"
 
     def end_step(self) -> None:

@@ -128,9 +128,9 @@ class Schedules:
     def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
         """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
         on its own problem: the costs measured here are of larger or smaller micro-batches."""
-        layout, theirs = self._rank.layout, Layout.of(schedule.problem)
-        if theirs.microbatches != layout.microbatches and theirs.routes == layout.routes:
-            return replace(layout, microbatch_routes=theirs.microbatch_routes), None
+        layout, scheduled = self._rank.layout, Layout.of(schedule.problem)
+        if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
+            return replace(layout, microbatch_routes=scheduled.microbatch_routes), None
         return layout, self.problem
 
     def _prepare_shared(self, schedule: Schedule | None, cpu_group: CpuGroup) -> Plan:

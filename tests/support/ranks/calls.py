@@ -9,6 +9,7 @@ import numpy as np
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from support.close import joined, require_close
 from support.device import EXACT
 from support.ranks import cases
 from support.ranks.worker import Ranks
@@ -27,15 +28,11 @@ def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = 
         if EXACT:
             assert results[placement[-1]][0][step].losses == losses[step]
         np.testing.assert_allclose(results[placement[-1]][0][step].losses, losses[step], rtol=1e-5)
-        found = {name: grad for _, by_step in results for name, grad in by_step[step].items()}
-        assert found.keys() == gradients[step].keys()
-        for name, grad in found.items():
-            if exact and EXACT:
-                np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
-            else:
-                np.testing.assert_allclose(
-                    grad, gradients[step][name], rtol=1e-4, atol=1e-7 if EXACT else 1e-5, err_msg=f"step {step}, {name}"
-                )
+        found = joined(by_step[step] for _, by_step in results)
+        if exact and EXACT:
+            np.testing.assert_equal(found, gradients[step], err_msg=f"step {step}")
+        else:
+            require_close(found, gradients[step], atol=1e-7 if EXACT else 1e-5)
     return [reports for reports, _ in results]
 
 

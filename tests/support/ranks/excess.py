@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, StepReport
+from support.ranks.swaps import heard
 
 WIDTH, ROWS = 256, 8
 
@@ -35,15 +35,6 @@ def inputs(microbatches: int, large: Sequence[int] = ()) -> Tensor:
     return batch
 
 
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-
 def profiled_then_large(
     programs: Sequence[Sequence[str]], large: Sequence[int]
 ) -> tuple[Problem, list[StepReport], list[str]]:
@@ -51,20 +42,14 @@ def profiled_then_large(
     What the log says."""
     microbatches = sum(text.startswith("0F") for text in programs[0])
     rank = torch.distributed.get_rank()
-    told = Told()
-    logging.getLogger("optpipe.runtime").addHandler(told)
-    try:
-        with Pipeline({rank: Sometimes()}, [0, 1], functional.mse_loss, microbatches) as pipe:
-            usual, targets = inputs(microbatches), torch.zeros(microbatches * ROWS, WIDTH)
-            problem = pipe.profile(usual, targets, activation_budget_bytes=10**9, repeats=1)
-            schedule = Schedule.parse(problem, programs)
-            pipe.load(schedule)
-            reports = [pipe.step(usual, targets, trace=True)]
-            reports += [pipe.step(inputs(microbatches, large), targets, trace=True) for _ in range(2)]
-            pipe.load(
-                Schedule.parse(problem, [[text for text in program if text[1] not in "ODR"] for program in programs])
-            )
-            reports.append(pipe.step(inputs(microbatches, large), targets, trace=True))
-    finally:
-        logging.getLogger("optpipe.runtime").removeHandler(told)
-    return problem, reports, told.sentences
+    with Pipeline({rank: Sometimes()}, [0, 1], functional.mse_loss, microbatches) as pipe, heard() as told:
+        usual, targets = inputs(microbatches), torch.zeros(microbatches * ROWS, WIDTH)
+        problem = pipe.profile(usual, targets, activation_budget_bytes=10**9, repeats=1)
+        told.clear()
+        pipe.load(Schedule.parse(problem, programs))
+        reports = [pipe.step(usual, targets, trace=True)]
+        reports += [pipe.step(inputs(microbatches, large), targets, trace=True) for _ in range(2)]
+        stays = [[text for text in program if text[1] not in "ODR"] for program in programs]
+        pipe.load(Schedule.parse(problem, stays))
+        reports.append(pipe.step(inputs(microbatches, large), targets, trace=True))
+        return problem, reports, [line for line in told if "certified" in line]

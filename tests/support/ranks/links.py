@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 from optpipe_runtime.memory.engines import CopyEngine, Handle
@@ -87,14 +86,6 @@ def train(
     finally:
         where.OnHost = OnHost
     return losses, gradients, seen
-
-
-def too_few_links() -> str:
-    try:
-        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2, links=["pcie0"])
-    except InputError as error:
-        return str(error)
-    return "it was made"
 
 
 def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, int]:

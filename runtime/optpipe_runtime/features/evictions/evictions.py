@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,8 +35,6 @@ class Evictions(Feature):
             Kind.A: Handler(self._accept, self._held_for_peer, abandon=self._accept_anyway),
             Kind.V: Handler(self._vacate, self._held_for_peer, abandon=self._vacate_anyway),
         }
-        self._orders: dict[int, EvictionOrder] = {}
-        self._orders_of = ""  # the digest of their plan
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
         require_peers(schedule, layout)
@@ -45,9 +44,7 @@ class Evictions(Feature):
         return self.peers.idle
 
     def start_plan(self, plan: Plan) -> None:
-        if self._orders_of != plan.digest:
-            self._orders, self._orders_of = eviction_orders(plan), plan.digest
-        self.peers.start_step(self._orders)
+        self.peers.start_step(eviction_orders(plan))
 
     def close(self) -> None:
         self.peers.close()
@@ -100,15 +97,16 @@ class Evictions(Feature):
 
 def require_peers(schedule: Schedule, layout: Layout) -> None:
     """Raises `ScheduleError` if it evicts to another peer than the layout has."""
-    theirs = Layout.of(schedule.problem)
+    scheduled = Layout.of(schedule.problem)
     for d, program in enumerate(schedule.programs):
-        if theirs.peer(d) != layout.peer(d) and of_kinds(program.table, Kind.E).any():
+        if scheduled.peer(d) != layout.peer(d) and of_kinds(program.table, Kind.E).any():
             raise ScheduleError(
-                f"the schedule evicts from device {d} to device {theirs.peer(d)}, in this pipeline the peer of "
+                f"the schedule evicts from device {d} to device {scheduled.peer(d)}, in this pipeline the peer of "
                 f"rank {d} is {layout.peer(d)}"
             )
 
 
+@lru_cache(maxsize=1)
 def eviction_orders(plan: Plan) -> dict[int, EvictionOrder]:
     """The order of evictions of each rank that evicts to the plan's."""
     evictors = {plan.problem.stages[action.op.stage].device for action in plan.actions if action.op.kind == Kind.A}

@@ -273,9 +273,9 @@ class HostOptimizer:
             handle.wait()
         for entry in self._parameters:
             entry.parameter.grad = torch.zeros_like(entry.parameter)
-        found = {"parameters_in_ms": inward, "gradient_out_ms": self.gradients_out(), "update_ms": self.update()}
+        transfers = {"parameters_in_ms": inward, "gradient_out_ms": self.gradients_out(), "update_ms": self.update()}
         self.wait_update()
-        return found
+        return transfers
 
 
 def on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
@@ -285,26 +285,26 @@ def on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
     for s in factories:
         if not 0 <= s < len(rank.layout.placement):
             raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
-    own = sorted(factories.keys() & stages.keys())
-    for s in own:
+    hosted = sorted(factories.keys() & stages.keys())
+    for s in hosted:
         _require_complete(s, stages)
-    if not own:
+    if not hosted:
         return {}
     updates, require, clipped = _update_engine(rank.device), rank.team.require_alive, options.clip_host_updates
     return {
         s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
-        for s in own
+        for s in hosted
     }
 
 
 def _require_complete(s: int, stages: Mapping[int, nn.Module]) -> None:
     """Gradients leave at G, inside the step. So nothing may add to them later."""
-    own = {parameter: name for name, parameter in stages[s].named_parameters()}
+    names = {parameter: name for name, parameter in stages[s].named_parameters()}
     for other, module in stages.items():
-        shared = own.keys() & set(module.parameters()) if other != s else ()
+        shared = names.keys() & set(module.parameters()) if other != s else ()
         for parameter in shared:
             raise InputError(
-                f"host_optimizers[{s}]: {own[parameter]} is in stage {other}, too, which adds to its gradient"
+                f"host_optimizers[{s}]: {names[parameter]} is in stage {other}, too, which adds to its gradient"
             )
 
 
@@ -336,5 +336,5 @@ def _host_parameters(stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> I
     sizes = [-(-local(parameter).nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
     memory = allocate(max(ALIGNED, sum(sizes)), trained[0][1].device).tensor()
     for (name, parameter), place in zip(trained, torch.split(memory[: sum(sizes)], sizes), strict=True):
-        own = local(parameter)
-        yield _HostParameter(name, parameter, place[: own.nbytes].view(own.dtype).view(own.shape))
+        part = local(parameter)
+        yield _HostParameter(name, parameter, place[: part.nbytes].view(part.dtype).view(part.shape))

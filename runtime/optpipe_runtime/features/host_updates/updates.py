@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 
 from torch import nn
 
@@ -104,8 +105,8 @@ class HostUpdates(Feature):
             optimizer.synchronize()
 
     def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
-        own = [s for s, host in self.optimizers.items() if not host.parameters.isdisjoint(tied)]
-        for stages in self._rank.cpu_group.gather(own):
+        tied_stages = [s for s, host in self.optimizers.items() if not host.parameters.isdisjoint(tied)]
+        for stages in self._rank.cpu_group.gather(tied_stages):
             if stages:
                 raise InputError(
                     f"tie: stage {stages[0]} has a copy, and updates it on the host before gradients are summed over "
@@ -145,6 +146,7 @@ def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
                     )
 
 
+@lru_cache(maxsize=1)
 def _updated(plan: Plan) -> set[int]:
     """The stages of this rank that the schedule updates."""
     return {action.op.stage for action in plan.actions if action.op.kind == Kind.U}
