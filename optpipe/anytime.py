@@ -137,7 +137,7 @@ class Result:
         return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
 
     def __str__(self) -> str:
-        """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
+        """One line, such as `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
         if self.schedule is None:
             return f"infeasible: {self.reason}" if self.status == "infeasible" else self.reason or NOTHING_YET
         placed = f" with {self.schedule.placement}" if self.schedule.placement else ""

@@ -20,7 +20,7 @@ from optpipe.model.records import Document, Items
 
 MILP = "milp"
 RELAX = "relax"  # proves bounds, and finds no schedules
-ENGINES = ("dispatch", "cyclic", "lns", "cpsat", MILP, RELAX)
+ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
 

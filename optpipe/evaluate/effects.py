@@ -1,7 +1,7 @@
 """The memory rule: what each kind of op takes when it starts and frees when it ends, on its device and on the host.
 
-`TABLE` is the only place that says it. The certificate is a prefix scan over it; list scheduling, CP-SAT, the cyclic
-pattern, the MILP, repair, bounds and the runtime's lowering read the same table.
+`TABLE` is the only place that says it. The certificate is a prefix scan over it; list scheduling, CP-SAT,
+ the MILP, repair, bounds and the runtime's lowering read the same table.
 
 What an op takes counts from its start, what it frees counts until its end. So no jitter of any op or transfer leads to
 more bytes than the scan over the programs finds. G, U and P have no effect: what they move is model state, which is

@@ -7,8 +7,8 @@ import time
 from ortools.sat.python import cp_model
 
 COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one second of a quiet core
-OP_S = 2.5e-5  # for each op that Python puts into a model and takes out of it
-BACKSTOP = 2.0  # where work is counted, the clock ends what takes so many times as long
+OP_S = 2.5e-5  # for each op that Python puts into a model and takes out of it again
+BACKSTOP = 2.0  # where work is counted, the clock ends what takes this times as long
 
 
 class Budget:
@@ -31,11 +31,11 @@ class Budget:
         return self._spent if self._counts else None
 
     def handled(self, ops: int) -> None:
-        """Counts ops that were put into a model and taken out of it."""
+        """Count ops that were put into a model and taken out of it."""
         self._spent += OP_S * ops
 
     def allot(self, solver: cp_model.CpSolver, seconds: float) -> None:
-        """Limits a solver to so many of the seconds left."""
+        """Limit a solver to these seconds, or to those left."""
         solver.parameters.num_workers = self._threads
         solver.parameters.max_time_in_seconds = (
             max(0.0, self._ends - time.monotonic()) if self._counts else min(seconds, self.left())
@@ -44,7 +44,7 @@ class Budget:
             solver.parameters.max_deterministic_time = COUNTED_PER_S * min(seconds, self.left())
 
     def ran(self, solver: cp_model.CpSolver) -> float:
-        """Takes off the seconds that the solver used, and returns them."""
+        """Take off the seconds that the solver used, and return them."""
         used = solver.response_proto.deterministic_time / COUNTED_PER_S if self._counts else solver.wall_time
         self._spent += used
         return float(used)

@@ -21,11 +21,8 @@ class Engine(Protocol):
     most_threads: int | None  # that it can use; None: as many as it is given
     open_ended: bool  # whether it makes no plan for its time, so that it may be stopped or go on at any moment
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Say in one sentence why the engine cannot work on this problem; None if it can.
-
-        With `alone` it was asked for by name, and may take longer than it would beside others. Loads nothing heavy.
-        """
+    def unsupported(self, problem: Problem) -> str | None:
+        """Say in one sentence why the engine cannot work on this problem; None if it can. Loads nothing heavy."""
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
         """Load what it takes, emit `Ready`, search until the request's time is up, and emit each better schedule and
@@ -40,7 +37,6 @@ class Engine(Protocol):
 REGISTRY = {  # name -> module:object
     "relax": "optpipe_solver.relax:ENGINE",
     "dispatch": "optpipe_solver.dispatch:ENGINE",
-    "cyclic": "optpipe_solver.cyclic:ENGINE",
     "lns": "optpipe_solver.lns:ENGINE",
     "cpsat": "optpipe_solver.cpsat:ENGINE",
     "milp": "optpipe_solver.milp:ENGINE",

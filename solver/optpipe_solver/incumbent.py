@@ -38,10 +38,10 @@ class BestSchedule:
         return schedule if has_only_known_ops(schedule) and not check(self.request.problem, schedule) else None
 
     def offer(self, schedule: Schedule) -> bool:
-        """Keeps and emits a schedule that is valid and better than all before. Says whether it is."""
-        found = length_ms(schedule, self.request.objective)
-        if not shorter(found, self.value) or check(self.request.problem, schedule):
+        """Keep and emit a schedule that is valid and better than all before. Returns whether it is."""
+        length = length_ms(schedule, self.request.objective)
+        if not shorter(length, self.value) or check(self.request.problem, schedule):
             return False
-        self.schedule, self.value = schedule, found
+        self.schedule, self.value = schedule, length
         self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
         return True

@@ -1,10 +1,10 @@
 """The one place to tune the search: which engines run, in what order and for how long, and what everything may take.
 
-Heuristics run first, in the solver's own process; engines follow, each in a process of its own. `side_by_side` says how
-many run at a time, heuristics being one of them for their share of the time. Whenever one ends, the next run of the
-table starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to
-those behind it. Runs that repeat fill what is left, each time with another seed. Where all shares are more than the
-time, each is as much less. With one thread one runs at a time.
+Heuristics run first, in the solver's own process; engines follow, each in a process of its own, in the order of `AUTO`.
+`side_by_side` says how many run at a time; heuristics count as one of them. Whenever one ends, the next run of `AUTO`
+starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to those
+after it. Runs that repeat fill what is left, each time with another seed. Where all shares are more than the time, each
+is as much less. With one thread one runs at a time.
 """
 
 from __future__ import annotations
@@ -14,71 +14,6 @@ from dataclasses import dataclass, replace
 
 from optpipe.model.problem import Problem
 from optpipe_solver import methods
-
-# The portfolio's time
-PARALLEL = 2  # searches side by side
-THREADS_OF_MORE = 4  # for so many further threads, one search more
-HEURISTICS_SHARE = 0.15  # of the time, if engines follow
-HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
-COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
-COUNTED_TIMEOUT = 2.0  # with one thread an engine that should have ended by its own count is ended after so many times
-STILL_GAINS = 1.5  # heuristics go on until so many times as long as they had run when they last gained
-STOP_S = 0.3  # kept for stopping the engines and writing the last frames
-ENGINE_END_S = 0.5  # of what an engine is allotted, to end; with no more left none is started
-LOADING_S = 60.0  # that an engine may take to load and compile, also on a busy machine; not part of its share
-ENGINE_LEAST_S = 1.0  # that an engine is allotted at least, from when it is ready, if so much is left
-NO_LIMIT_S = 86_400.0  # in the request to an engine that is stopped
-POLL_S = 0.1  # between looks at memory and clocks
-OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
-
-# Heuristics in the portfolio
-BEHIND = 4  # a heuristic whose best is not the best of all runs in every fourth round only
-LARGE_PARTS = 3_000  # parts of activations: list scheduling takes some tenths of a second for so many
-JITTER_WORK = 3  # times as much work with a schedule whose percentile is simulated
-JITTER_NEAR = 1.05  # of the shortest nominal time: longer schedules are not simulated under noise
-
-# The first schedule of a request
-FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
-FIRST_MAX_BYTES = 2**32  # of the process
-
-# Heuristics by themselves
-GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
-GENERATE_TRIES = 50  # likewise, of small schedules
-DESCENT_FAILURES = 120  # policies tried in a row without one of them being better
-DESCENT_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the activations that leave or are recomputed
-REPEAT_FORWARDS = 10_000  # from so many on, list scheduling takes over half a second: a period is repeated
-REPEAT_GAIN = 1.5  # a period is repeated if that needs so many times fewer micro-batches to be scheduled
-REPEAT_MICROBATCHES = 6  # a period at most
-VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
-
-# Placements
-CHUNKS = 4  # a device at most
-FIRST_LOOK_SHARE = 0.06  # of the time: a heuristic for every placement
-RULES_S = 10.0  # a search for so long waits until the rules of `dispatch` are compiled, mostly less than a second
-PARTITIONS_SHARE = 0.2  # of the time: for better partitions, if there are layers
-RULES_SHARE = 0.3  # of the time: for searches in rules on all placements, where there are `RULES_S`,
-RULES_ROUNDS = 3  # in so many rounds, each time on half of them
-RULES_OPS_PER_S = 6e6  # that these simulate, as `by_rules` counts
-BEST_TWO_SHARE = 0.2  # of the time: for the best two placements, everything there is
-WEAKEST_SHARE = 0.1  # of the time: for the bounds of the placements that have the least ones
-PLACEMENT_S = 2.5  # below that an engine has hardly begun
-PARTITION_POLICIES = 6  # of AdaOffload that judge a partition
-PARTITION_MOVES = 240  # from one partition; of more a sample is tried
-
-# The planner
-MICROBATCH_SIZES = (1, 2, 4, 8)
-MOST_DEGREE = 4096  # of pipeline or data parallelism
-PUBLISHED_SHARE = 0.35  # of the time: published schedules for every candidate whose bound allows it
-LISTED_SHARE = 0.15  # of the time: list scheduling for those that are left
-PUBLISHED_SPEED = 10  # times as fast as list scheduling
-SPARE_S = 2.0  # of the time, not given to searches: their processes start and end, and the answer is written
-SOLVED = ((4, 0.3), (2, 0.7))  # so many candidates, for that share of what is left
-
-# Bounds
-WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
-MEASURES = 12  # dual feasible functions that are tried
-MEASURE_STAGES = 256  # stages of a device up to which more than one function is tried
-RELIEF_STATES = 20_000  # of the search for the least memory, looked at for one stage; equal stages need a handful
 
 
 @dataclass(frozen=True)
@@ -94,22 +29,86 @@ class EngineRun:
 
 AUTO = (
     EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
-    EngineRun("lns", 0.20, from_heuristics=True),  # windows: what they learn in a long run is lost at its end
+    EngineRun("lns", 0.20, from_heuristics=True),  # windows; a long run, since it forgets at its end what it has learnt
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, once it is compiled
-    EngineRun("cyclic", 0.13),  # patterns, and windows of the best of them
-    EngineRun("milp", 0.02),  # the paper's formulation; proves what is tiny
+    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.14, repeat=True),
-    EngineRun("dispatch", 0.03, repeat=True),
-    EngineRun("lns", 0.14, repeat=True, from_heuristics=True),
+    EngineRun("lns", 0.21, repeat=True),  # windows of the best schedule of all
+    EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
+    EngineRun("lns", 0.22, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 
+# The portfolio's time
+PARALLEL = 2  # searches that run side by side
+THREADS_PER_SEARCH = 4  # further threads for each further search beside them
+HEURISTICS_SHARE = 0.15  # of the time, if engines follow
+HEURISTICS_S = 2.0  # heuristics have that long at least, or half of a short time: engines gain less until then
+STILL_GAINING = 1.5  # heuristics that gained after t seconds go on until this times t
+COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
+COUNTED_TIMEOUT = 2.0  # with one thread the clock ends an engine after this times the seconds of its count
+STOP_S = 0.3  # kept for stopping the engines and writing the last frames
+ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no more left none is started
+ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
+LOADING_S = 60.0  # an engine may take that long to load and compile on a busy machine; not part of its share
+NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
+POLL_S = 0.1  # between looks at memory and clocks
+OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
+
+# Heuristics in the portfolio
+ALL_EVERY_ROUNDS = 4  # rounds of heuristics from one in which all take part to the next; between them only the best
+LARGE_PARTS = 3_000  # parts of activations for which list scheduling takes some tenths of a second
+JITTER_WORK = 3  # a schedule whose percentile is simulated counts this many times
+JITTER_NEAR = 1.05  # schedules longer than this times the shortest nominal time are not simulated under noise
+
+# The first schedule of a request
+FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
+FIRST_MAX_BYTES = 2**32  # of the process
+
+# Heuristics by themselves
+GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
+GENERATE_TRIES = 50  # likewise, of small schedules
+DESCENT_FAILURES = 120  # policies tried in a row without one of them being better
+DESCENT_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the activations that leave or are recomputed
+REPEAT_FORWARDS = 10_000  # list scheduling of more takes over half a second: a period is repeated
+REPEAT_GAIN = 1.5  # a period is repeated if that needs this many times fewer micro-batches to be scheduled
+REPEAT_MICROBATCHES = 6  # a period at most
+VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
+
+# Placements: shares of the time
+FIRST_LOOK_SHARE = 0.06  # a heuristic on every placement
+PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
+RULES_SHARE = 0.3  # searches in rules on all placements, in a search of `RULES_S` or more
+BEST_TWO_SHARE = 0.2  # everything there is, on the best two
+WEAKEST_SHARE = 0.1  # bounds of the placements that have the least ones
+# Placements: the rest
+CHUNKS = 4  # a device at most
+RULES_S = 10.0  # a search that long may wait until the rules of `dispatch` are compiled, mostly less than a second
+RULES_ROUNDS = 3  # of the searches in rules, each on half of the placements before
+RULES_OPS_PER_S = 6e6  # ops that these simulate in a second, as `by_rules` counts
+PLACEMENT_S = 2.5  # in less an engine has hardly begun
+PARTITION_POLICIES = 6  # of AdaOffload that judge a partition
+PARTITION_MOVES = 240  # from one partition; of more a sample is tried
+
+# The planner
+MICROBATCH_SIZES = (1, 2, 4, 8)
+MOST_DEGREE = 4096  # of pipeline or data parallelism
+PUBLISHED_SHARE = 0.35  # of the time: published schedules for every candidate whose bound allows it
+LISTED_SHARE = 0.15  # of the time: list scheduling for those that are left
+PUBLISHED_SPEED = 10  # published schedules take this many times less than list scheduling
+SPARE_S = 2.0  # of the time, not given to searches: their processes start and end, and the answer is written
+SOLVED = ((4, 0.3), (2, 0.7))  # rounds of searches: the number of candidates, and the share of what is left
+
+# Bounds
+WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
+MEASURES = 12  # dual feasible functions that are tried
+MEASURE_STAGES = 256  # stages of a device up to which more than one function is tried
+RELIEF_STATES = 20_000  # of the search for the least memory, looked at for one stage; equal stages need a handful
+
 
 def side_by_side(threads: int) -> int:
-    """How many searches run at a time. Those that can use several threads share what the others leave."""
-    return min(threads, PARALLEL + max(0, threads - PARALLEL) // THREADS_OF_MORE)
+    """How many searches run at a time. Engines that can use several threads share what the others leave."""
+    return min(threads, PARALLEL + max(0, threads - PARALLEL) // THREADS_PER_SEARCH)
 
 
 def heuristics_share(seconds: float) -> float:

@@ -28,8 +28,8 @@ from optpipe.schedule import Schedule, check
 METHOD = "robust"
 OTHER_NOISE = 1_000_003  # added to the seed
 OPS_PER_S = 1.5e7  # ops times samples simulated in a second, about half of what a quiet machine does
-LONGER = 1.01  # the nominal time may become so many times as long as at the start
-WORSE = 1.001  # the schedule at hand may be so many times worse than the best (record-to-record travel, Dueck 1993)
+LONGER = 1.01  # the nominal time may become this times as long as at the start
+WORSE = 1.001  # the schedule at hand may be this times as long as the best (record-to-record travel, Dueck 1993)
 
 
 class RobustEngine:
@@ -39,7 +39,7 @@ class RobustEngine:
     most_threads: int | None = 1
     open_ended = True
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+    def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
         return None if problem.microbatches > 1 else "with one micro-batch there is no order to change"
 
@@ -119,10 +119,11 @@ class LocalSearch:
         ready = np.where(waits >= 0, end[waits] + delay, -1.0)
         by_order = (ISSUED, waits.shape[1] - 1)
         arcs = []
-        own = np.ones_like(device, dtype=np.bool_)
+        counts = np.ones_like(device, dtype=np.bool_)  # whether the row's end may be the length
         if self.objective == "span":
-            own = device == max(set(device.tolist()), key=lambda d: end[device == d].max() - start[device == d].min())
-        row = int(np.where(own, end, -1.0).argmax())
+            spans = {d: end[device == d].max() - start[device == d].min() for d in set(device.tolist())}
+            counts = device == max(spans, key=spans.__getitem__)
+        row = int(np.where(counts, end, -1.0).argmax())
         while row >= 0:
             column = int(ready[row].argmax())
             last = int(waits[row, column])
@@ -132,22 +133,22 @@ class LocalSearch:
         return arcs
 
     def _neighbour(self, first: int, second: int) -> Schedule | None:
-        """The schedule with the second op before the first, or the first behind the second; None if one waits for the
+        """The schedule with the second op before the first, or the first after the second; None if one waits for the
         other."""
         device = self.schedule.timeline.device
         d = int(device[first])
         offset = int(np.searchsorted(device, d))
-        own = self.schedule.programs[d].table
+        table = self.schedule.programs[d].table
         source, target = (
             (second - offset, first - offset) if self.random.random() < 0.5 else (first - offset, second - offset)
         )
         low, high = min(source, target), max(source, target)
-        passed = np.delete(own[low : high + 1], source - low, axis=0)
-        moved = own[source]
-        if own[max(0, low - 1) : high + 1, JOINED].any():
+        passed = np.delete(table[low : high + 1], source - low, axis=0)
+        moved = table[source]
+        if table[max(0, low - 1) : high + 1, JOINED].any():
             return None
         if ((passed[:, STAGE] == moved[STAGE]) & (passed[:, MICROBATCH] == moved[MICROBATCH])).any():
             return None
         programs = list(self.schedule.programs)
-        programs[d] = Program(np.insert(np.delete(own, source, axis=0), target, moved, axis=0))
+        programs[d] = Program(np.insert(np.delete(table, source, axis=0), target, moved, axis=0))
         return replace(self.schedule, programs=tuple(programs))

@@ -63,7 +63,7 @@ def at_work(process: psutil.Process) -> bool:
 
 
 def test_the_picture_of_progress():
-    steps = [(0.2, 150.0, "naive"), (1.0, 110.0, "cyclic"), (30.0, 100.0, "lns")]
+    steps = [(0.2, 150.0, "naive"), (1.0, 110.0, "dispatch"), (30.0, 100.0, "lns")]
     drawn = chart(
         [
             Progress("one & two", steps, 100.0, 60.0),
@@ -76,7 +76,7 @@ def test_the_picture_of_progress():
     assert "100 ms, proven optimal" in drawn
     assert "no schedule" in drawn
     assert drawn.count("<circle") == 3
-    assert "110 ms by cyclic after 1.00 s" in drawn
+    assert "110 ms by dispatch after 1.00 s" in drawn
     (path,) = re.findall(r'<path d="M([\d.]+),([\d.]+) H([\d.]+) V([\d.]+) H([\d.]+) V([\d.]+) H([\d.]+)"', drawn)
     x0, y0, x1, y1, x2, y2, end = map(float, path)
     assert x0 < x1 < x2 < end  # later is further right

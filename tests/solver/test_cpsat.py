@@ -168,10 +168,10 @@ def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
 
 def test_only_small_problems_are_supported() -> None:
     small = problem_of([stage(0, (2, 2, 1), 2, 1)], [2], 3)
-    assert cpsat.ENGINE.unsupported(small, alone=True) is None
+    assert cpsat.ENGINE.unsupported(small) is None
     large = small.model_copy(update={"microbatches": 1000})
     reason = "the problem has 1000 forwards, and this engine takes 200 at most"
-    assert cpsat.ENGINE.unsupported(large, alone=True) == reason
+    assert cpsat.ENGINE.unsupported(large) == reason
 
 
 def test_the_same_request_has_the_same_answer() -> None:

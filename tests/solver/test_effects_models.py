@@ -19,10 +19,6 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.reuse.repair import repair
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
-from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cyclic.pattern import PatternModel, sequential_period
-from optpipe_solver.cyclic.unroll import unroll
 
 PROBLEMS = {
     "offload": problem_of([stage(0, (2, 3, 1), 2, 1, (2, 2, 2)), stage(1, (3, 2, 2), 1)], [99, 99], 2, 3.0),
@@ -99,17 +95,6 @@ def test_cp_sat_proves_the_best_of_all_programs(table: str, name: str) -> None:
     assert min(schedule.makespan_ms for schedule in [start, *found]) == pytest.approx(best)
     known = [trivial_bound(problem), memory_bound(problem)]  # where the engine begins
     assert max([*known, *bounds]) == pytest.approx(best)
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_cyclic_pattern_fits(table: str, name: str) -> None:
-    problem = tight(PROBLEMS[name]).model_copy(update={"microbatches": 4})
-    grid = Grid.of(problem)
-    longest = sequential_period(grid, 1)
-    for period in (longest, 2 * longest // 3):
-        pattern = PatternModel(grid, 1, period).solve(Budget(5.0, 1), 0).pattern
-        assert pattern or period < longest
-        assert pattern is None or certify(problem, unroll(grid, pattern, "cyclic")).fits
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

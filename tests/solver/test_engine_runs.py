@@ -113,7 +113,7 @@ def test_an_engine_that_ended_early_runs_again_only_from_another_schedule(runs: 
     assert runs.may_gain(LNS)
     end(runs, NAIVE, spent_s=1.0)
     assert not runs.may_gain(LNS)
-    assert runs.may_gain(EngineRun("cyclic"))
+    assert runs.may_gain(EngineRun("cpsat"))
     found = replace(BETTER, method="dispatch")
     state.offer(found)
     assert runs.may_gain(LNS)

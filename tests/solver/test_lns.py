@@ -12,9 +12,9 @@ from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe_solver import lns
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import place_on_grid, split_dispensable
+from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.choice import FEWEST, QUICK_S, VAIN, Breadth, WindowChoice
+from optpipe_solver.lns.choice import FEWEST_OPS, QUICK_S, VAIN_WINDOWS, Breadth, WindowChoice
 from optpipe_solver.paths import deliveries, tails
 from optpipe_solver.systems import generate
 
@@ -62,6 +62,16 @@ def test_a_span_is_a_makespan_with_delivery_times(name: str) -> None:
     assert not deliveries(schedule, "makespan").any()
 
 
+def test_fused_backwards_are_taken_apart() -> None:
+    problem = problem_of([stage(0, (5, 5, 4), 5, 2)], [15], 2)
+    fused = Schedule.parse(problem, [["0F0", "0BW0", "0F1", "0BW1"]])
+    assert not is_expressible(fused)
+    apart = split_dispensable(fused)
+    assert is_expressible(apart)
+    assert check(problem, apart) == []
+    assert apart.programs[0].texts() == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
+
+
 def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
     problem = offloading(2, 3)
     assert found(problem, 5.0)[0].method in ("adaoffload", "zb-auto", "naive")
@@ -101,17 +111,17 @@ def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_no
     assert breadth.size == 100
     for _ in range(40):
         breadth.learn(0.0, QUICK_S, False, QUICK_S)
-    assert breadth.size == FEWEST
+    assert breadth.size == FEWEST_OPS
     breadth.learn(5.0, QUICK_S, True, QUICK_S)
     assert breadth.score > 0.0
 
 
 def test_where_nothing_is_gained_windows_have_more_time() -> None:
     choice = WindowChoice(Grid.of(offloading(4, 6)), random.Random(0))
-    for _ in range(VAIN):
+    for _ in range(VAIN_WINDOWS):
         choice.learn(choice.breadths[0], 0.0, QUICK_S, True)
     assert choice.quick_s > QUICK_S
     before = choice.quick_s
-    for _ in range(3 * VAIN):
+    for _ in range(3 * VAIN_WINDOWS):
         choice.learn(choice.breadths[0], 1.0, QUICK_S, True)
     assert choice.quick_s == before

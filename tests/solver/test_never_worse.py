@@ -183,7 +183,7 @@ def test_where_the_clock_counts_it_makes_no_end_itself(threads: int, monkeypatch
         (1, {"dispatch": 1}),
         (2, {"dispatch": 1, "relax": 1}),
         (8, {"dispatch": 1, "relax": 1, "cpsat": 6}),
-        (16, {"dispatch": 1, "relax": 1, "cpsat": 5, "cyclic": 5, "lns": 4}),
+        (16, {"dispatch": 1, "relax": 1, "cpsat": 5, "lns": 5, "milp": 4}),
     ],
 )
 def test_what_an_engine_cannot_use_others_have(
@@ -191,7 +191,7 @@ def test_what_an_engine_cannot_use_others_have(
 ) -> None:
     request = Request(problem=chain(m=6), threads=threads, time_limit_s=1000.0)
     state = SearchState(request, lambda frame: None)
-    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "cyclic", "lns", "milp", "robust")]
+    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "lns", "milp", "robust")]
     started: dict[str, int] = {}
     monkeypatch.setattr(EngineProcesses, "start", lambda self, asked, *_: started.update({asked.method: asked.threads}))
     runs = EngineRuns(request, table, state, TimeLimit(request), lambda frame: None)

@@ -120,11 +120,6 @@ def test_more_memory_is_never_slower() -> None:
     assert iterations[0] > 1.3 * iterations[-1]
 
 
-def test_the_same_question_has_the_same_answer(found: Plan) -> None:
-    again = planned(question())
-    assert [(str(c), c.least_ms) for c in again.ranked] == [(str(c), c.least_ms) for c in found.ranked]
-
-
 def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of searches become smaller, and what comes to nothing changes nothing."""
     asked: list[float] = []

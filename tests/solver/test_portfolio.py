@@ -42,13 +42,13 @@ def engines(monkeypatch):
     """Two engines, each behaving as told."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.5), EngineRun("milp", 0.5)))
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.5), EngineRun("milp", 0.5)))
     monkeypatch.setattr(plan, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
     monkeypatch.setattr(plan, "DESCENT_FAILURES", 10)
     monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
 
-    def behave(cyclic: str, milp: str) -> None:
-        monkeypatch.setenv("cyclic", cyclic)
+    def behave(cpsat: str, milp: str) -> None:
+        monkeypatch.setenv("cpsat", cpsat)
         monkeypatch.setenv("milp", milp)
 
     return behave
@@ -107,7 +107,7 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
 def test_an_engine_that_fails_is_told_of_and_the_other_goes_on(engines, fault):
     engines(fault, "good")
     frames = run(pipeline())
-    assert any(text.startswith("cyclic failed: ") for text in notes(frames))
+    assert any(text.startswith("cpsat failed: ") for text in notes(frames))
     assert any(isinstance(frame, Bound) and frame.method == "good engine" for frame in frames)
 
 
@@ -118,14 +118,14 @@ def test_an_engine_that_holds_too_much_is_ended(engines):
         pipeline(), memory_mib=own + 400, time_limit_s=60.0
     )  # what two interpreters hold, but not 300 MiB more
     (told,) = (text for text in notes(frames) if "memory_mib" in text)
-    assert told.startswith("cyclic was ended: the solver's processes held ")
+    assert told.startswith("cpsat was ended: the solver's processes held ")
     assert told.endswith(f"and memory_mib is {own + 400}")
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
 def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypatch):
     engines("seed 8.0", "crash")  # of what it is given it spends most
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.2, repeat=True), EngineRun("milp", 0.1, repeat=True)))
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.1, repeat=True)))
     told = notes(run(pipeline(), seed=5, time_limit_s=80.0, threads=1))
     assert sum(text.startswith("milp failed") for text in told) == 1
     seeds = [int(text.split()[-1]) for text in told if "seed" in text]
@@ -135,9 +135,9 @@ def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypa
 
 def test_an_engine_with_nothing_more_to_do_does_not_run_again(engines, monkeypatch):
     engines("seed 0.1", "seed 8.0")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.2, repeat=True), EngineRun("milp", 0.2, repeat=True)))
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.2, repeat=True)))
     told = notes(run(pipeline(), time_limit_s=80.0, threads=1))
-    assert sum(text.startswith("cyclic") for text in told) == 1
+    assert sum(text.startswith("cpsat") for text in told) == 1
     assert sum(text.startswith("milp") for text in told) > 2
 
 
@@ -236,7 +236,7 @@ def test_the_milp_runs_if_it_is_asked_for_though_heuristics_meet_the_bound(engin
     proven = Problem.load(EXAMPLES / "figure4-4x6.json")
     engines("tells", "tells")
     assert notes(run(proven, method="milp"))[0].startswith("start True")
-    assert notes(run(proven, method="cyclic")) == []
+    assert notes(run(proven, method="cpsat")) == []
 
 
 @pytest.mark.parametrize("method", ["milp", "auto"])
@@ -308,12 +308,12 @@ def test_engines_start_from_the_best_that_they_know(engines):
 
 
 class Unfit:
-    """An engine that takes up to four micro-batches beside others, and up to eight alone."""
+    """An engine that takes up to eight micro-batches."""
 
     name = "milp"
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        return "there are too many micro-batches" if problem.microbatches > (8 if alone else 4) else None
+    def unsupported(self, problem: Problem) -> str | None:
+        return "there are too many micro-batches" if problem.microbatches > 8 else None
 
 
 def test_a_named_engine_that_cannot_work_on_the_problem_says_why(monkeypatch):
@@ -323,7 +323,7 @@ def test_a_named_engine_that_cannot_work_on_the_problem_says_why(monkeypatch):
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
-@pytest.mark.parametrize("engine", ["dispatch", "cyclic", "lns", "cpsat", "milp"])
+@pytest.mark.parametrize("engine", ["dispatch", "lns", "cpsat", "milp"])
 def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
     frames: list[Frame] = []
     assert Portfolio(Request(problem=pipeline(overlap_factor=0.8), method=engine), frames.append).supports(engine)
@@ -333,16 +333,6 @@ def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
     assert len(frames) == 1
 
 
-def test_a_named_engine_may_take_more_than_it_is_started_for_beside_others(monkeypatch):
-    monkeypatch.setattr(registry, "load", lambda name: Unfit())
-    fits = [
-        Portfolio(Request(problem=pipeline(microbatches=m), method=method), print).supports("milp")
-        for m in (4, 8, 9)
-        for method in ("auto", "milp")
-    ]
-    assert fits == [True, True, False, True, False, False]
-
-
 def test_memory_that_admits_nothing_is_proven():
     assert run(pipeline(memory=4)) == [
         Infeasible(reason="devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5")
@@ -350,7 +340,7 @@ def test_memory_that_admits_nothing_is_proven():
 
 
 def test_an_unknown_method_is_one_sentence():
-    with pytest.raises(InputError, match=r"^method = 'best': the methods are auto, naive, .*cyclic, .*$"):
+    with pytest.raises(InputError, match=r"^method = 'best': the methods are auto, naive, .*cpsat, .*$"):
         Portfolio(Request(problem=pipeline(), method="best"), print)
     child = Child("optpipe_solver", Request(problem=pipeline(), method="best"))
     (refused,) = child.frames()

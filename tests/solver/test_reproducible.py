@@ -25,10 +25,10 @@ SLOWER = 1.6  # how much faster the clock of a busy machine runs
 @pytest.mark.parametrize(("name", "jitter"), [("shared-pcie-4x8", 0.0), ("slowlink-8x16", 0.05)])
 def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setenv("cyclic", "seed")
+    monkeypatch.setenv("cpsat", "seed")
     monkeypatch.setenv("milp", "tells")
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.4), EngineRun("milp", 0.6)))
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.4), EngineRun("milp", 0.6)))
     monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
     monkeypatch.setattr(plan, "OPS_PER_S", 5_000)
     request = Request(
@@ -41,7 +41,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     assert any(isinstance(frame, Incumbent) for frame in quiet)
 
 
-@pytest.mark.parametrize("engine", ["lns", "cyclic"])
+@pytest.mark.parametrize("engine", ["lns"])
 def test_an_engine_that_counts_finds_the_same_twice(engine):
     problem = Problem.load(EXAMPLES / "fastlink-4x8.json")
     start = Programs.of(generate("zb-auto", problem))

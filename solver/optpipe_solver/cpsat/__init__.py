@@ -1,4 +1,4 @@
-"""The engine `cpsat`: CP-SAT on the whole problem. `lns` and `cyclic` solve windows with the same model."""
+"""The engine `cpsat`: CP-SAT on the whole problem. `lns` solves windows with the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CpSatEngine:
     most_threads: int | None = None
     open_ended = False
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+    def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
         forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
         if forwards > MOST_FORWARDS:

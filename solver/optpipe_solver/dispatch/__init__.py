@@ -15,7 +15,7 @@ class DispatchEngine:
     most_threads: int | None = 1
     open_ended = True
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+    def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
         if len(problem.all_routes) > 1:
             return "the micro-batches take several routes, and its rules are for one"

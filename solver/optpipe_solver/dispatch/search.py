@@ -13,24 +13,27 @@ from optpipe_solver.incumbent import BestSchedule
 
 METHOD = "dispatch"
 OPS_PER_S = 3e6  # simulated, about what a busy machine does
-HOPELESS = (500, 1.1)  # after so many tries it is over if all are so many times longer than the schedule given
+HOPELESS_TRIES = 500  # after which the search ends unless rules lead near the schedule given:
+HOPELESS_LENGTH = 1.1  # times as long
 
 
 def search(request: Request, emit: Callable[[Frame], None]) -> float:
-    """Runs the engine; returns the seconds used by its own count of simulated ops.
+    """Run the engine. Returns the seconds used by its own count of simulated ops.
 
     With one thread these are what is limited, so that the search is the same on a busy machine.
     """
-    simulator, shortest, (tries, factor) = Simulator(request.problem), NEVER, HOPELESS
+    simulator = Simulator(request.problem)
     compile_descents(simulator)
     emit(Ready())
-    began, spent_s, simulated = time.monotonic(), 0.0, 0
-    offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
     best = BestSchedule(request, emit)
-    hopeless_ms = factor * best.value
+    began, spent_s, simulated = time.monotonic(), 0.0, 0
+    shortest_ms = NEVER  # by rules
+    offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
+    hopeless_ms = HOPELESS_LENGTH * best.value
     for rules, ms, tried in descents(simulator, request.objective, request.seed, best.schedule):
-        shortest, simulated = min(shortest, ms), simulated + tried
-        if simulated - tried < tries <= simulated and shortest > hopeless_ms:
+        shortest_ms = min(shortest_ms, ms)
+        simulated += tried
+        if simulated - tried < HOPELESS_TRIES <= simulated and shortest_ms > hopeless_ms:
             break
         spent_s += tried * simulator.ops / OPS_PER_S
         if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD)):

@@ -15,7 +15,7 @@ class LnsEngine:
     most_threads: int | None = None
     open_ended = True
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+    def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
         return None if problem.costs.ms.any() else "nothing takes any time"
 

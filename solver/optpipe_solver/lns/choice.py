@@ -12,13 +12,13 @@ from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import GridSchedule
 from optpipe_solver.cpsat.variables import Window
 
-FIRST = 60  # compute ops in the first windows
-FEWEST = 8
-QUICK_S = 0.3  # windows that are solved sooner may grow, at first
-PATIENCE = 6  # one window may take so many times as long
-VAIN = 10  # after so many windows without a gain larger ones have more time
-MEMORY = 0.9  # how much of a breadth's score counts after one more window
-LEAST = 0.3  # every breadth's chance, as a part of the best one's
+FIRST_OPS = 60  # compute ops in the first windows
+FEWEST_OPS = 8  # in a window
+QUICK_S = 0.3  # at first windows that are solved sooner may grow
+PATIENCE = 6  # one window may take this times as long
+VAIN_WINDOWS = 10  # in a row, until windows have more time
+SCORE_KEPT = 0.9  # of a breadth's score after one more window
+LEAST_CHANCE = 0.3  # of every breadth to be chosen, as a share of the best one's
 
 
 @dataclass
@@ -28,23 +28,23 @@ class Breadth:
     Attributes
     ----------
     most
-        Compute ops of so many devices.
+        Compute ops of that many devices.
     score
         What such windows gained of late, in ms per second.
     """
 
     devices: int
     most: int
-    size: float = FIRST
+    size: float = FIRST_OPS
     score: float = 0.0
 
     def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
-        """Learns from one window whether such windows pay, and whether to try larger or smaller ones."""
-        self.score += (1 - MEMORY) * (gained_ms / max(used_s, quick_s) - self.score)
+        """Learn from one window whether such windows pay, and whether to try larger or smaller ones."""
+        self.score += (1 - SCORE_KEPT) * (gained_ms / max(used_s, quick_s) - self.score)
         if proven and used_s < quick_s:
             self.size = min(self.most, 1.15 * self.size)
         elif not proven or used_s > 2 * quick_s:
-            self.size = max(FEWEST, 0.85 * self.size)
+            self.size = max(FEWEST_OPS, 0.85 * self.size)
 
 
 class WindowChoice:
@@ -61,22 +61,22 @@ class WindowChoice:
 
     def window(self, incumbent: GridSchedule) -> tuple[Breadth, Window]:
         """A window of the incumbent, and its breadth."""
-        least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST
+        least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST_CHANCE
         breadth = self.random.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
         idle = list(self._idle(incumbent))
         device, begin, end = (
             self.random.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, incumbent.end)
         )
-        return breadth, self._around(incumbent, breadth, device, self.random.randint(begin, end))
+        return breadth, self._window_near(incumbent, breadth, device, self.random.randint(begin, end))
 
     def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:
-        """Learns from one window for the next ones."""
+        """Learn from one window for the next ones."""
         breadth.learn(gained_ms, used_s, proven, self.quick_s)
         self.vain = 0 if gained_ms else self.vain + 1
-        if self.vain >= VAIN:
+        if self.vain >= VAIN_WINDOWS:
             self.quick_s, self.vain = self.quick_s * 1.5, 0
 
-    def _around(self, incumbent: GridSchedule, breadth: Breadth, device: int, moment: int) -> Window:
+    def _window_near(self, incumbent: GridSchedule, breadth: Breadth, device: int, moment: int) -> Window:
         """The ops nearest to a moment, of this device and its neighbours."""
         last = len(self.problem.devices) - breadth.devices
         first = self.random.randint(max(0, device - breadth.devices + 1), min(device, last))

@@ -23,7 +23,7 @@ METHOD = "lns"
 
 
 def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:
-    """Runs the engine; returns the seconds used by its own count of work."""
+    """Run the engine. Returns the seconds used by its own count of work."""
     best, budget = BestGridSchedule(request, emit), Budget(request.time_limit_s, request.threads)
     best.ensure_start()
     if best.start:
@@ -35,7 +35,7 @@ def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:
 def improvements(
     grid: Grid, schedule: Schedule, budget: Budget, seed: int, objective: Objective = "makespan"
 ) -> Iterator[Schedule]:
-    """Yields shorter and shorter schedules, until the budget is spent or a window of everything is solved."""
+    """Yield shorter and shorter schedules, until the budget is spent or a window of everything is solved."""
     random_ = random.Random(seed)
     choice = WindowChoice(grid, random_)
     incumbent = place_on_grid(grid, schedule, objective)
@@ -46,12 +46,12 @@ def improvements(
         answer = model.solve(budget, random_.randrange(2**31), PATIENCE * choice.quick_s)
         is_whole, before = window == Window.of_all(incumbent), incumbent.length
         if answer.starts:
-            found = prune(lift(grid.problem, grid.starts_ms(answer.starts), METHOD))
-            candidate = place_on_grid(grid, found, objective)
+            compacted = prune(lift(grid.problem, grid.starts_ms(answer.starts), METHOD))
+            candidate = place_on_grid(grid, compacted, objective)
             if candidate.length <= before:
                 incumbent = candidate
                 if candidate.length < before:
-                    yield found
+                    yield compacted
         choice.learn(breadth, grid.ms(before - incumbent.length), answer.used_s, answer.proven)
         if answer.proven and is_whole and (objective == "makespan" or incumbent.length == before):
             return

@@ -12,7 +12,6 @@ from optpipe.process.protocol import Frame, Ready, Request
 # Gurobi: 8 devices, 16 micro-batches, a quarter of a million rows. In a minute on one core HiGHS still improves a good
 # start for 4x8 (96 ops).
 MOST_OPS = 400
-MOST_OPS_BESIDE_OTHERS = 100  # likewise where other engines could use the time
 
 
 def count_compute_ops(problem: Problem) -> int:
@@ -27,8 +26,8 @@ class MilpEngine:
     most_threads: int | None = None
     open_ended = False
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why the engine cannot work on this problem, None if it can."""
         costs = problem.costs
         if costs.can_evict.any():
             return "the model has no evictions"
@@ -39,10 +38,7 @@ class MilpEngine:
                 "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
                 "know it"
             )
-        ops = count_compute_ops(problem)
-        if alone or ops <= MOST_OPS_BESIDE_OTHERS:
-            return None
-        return f"there are {ops} compute ops, and {MOST_OPS_BESIDE_OTHERS} are solved beside other engines"
+        return None
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
         """Emits better and better schedules, and bounds of the whole problem, until time is up or all is proven."""

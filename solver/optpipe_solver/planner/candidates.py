@@ -91,7 +91,7 @@ class Candidate:
         self.bound_ms = self.with_reduction(self.estimate.run.microbatches * max(self.estimate.busy_ms))
 
     def with_reduction(self, makespan_ms: float) -> float:
-        """The iteration of so long a schedule: gradients are reduced behind it."""
+        """The iteration of so long a schedule: gradients are reduced after it."""
         return makespan_ms + self.estimate.reduction_ms
 
     @property
@@ -125,11 +125,12 @@ class Candidate:
     @property
     def has_room_for_1f1b(self) -> bool:
         """Whether pp micro-batches fit into every device, one stage a device."""
-        made = self.estimate
-        if made.parallelism.chunks > 1:
+        estimated = self.estimate
+        if estimated.parallelism.chunks > 1:
             return False
-        held = [sum(made.layers[i].activation_bytes for i in pieces) for pieces in made.stages]
-        return all(made.parallelism.pp * size < memory.budget for size, memory in zip(held, made.devices, strict=True))
+        pp, layers = estimated.parallelism.pp, estimated.layers
+        held = [sum(layers[i].activation_bytes for i in pieces) for pieces in estimated.stages]
+        return all(pp * size < memory.budget for size, memory in zip(held, estimated.devices, strict=True))
 
     @cached_property
     def problem(self) -> Problem:
@@ -142,15 +143,15 @@ class Candidate:
 
         An eviction crosses the links between stages. Where devices have several stages, nothing is evicted.
         """
-        made, p = self.estimate, self.estimate.parallelism.pp
-        if made.parallelism.chunks > 1:
+        p = self.estimate.parallelism.pp
+        if self.estimate.parallelism.chunks > 1:
             return self.problem
         peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
         stages = []
         for stage in self.problem.stages:
-            way = {"evict_ms": made.clock.message_ms(stage.activation_bytes), "evict_bytes": stage.activation_bytes}
-            way["load_ms"] = way["evict_ms"]
-            stages.append(stage.model_copy(update=way if peers[stage.device] is not None else {}))
+            ms = self.estimate.clock.message_ms(stage.activation_bytes)
+            eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
+            stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
         pairs = zip(self.problem.devices, peers, strict=True)
         return self.problem.replace(
             devices=tuple(device.model_copy(update={"peer": peer}) for device, peer in pairs), stages=tuple(stages)
@@ -209,10 +210,10 @@ def candidates(question: Question) -> list[Candidate]:
     InputError
         If no division suits the number of GPUs, the model and the batch.
     """
-    found = [Candidate(made, question.cannot) for made in _estimates(question)]
-    if not found:
+    every = [Candidate(estimated, question.cannot) for estimated in _estimates(question)]
+    if not every:
         raise InputError(_why_none(question))
-    return sorted(found, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
+    return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
 
 
 def _estimates(question: Question) -> Iterator[Estimate]:
@@ -222,27 +223,31 @@ def _estimates(question: Question) -> Iterator[Estimate]:
     balanced: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for division in _divisions(question):
         tp, pp, dp, ep, cp, zero = division.values()
-        own = question.batch // dp
+        replica_batch = question.batch // dp
         parallelisms = [
             Parallelism.from_dict(division | {"chunks": chunks, "shape": shape})
             for chunks, shape in _shapes(question, pp)
         ]
-        sizes = (size for size in plan.MICROBATCH_SIZES if own % size == 0 and own // size <= MAX_MICROBATCHES)
+        sizes = (
+            size
+            for size in plan.MICROBATCH_SIZES
+            if replica_batch % size == 0 and replica_batch // size <= MAX_MICROBATCHES
+        )
         for size in (size for size in sizes if gcd(size, cp) == 1):  # else replicas of smaller micro-batches are better
             for recompute in _recomputations(question):
-                chosen = {"microbatches": own // size, "microbatch_size": size, "recompute": recompute}
+                chosen = {"microbatches": replica_batch // size, "microbatch_size": size, "recompute": recompute}
                 run = question.run.model_copy(update=chosen)
                 costs = tp, ep, cp, (dp, zero) if zero > 1 else None, size, recompute, pp == question.gpus
                 if costs not in pieces:
                     pieces[costs] = estimate(model, parallelisms[0], gpu, run)
                 for even in parallelisms:
-                    made = pieces[costs].divided(even, run)
-                    yield made
+                    estimated = pieces[costs].divided(even, run)
+                    yield estimated
                     key = *costs[:-1], even.stages
                     if key not in balanced:
-                        balanced[key] = _balanced(made)
+                        balanced[key] = _balanced(estimated)
                     if balanced[key] != even_layers(model.layers, even.stages):
-                        yield made.divided(even.model_copy(update={"layers": balanced[key]}), run)
+                        yield estimated.divided(even.model_copy(update={"layers": balanced[key]}), run)
 
 
 def _divisions(question: Question) -> Iterator[dict[str, int]]:

@@ -331,13 +331,14 @@ class PlanSearch:
 
     def _nearest(self) -> tuple[Candidate, int]:
         """The candidate whose fullest GPU needs least, and how many bytes that are."""
-        found: list[tuple[int, int, int]] = []
-        for n, candidate in sorted(enumerate(self.candidates), key=lambda each: each[1].state_bytes):
-            if found and candidate.state_bytes >= min(found)[0]:
+        nearest, least = self.candidates[0], (NEVER, 0)
+        for candidate in sorted(self.candidates, key=lambda candidate: candidate.state_bytes):
+            if candidate.state_bytes >= least[0]:
                 break
-            found.append((candidate.needed_bytes, candidate.estimate.parallelism.stages, n))
-        needed, _, n = min(found)
-        return self.candidates[n], needed
+            needs = candidate.needed_bytes, candidate.estimate.parallelism.stages
+            if needs < least:
+                nearest, least = candidate, needs
+        return nearest, int(least[0])
 
 
 def _ops(candidate: Candidate) -> int:

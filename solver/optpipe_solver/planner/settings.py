@@ -32,10 +32,10 @@ MEGATRON = {
 
 def torchtitan(candidate: Candidate, csv: str) -> list[str]:
     """Return its flags; `csv` is the file with the schedule's compute actions (docs/stacks.md)."""
-    made = candidate.estimate
-    parallelism, run = made.parallelism, made.run
+    estimate = candidate.estimate
+    parallelism, run = estimate.parallelism, estimate.run
     flags = [
-        *_numbers(made, TORCHTITAN),
+        *_numbers(estimate, TORCHTITAN),
         f"--training.local_batch_size {run.microbatch_size * (run.microbatches if parallelism.pp > 1 else 1)}",
         f"--activation_checkpoint.mode {'full' if run.recompute == 'full' else 'none'}",
     ]
@@ -45,17 +45,17 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
         flags.append(f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}")
         flags.append(f"--parallelism.pipeline_parallel_schedule {_schedule(candidate)}")
         flags.append(f"--parallelism.pipeline_parallel_schedule_csv {csv}")
-    if parallelism.layers or parallelism.chunks > 1 or made.shape.layers % parallelism.stages:
-        parts = json.dumps(_layer_names(made), separators=(",", ":"))
+    if parallelism.layers or parallelism.chunks > 1 or estimate.shape.layers % parallelism.stages:
+        parts = json.dumps(_layer_names(estimate), separators=(",", ":"))
         flags.append(f"--parallelism.module_fqns_per_model_part '{parts}'")
     return flags
 
 
 def nemo(candidate: Candidate, csv: str) -> list[str]:
     """Return the lines of a recipe's YAML."""
-    made = candidate.estimate
-    parallelism, run = made.parallelism, made.run
-    lines = ["distributed:", *_numbers(made, NEMO)]
+    estimate = candidate.estimate
+    parallelism, run = estimate.parallelism, estimate.run
+    lines = ["distributed:", *_numbers(estimate, NEMO)]
     if parallelism.pp > 1:
         lines += [
             "  pipeline:",
@@ -69,17 +69,17 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
 
 def megatron(candidate: Candidate) -> list[str]:
     """Return its flags. It runs a schedule of its own: 1F1B, with chunks interleaved 1F1B."""
-    made = candidate.estimate
-    parallelism, run = made.parallelism, made.run
-    flags = _numbers(made, MEGATRON)
+    estimate = candidate.estimate
+    parallelism, run = estimate.parallelism, estimate.run
+    flags = _numbers(estimate, MEGATRON)
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
     if run.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif run.recompute == "selective":
         flags.append("--recompute-granularity selective")
-    if parallelism.layers or made.shape.layers % parallelism.stages:  # Megatron takes one of the two, not both
-        flags.append(f"--pipeline-model-parallel-layout '{layout(made.problem)}'")
+    if parallelism.layers or estimate.shape.layers % parallelism.stages:  # Megatron takes one of the two, not both
+        flags.append(f"--pipeline-model-parallel-layout '{layout(estimate.problem)}'")
     elif parallelism.chunks > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {parallelism.chunks}")
     return flags
@@ -93,23 +93,23 @@ def _schedule(candidate: Candidate) -> str:
     return "Interleaved1F1B" if parallelism.shape == "looped" else "ZBVZeroBubble"
 
 
-def _numbers(made: Estimate, names: dict[str, str]) -> list[str]:
+def _numbers(estimate: Estimate, names: dict[str, str]) -> list[str]:
     """Return degrees of parallelism, micro-batch, batch and sequence, as far as the stack has names for them."""
-    parallelism, run = made.parallelism, made.run
+    parallelism, run = estimate.parallelism, estimate.run
     numbers = {
         **{name: getattr(parallelism, name) for name in ("tp", "pp", "dp", "cp", "ep")},
         "size": run.microbatch_size,
         "batch": run.microbatches * run.microbatch_size * parallelism.dp,
-        "sequence": made.sequence,
+        "sequence": estimate.sequence,
     }
     return [f"{names[name]} {n}" for name, n in numbers.items() if name in names and (n > 1 or name not in OPTIONAL)]
 
 
-def _layer_names(made: Estimate) -> list[list[str]]:
+def _layer_names(estimate: Estimate) -> list[list[str]]:
     """Return the modules of each stage as torchtitan names them."""
-    last = made.shape.layers + 1
+    last = estimate.shape.layers + 1
 
     def name(piece: int) -> list[str]:
         return ["tok_embeddings"] if piece == 0 else ["norm", "output"] if piece == last else [f"layers.{piece - 1}"]
 
-    return [[word for piece in pieces for word in name(piece)] for pieces in made.stages]
+    return [[word for piece in pieces for word in name(piece)] for pieces in estimate.stages]

@@ -41,7 +41,7 @@ class Turn:
         self._ops += ops
         if has_gained:
             passed_s = time.monotonic() - self._began
-            self._until = min(self._limit.deadline, max(self._until, self._began + plan.STILL_GAINS * passed_s))
+            self._until = min(self._limit.deadline, max(self._until, self._began + plan.STILL_GAINING * passed_s))
 
     def is_over(self, state: SearchState) -> bool:
         """Whether the turn is over. It is not before there is any schedule."""
@@ -99,7 +99,7 @@ class HeuristicRuns:
         shortest_ms = dict.fromkeys(streams, NEVER)
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
-            is_full_round = number % plan.BEHIND == 0
+            is_full_round = number % plan.ALL_EVERY_ROUNDS == 0
             for name in [name for name in streams if is_full_round or shortest_ms[name] <= ahead_ms]:
                 if turn.is_over(self._state):
                     break

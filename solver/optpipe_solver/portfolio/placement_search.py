@@ -157,7 +157,7 @@ class PlacementSearch:
         relax, searched, share = engines.load(RELAX), {*self.candidates.ranked()[:1]}, plan.WEAKEST_SHARE / 2
         while (alive := self.candidates.ranked()) and share * time_limit_s >= plan.ENGINE_LEAST_S:
             weakest = min(alive, key=lambda candidate: candidate.bound_ms)
-            if weakest in searched or relax.unsupported(weakest.problem, alone=False):
+            if weakest in searched or relax.unsupported(weakest.problem):
                 return
             searched.add(weakest)
             self._use(share)

@@ -14,7 +14,7 @@ from optpipe.reuse.repair import repair
 from optpipe_solver import engines, methods, plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.methods import ENGINES, ROBUST
+from optpipe_solver.methods import ROBUST
 from optpipe_solver.parts import in_all_parts
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
@@ -133,9 +133,9 @@ class Portfolio:
 
         Emits a note if it was asked for by name and cannot, or if the problem allows what no engine makes.
         """
-        problem, alone = self.request.problem, engine == self.request.method
-        reason = engines.load(engine).unsupported(problem, alone=alone)
-        if engine in ENGINES and alone:
+        problem = self.request.problem
+        reason = engines.load(engine).unsupported(problem)
+        if engine == self.request.method:
             allowed = {"pairs": problem.overlap_factor is not None, "evictions": problem.costs.can_evict.any()}
             never = " and no ".join(what for what, is_allowed in allowed.items() if is_allowed)
             if reason:

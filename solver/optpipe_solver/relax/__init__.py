@@ -18,7 +18,7 @@ class RelaxEngine:
     most_threads: int | None = 1
     open_ended = True
 
-    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+    def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
         from optpipe_solver.relax.one_device import MOST_MICROBATCHES, searchable_devices
 
