@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import logging
-from itertools import islice
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.reuse.by_rules import by_rules
-from optpipe.reuse.microbatches import recut
 from optpipe.reuse.repair import repair
 from optpipe.schedule import Schedule, check
 
 log = logging.getLogger("optpipe.reuse")
 
-MOST_CUT = 24  # periods of a steady state, and places where it is cut
-MOST_REPAIRED = 12_000  # ops of all schedules that are repaired: up to a second
+MOST_REPAIRED = 12_000  # ops of a schedule that is repaired: up to a second
 
 
 def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan") -> Schedule | None:
     """Turns a schedule into a valid one of this problem, which may have other times, sizes and memory, and another
     number of micro-batches (OptPipe, section 4.2) or of devices.
 
-    Its order is kept with few changes, or the rules that it seems to follow are, and more like them. For another number
-    of micro-batches its steady state is cut only where no rules do; on other devices there are only rules. How long
-    that takes grows with `most_ops`, and is counted in ops, not in time.
+    The rules that it seems to follow are followed and changed; where stages and micro-batches are the same, its order
+    is kept, too. How long that takes grows with `most_ops`, and is counted in ops, not in time.
 
     Returns
     -------
-    The shortest valid schedule found; None if there is none.
+    The shortest valid schedule of these; None if there is none. A schedule with pairs, evictions or optimizers on the
+    host follows no rules: there is none for other numbers of micro-batches or devices.
     """
-    found, ops = _listed(problem, schedule, objective), most_ops(problem, schedule)
-    if len(schedule.problem.stages) != len(problem.stages):
-        return found
-    if ops > MOST_REPAIRED:
-        if found is None:
-            log.warning("a schedule was not repaired: of %d ops, more than %d would take too long", ops, MOST_REPAIRED)
-        return found
-    if schedule.problem.microbatches == problem.microbatches:
-        moved = repair(problem, schedule, objective)
-    elif found is None:
-        tries = min(MOST_CUT, MOST_REPAIRED // ops)
-        cut = (repair(problem, each, objective) for each in islice(recut(problem, schedule), tries))
-        moved = next(filter(None, cut), None)
-    else:
-        moved = None
-    return min(filter(None, (found, moved)), key=lambda each: length_ms(each, objective), default=None)
+    listed = _by_valid_rules(problem, schedule, objective)
+    ordered = _in_order(problem, schedule, reported=listed is None)
+    return min(filter(None, (listed, ordered)), key=lambda each: length_ms(each, objective), default=None)
 
 
 def most_ops(problem: Problem, schedule: Schedule) -> int:
@@ -57,9 +41,21 @@ def most_ops(problem: Problem, schedule: Schedule) -> int:
     return max(ops, ops * after // before)
 
 
-def _listed(problem: Problem, schedule: Schedule, objective: Objective) -> Schedule | None:
+def _by_valid_rules(problem: Problem, schedule: Schedule, objective: Objective) -> Schedule | None:
     try:
-        found = by_rules(problem, schedule, objective)
-        return None if found is None or check(problem, found) else found
+        listed = by_rules(problem, schedule, objective)
+        return None if listed is None or check(problem, listed) else listed
     except OptPipeError:  # it is of other stages
         return None
+
+
+def _in_order(problem: Problem, schedule: Schedule, reported: bool) -> Schedule | None:
+    """The schedule's order, repaired; if it has too many ops, that is reported or not."""
+    if (len(schedule.problem.stages), schedule.problem.microbatches) != (len(problem.stages), problem.microbatches):
+        return None
+    ops = most_ops(problem, schedule)
+    if ops <= MOST_REPAIRED:
+        return repair(problem, schedule)
+    if reported:
+        log.warning("a schedule was not repaired: of %d ops, more than %d would take too long", ops, MOST_REPAIRED)
+    return None

@@ -83,7 +83,7 @@ def test_rules_are_kept_with_a_schedule(cache: Cache) -> None:
     hit = cache.lookup(chain())
     assert hit is not None
     assert hit.schedule.rules is not None
-    for kept, array in zip(hit.schedule.rules.arrays, schedule.rules.arrays, strict=True):
+    for kept, array in zip(hit.schedule.rules, schedule.rules, strict=True):
         assert (kept == array).all()
 
 

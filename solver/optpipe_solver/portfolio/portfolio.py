@@ -121,7 +121,7 @@ class Portfolio:
             wrong = self.state.offer(given)
             if wrong and (divided := in_all_parts(given)) is not None:
                 wrong = self.state.offer(divided)
-            if wrong and (repaired := repair(problem, given, self.request.objective)) is not None:
+            if wrong and (repaired := repair(problem, given)) is not None:
                 wrong = self.state.offer(repaired)
         except OptPipeError as error:
             wrong = str(error)
