@@ -38,20 +38,19 @@ def cache(
         _fill(storage, random, entries)
         store = Cache(storage)
         nearest = [_nearest(store, spread_problem(random)) for _ in range(lookups)]
-        ms, hits = [took for _, took in nearest], [hit for hit, _ in nearest]
-        typer.echo(
-            f"nearest of {entries} problems: {_spread('', ms, '.2f', ' ms')}; "
-            f"{sum(hits) / lookups:.0%} have one in reach"
-        )
+        took_ms = [ms for _, ms in nearest]
+        in_reach = sum(is_near for is_near, _ in nearest) / lookups
+        spread = _spread("", took_ms, ".2f", " ms")
+        typer.echo(f"nearest of {entries} problems: {spread}; {in_reach:.0%} have one in reach")
         fresh = Cache(Path(folder) / "fresh.sqlite", pack=release_pack())
         _looked_up(fresh, next(ordinary_problems(random, 1)))  # waits for what is compiled
         lookups_with_pack = [_looked_up(fresh, problem) for problem in ordinary_problems(random, lookups)]
-    found = [hit for hit in lookups_with_pack if hit]
-    typer.echo(f"{lookups} ordinary problems, first lookup with the pack: {len(found) / lookups:.0%} found")
-    if len(found) > 1:
-        typer.echo(_spread("distance: ", [hit.distance for hit in found], ".2f"))
-        typer.echo(_spread("gap: ", [hit.gap for hit in found if hit.gap is not None], ".1%"))
-        typer.echo(_spread("ms: ", [hit.ms for hit in found], ".0f"))
+    hits = [hit for hit in lookups_with_pack if hit]
+    typer.echo(f"{lookups} ordinary problems, first lookup with the pack: {len(hits) / lookups:.0%} found")
+    if len(hits) > 1:
+        typer.echo(_spread("distance: ", [hit.distance for hit in hits], ".2f"))
+        typer.echo(_spread("gap: ", [hit.gap for hit in hits if hit.gap is not None], ".1%"))
+        typer.echo(_spread("ms: ", [hit.ms for hit in hits], ".0f"))
 
 
 def _spread(name: str, values: Sequence[float], form: str, unit: str = "") -> str:

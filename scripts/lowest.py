@@ -40,10 +40,10 @@ def lowest(pyproject: str) -> list[str]:
     for requirement in requirements:
         if requirement.startswith(f"{project['name']}["):
             continue  # an extra that includes another extra
-        found = REQUIREMENT.match(requirement)
-        if found is None:
+        match = REQUIREMENT.match(requirement)
+        if match is None:
             raise ValueError(f"pyproject.toml: {requirement!r} has no lower bound")
-        lines.add(f"{found['name'].partition('[')[0]}=={found['lowest']}")
+        lines.add(f"{match['name'].partition('[')[0]}=={match['lowest']}")
     return sorted(lines)
 
 

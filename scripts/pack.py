@@ -88,9 +88,9 @@ def _problem(
 
 def solved(problem: Problem) -> tuple[Schedule | None, float]:
     """Return a valid schedule of the problem, and a bound on all of them."""
-    found = by_rules(problem, None, "makespan", WORK)
+    schedule = by_rules(problem, None, "makespan", WORK)
     bound_ms = lower_bound(problem)
-    return (found if found and not check(problem, found) else None), bound_ms
+    return (schedule if schedule and not check(problem, schedule) else None), bound_ms
 
 
 def main() -> None:

@@ -55,11 +55,11 @@ def main(folder: Path, names: list[str]) -> int:
         sys.exit(f"{min(unknown)} is no stack: one of {', '.join(STACKS)} is expected")
     failed, rows = [], []
     for name in names or STACKS:
-        found = folder.resolve() / f"{name}.jsonl"
-        found.unlink(missing_ok=True)
-        if not (_make(folder / name, STACKS[name]) and _test(folder / name, STACKS[name], found)):
+        results = folder.resolve() / f"{name}.jsonl"
+        results.unlink(missing_ok=True)
+        if not (_make(folder / name, STACKS[name]) and _test(folder / name, STACKS[name], results)):
             failed.append(name)
-        lines = found.read_text().splitlines() if found.exists() else []
+        lines = results.read_text().splitlines() if results.exists() else []
         rows += [(*name.rsplit("-", 1), *_cells(json.loads(line))) for line in lines]
     _print(rows)
     if failed:

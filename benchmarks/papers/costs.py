@@ -53,9 +53,9 @@ def parameters() -> Iterator[Check]:
     published |= {f"pipeoffload-{size}b": size for size in (5.8, 10.5, 18.1, 42.9, 66.6, 83.8)}
     published |= {f"optpipe-{size}b": size for size in (1.5, 3.6, 7.1, 14.2)}
     for name, billions in published.items():
-        made = estimated(name, {}, "H200", {})
+        model = estimated(name, {}, "H200", {})
         note = "the preset's reading of a garbled table" if name.startswith("optpipe") else ""
-        yield Check("its paper", f"{name}: parameters", "10^9", billions, made.parameters / BILLION, note)
+        yield Check("its paper", f"{name}: parameters", "10^9", billions, model.parameters / BILLION, note)
 
 
 def chronos() -> Iterator[Check]:
@@ -67,11 +67,11 @@ def chronos() -> Iterator[Check]:
         (160, 4096, 70.4, 39.38),
     ):
         run = {"microbatch_size": 2, "sequence": sequence, "recompute": "cheap"}
-        made = estimated("llama-2-70b", division, "A100", run, layers=layers)
+        model = estimated("llama-2-70b", division, "A100", run, layers=layers)
         case = f"Llama-2-70B, {layers} layers, {sequence} tokens"
-        held = 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
+        held = 8 * sum(model.pieces[i].activation_bytes("cheap") for i in model.stages[0])
         yield Check("ChronosPipe, Figure 1(a)", f"{case}: activations", "GB", activations, held / GB)
-        yield Check("ChronosPipe, Figure 1(a)", f"{case}: model state", "GB", state, made.devices[0].state / GB)
+        yield Check("ChronosPipe, Figure 1(a)", f"{case}: model state", "GB", state, model.devices[0].state / GB)
 
 
 def chronos_largest() -> Iterator[Check]:
@@ -95,18 +95,18 @@ def largest_model(share: float = 1.0, step: int = 8, state: float = 1.0) -> int:
     division, run = {"pp": 8, "tp": 8, "sequence_parallel": False}, {"microbatch_size": 2, "recompute": "cheap"}
     fitting = 0
     for layers in range(step, 160, step):
-        made = estimated("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
-        held = share * 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0])
-        if held + (state - 1) * made.devices[0].state <= made.devices[0].budget:
+        model = estimated("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
+        held = share * 8 * sum(model.pieces[i].activation_bytes("cheap") for i in model.stages[0])
+        if held + (state - 1) * model.devices[0].state <= model.devices[0].budget:
             fitting = layers
     return fitting
 
 
 def bpipe() -> Iterator[Check]:
     """BPipe's announcement: GPT-3 13B by 1F1B on 8 devices, device 0 against device 7."""
-    made = estimated("gpt-3-13b", {"pp": 8}, "A100", {"attention": "unfused"})
-    first, last = (sum(made.pieces[i].activation_bytes("none") for i in made.stages[s]) for s in (0, -1))
-    difference = 8 * first + made.devices[0].state - last - made.devices[-1].state
+    model = estimated("gpt-3-13b", {"pp": 8}, "A100", {"attention": "unfused"})
+    first, last = (sum(model.pieces[i].activation_bytes("none") for i in model.stages[s]) for s in (0, -1))
+    difference = 8 * first + model.devices[0].state - last - model.devices[-1].state
     note = "micro-batches of one sequence; unfused attention"
     yield Check("BPipe", "GPT-3 13B: device 0 over device 7", "GiB", 37, difference / GIB, note)
 
@@ -115,11 +115,11 @@ def dualpipe_v() -> Iterator[Check]:
     """A measurement of whole GPUs: mlc-ai/pith-train, pull request 18; DualPipeV's certificate and the state."""
     division = {"pp": 4, "dp": 8, "ep": 8, "zero": 1, "chunks": 2, "shape": "v"}
     run = {"microbatches": 32, "fused": False, "gradient_bytes": 2, "optimizer_bytes": 8, "expert_load": 1.18}
-    made = estimated("qwen3-30b-a3b", division, "H200", run)
-    peaks = certify(made.problem, systems.generate("dualpipe-v", made.problem)).device
+    model = estimated("qwen3-30b-a3b", division, "H200", run)
+    peaks = certify(model.problem, systems.generate("dualpipe-v", model.problem)).device
     outside = 5.84  # measured there: driver, communication, compiled code
     for device, published in ((0, 62.3), (1, 58.0)):
-        memory = made.devices[device]
+        memory = model.devices[device]
         ours = (peaks[device].bytes + memory.state + memory.workspace) / GIB + outside
         what = f"Qwen3-30B-A3B, pp 4, ep 8, DualPipeV: device {device}"
         yield Check("pith-train", what, "GiB", published, ours, "no fragments of the allocator, which are not told")
@@ -134,8 +134,8 @@ def offload_ratios() -> Iterator[Check]:
         for sequence in (1024, 4096, 16384):
             shape = dense(1, hidden, hidden // 128)
             run = {"sequence": sequence, "recompute": "cheap"}
-            made = estimated("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
-            layer = made.layers[1]
+            model = estimated("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
+            layer = model.layers[1]
             work = layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
             ours = ((layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)) / work
             published = estimated_offload_ratio(hidden, sequence, flops, host)
@@ -155,8 +155,8 @@ def zero_bubble() -> Iterator[Check]:
     for (layers, heads, hidden, pp, size), times in measured.items():
         shape = dense(layers, hidden, heads)
         run = {"sequence": 1024, "microbatch_size": size, "attention": "unfused"}
-        made = estimated("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
-        stage = made.problem.stages[1]
+        model = estimated("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
+        stage = model.problem.stages[1]
         ours = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         for op, published, found in zip("FBW", times, ours, strict=True):
             what = f"{layers} layers, h {hidden}, pp {pp}, {size} × 1024 tokens: {op}"

@@ -83,8 +83,8 @@ def theory() -> Iterator[Check]:
 def chronos_memory() -> Iterator[Check]:
     """ChronosPipe, Figure 9(a): activations of 48 layers on the first device."""
     run = {"microbatch_size": 2, "recompute": "cheap"}
-    made = estimated("llama-2-70b", CHRONOS, "A100", run, layers=48)
-    whole = 8 * sum(made.pieces[i].activation_bytes("cheap") for i in made.stages[0]) / GB
+    model = estimated("llama-2-70b", CHRONOS, "A100", run, layers=48)
+    whole = 8 * sum(model.pieces[i].activation_bytes("cheap") for i in model.stages[0]) / GB
     for name, method, published in (
         ("1F1B, half recomputed", "1f1b-recompute", 10.6),
         ("Chronos-Pipe", "chronos", 17.23),
@@ -125,10 +125,10 @@ def chronos_messages() -> Iterator[Check]:
 def chronos_idle() -> Iterator[Check]:
     """ChronosPipe, Figure 16: how much more idle time Chronos-Offload can use on 4 devices with more chunks."""
     for chunks, published in ((3, 50.0), (4, 50.0)):
-        more = 100 * (idle_units(4, chunks) / idle_units(4, 2) - 1)
+        extra = 100 * (idle_units(4, chunks) / idle_units(4, 2) - 1)
         what = f"{chunks} chunks have more usable idle time than 2"
         note = "in ops of a chunk, behind the deepest chunk's last backward"
-        yield Check("ChronosPipe, Figure 16", what, "%", published, more, note)
+        yield Check("ChronosPipe, Figure 16", what, "%", published, extra, note)
 
 
 def survey() -> Iterator[Check]:
@@ -143,8 +143,8 @@ def survey() -> Iterator[Check]:
         ("interleaved, V = 2", "interleaved", 10.9, "its (P-1)/(MV) is the bubble over the work, not over all time"),
         ("DualPipe", "dualpipe", 10.9, "a pair takes as long as both ops; W apart"),
     ):
-        found = systems.generate(method, pairs if method == "dualpipe" else problem, "all")
-        yield Check("survey", f"bubble of {name}", "%", published, 100 * found.timeline.bubble, note)
+        schedule = systems.generate(method, pairs if method == "dualpipe" else problem, "all")
+        yield Check("survey", f"bubble of {name}", "%", published, 100 * schedule.timeline.bubble, note)
 
 
 def recomputed() -> Figure:
@@ -153,24 +153,24 @@ def recomputed() -> Figure:
     Of 1F1B's memory, and with the activation that is in use, which the paper leaves out. 1F1B recomputes the same part
     of each activation.
     """
-    found: Curves = {
+    curves: Curves = {
         "1F1B": [(100 * part, 100 * share("1f1b-recompute", 4, 1, part)) for part in (0, 0.25, 0.5, 0.75, 1)]
     }
     for chunks in (2, 3, 4):
         counts = range(chunks + 1)
         shares = [share(f"chronos-recomp:recomputed={n}" if n else "chronos", 4, chunks) for n in counts]
-        found[f"Chronos, {chunks} chunks"] = [
+        curves[f"Chronos, {chunks} chunks"] = [
             (100 * n / chunks, 100 * part) for n, part in zip(counts, shares, strict=True)
         ]
-    return Figure("Memory by layers recomputed, 4 devices", "% of layers", "% of 1F1B's", found, logarithmic=False)
+    return Figure("Memory by layers recomputed, 4 devices", "% of layers", "% of 1F1B's", curves, logarithmic=False)
 
 
 def usable() -> Figure:
     """ChronosPipe, Figure 16: the idle time in the cool-down, in which optimizers of deep chunks may run."""
-    found: Curves = {
+    curves: Curves = {
         f"{chunks} chunks": [(devices, idle_units(devices, chunks)) for devices in (4, 8, 16)] for chunks in (2, 3, 4)
     }
-    return Figure("Idle time that Chronos-Offload can use", "devices", "ops of a chunk", found, logarithmic=False)
+    return Figure("Idle time that Chronos-Offload can use", "devices", "ops of a chunk", curves, logarithmic=False)
 
 
 @cache
@@ -180,13 +180,13 @@ def idle_units(devices: int, chunks: int) -> float:
     The least of all devices. With two chunks it is Eq. 4: (p - ⌈(2p - 3)/6⌉ - 1) backwards of a chunk.
     """
     timeline = systems.generate("chronos", _alike(devices, chunks, 1.0)).timeline
-    found = []
+    idle = []
     for d in range(devices):
-        own = timeline.device == d
-        over = timeline.end[own & (timeline.table[:, STAGE] == devices * (chunks - 1) + d)].max()
-        behind = own & (timeline.start >= over)
-        found.append(timeline.end[own].max() - over - (timeline.end - timeline.start)[behind].sum())
-    return float(min(found))
+        of_device = timeline.device == d
+        over = timeline.end[of_device & (timeline.table[:, STAGE] == devices * (chunks - 1) + d)].max()
+        later = of_device & (timeline.start >= over)
+        idle.append(timeline.end[of_device].max() - over - (timeline.end - timeline.start)[later].sum())
+    return float(min(idle))
 
 
 def in_flight() -> Figure:
@@ -194,15 +194,15 @@ def in_flight() -> Figure:
 
     Offloads and reloads take as long as there is time for, k = 1.
     """
-    found: Curves = {}
+    curves: Curves = {}
     for method in ("interleaved", "gis", "gis-h", "po-h", "po-f"):
         for stages in (8, 16, 32):
-            made = estimated("pipeoffload-5.8b", {"pp": stages}, "A100", {"recompute": "cheap"})
-            size = made.problem.stages[1].activation_bytes / GB
+            model = estimated("pipeoffload-5.8b", {"pp": stages}, "A100", {"recompute": "cheap"})
+            size = model.problem.stages[1].activation_bytes / GB
             placed = (looped(d, stages // d) for d in (4, 8, 16) if stages >= 2 * d)
             held = min(most_held(systems.generate(method, problem)) for problem in placed)
-            found.setdefault(method, []).append((stages, held / UNIT * size))
-    return Figure("Activations held, 5.8B", "stages in all", "GB", found)
+            curves.setdefault(method, []).append((stages, held / UNIT * size))
+    return Figure("Activations held, 5.8B", "stages in all", "GB", curves)
 
 
 def constant() -> Iterator[Check]:
@@ -214,23 +214,23 @@ def constant() -> Iterator[Check]:
 
 def by_microbatches(options: SolveOptions, kept: Results) -> Figure:
     """OptPipe, Figure 6: PipeOffload and ours with 16 to 256 micro-batches, times and memory as in its Table 1."""
-    (known,) = calibration.posed(_figure_6_rows()[-1:], "span")
-    free = {"offload_ms": known.work_ms / 2, "reload_ms": known.work_ms / 2}  # k = 1, as PipeOffload plans
-    stages = [stage.model_copy(update=free) for stage in known.problem.stages]
-    found: Curves = {"PipeOffload": [], "ours": [], "bound": []}
+    (posed,) = calibration.posed(_figure_6_rows()[-1:], "span")
+    free = {"offload_ms": posed.work_ms / 2, "reload_ms": posed.work_ms / 2}  # k = 1, as PipeOffload plans
+    stages = [stage.model_copy(update=free) for stage in posed.problem.stages]
+    curves: Curves = {"PipeOffload": [], "ours": [], "bound": []}
     for m in (16, 32, 64, 128, 256):
-        problem = known.problem.replace(microbatches=m)
+        problem = posed.problem.replace(microbatches=m)
         planned = systems.generate(PIPEOFFLOAD, problem.replace(stages=stages), "all")
-        there = calibration.in_its_time(planned, problem)
+        offloaded = calibration.in_its_time(planned, problem)
         row = kept.find(m)
         if row is None:
             result = solve(problem, **options.model_copy(update={"objective": "span"}).arguments())
             row = kept.add({"microbatches": m, "ours": result.span_ms, "bound": result.lower_bound_ms})
-        found["PipeOffload"].append((m, there.span_ms))
+        curves["PipeOffload"].append((m, offloaded.span_ms))
         for name in ("ours", "bound"):
             if row[name]:
-                found[name].append((m, row[name]))
-    return Figure("7.1B, 8 GPUs, size 8", "micro-batches", "ms", found)
+                curves[name].append((m, row[name]))
+    return Figure("7.1B, 8 GPUs, size 8", "micro-batches", "ms", curves)
 
 
 def gain(curves: Curves) -> Iterator[Check]:
@@ -245,14 +245,14 @@ def gain(curves: Curves) -> Iterator[Check]:
         yield Check("OptPipe, Figure 6", "less time than PipeOffload", "%", 17.0, 100 * (1 - ours / theirs), note)
     few, many = _figure_6_rows()
     rows = few.published, many.published
-    more = many.microbatches - few.microbatches
-    slow, fast = (((rows[1][who] or 0.0) - (rows[0][who] or 0.0)) / more for who in (PIPEOFFLOAD, "optpipe"))
-    known = calibration.timed(many, "span")
-    note = f"a further micro-batch takes {fast:.0f} ms against {slow:.0f}, of which {known.work_ms:.0f} are computing"
+    further = many.microbatches - few.microbatches
+    slow, fast = (((rows[1][who] or 0.0) - (rows[0][who] or 0.0)) / further for who in (PIPEOFFLOAD, "optpipe"))
+    posed = calibration.timed(many, "span")
+    note = f"a further micro-batch takes {fast:.0f} ms against {slow:.0f}, of which {posed.work_ms:.0f} are computing"
     what = "less time for a further micro-batch, by Table 1"
     yield Check("OptPipe, Figure 6", what, "%", 17.0, 100 * (1 - fast / slow), note)
     note = "list scheduling with memory for two activations a device, where almost all leave"
-    yield Check("OptPipe, Figure 6", f"{many}", "ms", rows[1]["optpipe"] or 0.0, with_room(known.problem, 2), note)
+    yield Check("OptPipe, Figure 6", f"{many}", "ms", rows[1]["optpipe"] or 0.0, with_room(posed.problem, 2), note)
 
 
 def with_room(problem: Problem, activations: int) -> float:

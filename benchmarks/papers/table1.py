@@ -134,9 +134,9 @@ def _cells(answer: Answer) -> list[str]:
     for method in BASELINES:
         published, fits = row.published[method], answer.posed.fits(method)
         wrong = " ≠" if fits != (published is not None) else ""
-        here = f"{answer.predicted_ms[method]:.0f}" if fits else "OOM"
-        there = f" / {published:.0f}" if published is not None else " / OOM"
-        cells.append(here + there + wrong)
+        ours = f"{answer.predicted_ms[method]:.0f}" if fits else "OOM"
+        theirs = f" / {published:.0f}" if published is not None else " / OOM"
+        cells.append(ours + theirs + wrong)
     figures = (row.published["optpipe"], answer.ours_ms, answer.bound_ms, answer.any_ms)
     return [*cells, *(text(ms, ".0f") for ms in figures)]
 

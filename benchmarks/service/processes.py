@@ -143,14 +143,14 @@ def _keys(url: str, tenants: int) -> Sequence[str]:
 @asynccontextmanager
 async def deployment(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Deployment]:
     """Yield the service, started with one worker; it has ended after the block."""
-    made = Deployment(folder, url, tenants, threads)
+    deployed = Deployment(folder, url, tenants, threads)
     try:
-        await made.serve()
-        if not made.sqlite:
-            await made.work()
-        yield made
+        await deployed.serve()
+        if not deployed.sqlite:
+            await deployed.work()
+        yield deployed
     except OptPipeError as error:
-        said = "".join(process.log.read_text(errors="replace")[-2000:] for process in made.processes)
+        said = "".join(process.log.read_text(errors="replace")[-2000:] for process in deployed.processes)
         raise OptPipeError(f"{error}; the service said: {said or 'nothing'}") from None
     finally:
-        await asyncio.gather(*(process.gone() for process in made.processes))
+        await asyncio.gather(*(process.gone() for process in deployed.processes))

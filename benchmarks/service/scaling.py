@@ -23,16 +23,16 @@ async def scaling(deployment: Deployment, workers: Sequence[int]) -> list[float]
     In the end there are as many workers as in the beginning.
     """
     requests, before = HttpPool(deployment.address, deployment.keys[0]), len(deployment.workers)
-    found = []
+    rates = []
     for count in workers:
         while len(deployment.workers) < count:
             await deployment.work()
         await _solved(requests, count, seed=count)
-        found.append(_rate(await _solved(requests, EACH * count, seed=100 * count)))
+        rates.append(_rate(await _solved(requests, EACH * count, seed=100 * count)))
     while len(deployment.workers) > before:
         await deployment.workers.pop().gone()
     requests.close()
-    return found
+    return rates
 
 
 async def _solved(requests: HttpPool, jobs: int, seed: int) -> list[dict[str, Any]]:

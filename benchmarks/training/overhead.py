@@ -128,8 +128,8 @@ def beside(stages: int = 2, microbatches: int = 8, steps: int = 20) -> Beside:
 
         def torchs(schedule: type[PipelineScheduleMulti]) -> Callable[[], object]:
             parts = [PipelineStage(module, s, stages, torch.device("cpu")) for s, module in enumerate(modules)]
-            made = schedule(parts, microbatches, loss_fn=loss)  # type: ignore[arg-type]
-            return lambda: made.step(inputs, target=targets, losses=[])
+            runtime = schedule(parts, microbatches, loss_fn=loss)  # type: ignore[arg-type]
+            return lambda: runtime.step(inputs, target=targets, losses=[])
 
         runs: dict[str, Callable[[], object]] = {
             "plain": lambda: _plain(modules, inputs, targets, microbatches),

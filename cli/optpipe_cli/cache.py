@@ -150,8 +150,10 @@ def import_(
 
 @app.command()
 def prune(
-    keep: Annotated[int | None, typer.Argument(min=0, help="How many to keep, those used last. Default: all.")] = None,
-    days: Annotated[float | None, typer.Option(min=0, help="Keep none that was not used for so many days.")] = None,
+    keep: Annotated[
+        int | None, typer.Argument(min=0, help="How many to keep: the most recently used. Default: all.")
+    ] = None,
+    days: Annotated[float | None, typer.Option(min=0, help="Delete what was not used for this many days.")] = None,
     cache: At = None,
 ) -> None:
     """Delete all but the entries that were used last."""

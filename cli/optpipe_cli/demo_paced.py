@@ -33,12 +33,12 @@ def run(html: Path) -> bool:
         f"on any machine: {MICROBATCHES} micro-batches, memory for {MEMORY} of the {RANKS} activations that 1F1B "
         "needs, a host link slower than the compute"
     )
-    found = [row for task in tasks() for row in measured(task, RANKS)]
-    show(found, TITLE)
-    if len(found) < 2 or found[-1].case.method != "auto":
-        typer.echo("time: not every schedule was found in its time, so nothing is compared")
+    rows = [row for task in tasks() for row in measured(task, RANKS)]
+    show(rows, TITLE)
+    if len(rows) < 2 or rows[-1].case.method != "auto":
+        typer.echo("time: not every schedule was rows in its time, so nothing is compared")
         return False
-    *theirs, ours = found
+    *theirs, ours = rows
     typer.echo(_shortest(published(ScheduleFile.model_validate(ours.file).problem)))
     best = min(theirs, key=lambda row: row.predicted_ms)
     sure = "a gain" if max(ours.steps_ms) < min(best.steps_ms) else "steps overlap: no gain beyond chance"
@@ -46,7 +46,7 @@ def run(html: Path) -> bool:
         f"time: a step takes {1 - ours.measured_ms / best.measured_ms:.1%} less than by {best.found_by}, predicted "
         f"{1 - ours.predicted_ms / best.predicted_ms:.1%}: {sure}"
     )
-    demo_page.save(html, best.file, ours.file, (TITLE, COLUMNS[:-1], [cells(row)[:-1] for row in found]))
+    demo_page.save(html, best.file, ours.file, (TITLE, COLUMNS[:-1], [cells(row)[:-1] for row in rows]))
     return True
 
 

@@ -33,11 +33,11 @@ def try_(
     require_writable(html)
     problem = Problem.load(PROBLEM)
     typer.echo(f"{_about(problem)}\n")
-    found = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
-    print_table(table(found))
-    before, after = found.best_published, found.best
+    comparison = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
+    print_table(table(comparison))
+    before, after = comparison.best_published, comparison.best
     if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
-        typer.echo("The search found nothing better in its time, as on a very busy machine.")
+        typer.echo("The search comparison nothing better in its time, as on a very busy machine.")
         raise typer.Exit(1)
     typer.echo(f"\nOptPipe's schedule {gained(before.schedule, after.schedule)}")
     typer.echo(f"Why: {why(before.schedule, after.schedule)}.")
@@ -55,7 +55,7 @@ def _about(problem: Problem) -> str:
     )
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """A row for each schedule that applies to the problem: how long it takes, how much of that devices wait, and what
     it holds. Those that do not fit come last."""
     from rich.table import Table
@@ -66,8 +66,8 @@ def table(found: Comparison) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "iteration", "waiting", "memory", ""):
         table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")
-    best = found.best
-    for row in found.rows:
+    best = comparison.best
+    for row in comparison.rows:
         if row.schedule is None or row.peak is None or (row.method in OWN and row is not best):
             continue
         peak = row.peak[1]

@@ -32,10 +32,10 @@ def export(
 
     require_writable(output)
     whole = Schedule.load(schedule)
-    found = leave_out_offload(whole) if without_offload else whole
-    text = export_schedule(found, to)
+    exported = leave_out_offload(whole) if without_offload else whole
+    text = export_schedule(exported, to)
     if without_offload:
-        _tell_cost(whole, found)
+        _tell_cost(whole, exported)
     if output:
         write_file(output, text)
     else:
@@ -67,6 +67,6 @@ def import_(
     from optpipe.schedule import check
 
     require_writable(output)
-    found = import_schedule(file, Problem.load(problem))
-    found.save(output)
-    tell(found, check(found.problem, found), json)
+    imported = import_schedule(file, Problem.load(problem))
+    imported.save(output)
+    tell(imported, check(imported.problem, imported), json)

@@ -29,12 +29,17 @@ def problem() -> None:
 
 @app.command(name="from")
 def from_(
-    form: Annotated[str, typer.Argument(metavar="torch-trace|primus|megatron-timers|csv", help="What wrote it.")],
+    form: Annotated[
+        str, typer.Argument(metavar="torch-trace|primus|megatron-timers|csv", help="The program that wrote the files.")
+    ],
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="torch-trace: a file of each rank; primus: the folder.")
     ],
     activation_bytes: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="What a stage saves in a forward: of all stages, or of each.")
+        str | None,
+        typer.Option(
+            metavar="N[,N...]", help="Bytes that a stage saves in a forward: one number, or one for each stage."
+        ),
     ] = None,
     activation_budget_bytes: Annotated[
         int | None, typer.Option(min=0, help="A device's budget. Default: what the measured order holds at most.")
@@ -50,7 +55,7 @@ def from_(
         typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks."),
     ] = None,
     chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
-    shape: Annotated[str, typer.Option(help="How chunks lie: looped or v.")] = "looped",
+    shape: Annotated[str, typer.Option(help="How the stages of a device are placed: looped or v.")] = "looped",
     output: ProblemOutput = None,
     json: Json = False,
 ) -> None:
@@ -61,7 +66,7 @@ def from_(
     require_writable(output)
     sizes = numbers("activation_bytes", activation_bytes, "bytes of all stages, or of each with commas between")
     try:
-        found = problem_from(
+        measurements = problem_from(
             form,
             *files,
             activation_bytes=sizes,
@@ -75,41 +80,41 @@ def from_(
     except InputError as error:
         raise with_flag(error, OPTIONS) from None
     if output:
-        found.problem.save(output)
+        measurements.problem.save(output)
     if json:
-        print_json(found.to_dict())
+        print_json(measurements.to_dict())
         return
-    print_table(_table(found))
-    for line in _lines(found):
+    print_table(_table(measurements))
+    for line in _lines(measurements):
         typer.echo(line)
     if output:
         typer.echo(f"problem file: {output}")
 
 
-def _table(found: Measurements) -> Table:
+def _table(measurements: Measurements) -> Table:
     from rich.table import Table
 
     from optpipe.model.ops import Kind
 
     table = Table(box=None, title="times in ms: median ± interquartile range", title_justify="left")
-    kinds = [kind for kind in (Kind.F, Kind.B, Kind.W, Kind.BW) if any(kind in times for times in found.stages)]
+    kinds = [kind for kind in (Kind.F, Kind.B, Kind.W, Kind.BW) if any(kind in times for times in measurements.stages)]
     for name in ("stage", "device", *(kind.name for kind in kinds), "measured"):
         table.add_column(name, no_wrap=True, justify="right")
-    for s, times in enumerate(found.stages):
+    for s, times in enumerate(measurements.stages):
         cells = [f"{times[kind].ms:.3f} ± {times[kind].iqr_ms:.3f}" if kind in times else "–" for kind in kinds]
         count = sum(times[kind].count for kind in kinds if kind in times)
-        table.add_row(str(s), str(found.problem.stages[s].device), *cells, f"{count} times")
+        table.add_row(str(s), str(measurements.problem.stages[s].device), *cells, f"{count} times")
     return table
 
 
-def _lines(found: Measurements) -> Iterator[str]:
-    if found.message:
-        yield f"a message: {found.message.ms:.3f} ± {found.message.iqr_ms:.3f} ms"
-    if found.measured_ms is not None:
-        yield f"a step as measured: {found.measured_ms:.1f} ms"
-        if found.replayed_ms is not None:
-            off = found.replayed_ms / found.measured_ms - 1
-            yield f"the same order by these times: {found.replayed_ms:.1f} ms ({off:+.1%})"
+def _lines(measurements: Measurements) -> Iterator[str]:
+    if measurements.message:
+        yield f"a message: {measurements.message.ms:.3f} ± {measurements.message.iqr_ms:.3f} ms"
+    if measurements.measured_ms is not None:
+        yield f"a step as measured: {measurements.measured_ms:.1f} ms"
+        if measurements.replayed_ms is not None:
+            off = measurements.replayed_ms / measurements.measured_ms - 1
+            yield f"the same order by these times: {measurements.replayed_ms:.1f} ms ({off:+.1%})"
     yield "not measured:"
-    for sentence in found.unknown:
+    for sentence in measurements.unknown:
         yield f"  {sentence}"

@@ -35,9 +35,11 @@ def model(
     dp: Annotated[int, typer.Option(help="Data parallelism.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
     chunks: Annotated[int, typer.Option(help="Stages a device.")] = 1,
-    shape: Annotated[str, typer.Option(help="How chunks lie: looped or v.")] = "looped",
+    shape: Annotated[str, typer.Option(help="How the stages of a device are placed: looped or v.")] = "looped",
     layers: Annotated[str | None, typer.Option(help="Layers of each stage, such as 9,10,10,9. Default: even.")] = None,
-    sequence_parallel: Annotated[bool, typer.Option(help="Divide along the sequence what tp leaves whole.")] = True,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Divide along the sequence what tensor parallelism does not divide.")
+    ] = True,
     microbatches: Annotated[int | None, typer.Option(help="Micro-batches a step. Default: four times pp.")] = None,
     microbatch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the preset's.")] = None,
@@ -49,7 +51,9 @@ def model(
     optimizer_bytes: Annotated[
         int | None, typer.Option(help="Optimizer state, bytes a parameter. Default: Adam.")
     ] = None,
-    expert_load: Annotated[float, typer.Option(help="Tokens of the fullest GPU's experts over the mean.")] = 1.0,
+    expert_load: Annotated[
+        float, typer.Option(help="Tokens of the busiest GPU's experts, relative to the mean.")
+    ] = 1.0,
     host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List models and GPUs with their sources.")] = False,
     output: ProblemOutput = None,
@@ -86,33 +90,33 @@ def model(
     run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
     run |= {"expert_load": expert_load, "host_memory_bytes": host_bytes(host_memory_gb)}
     try:
-        made = estimate(
+        answer = estimate(
             read_model(name), Parallelism.from_dict(division, "options"), read_gpu(gpu), Run.from_dict(run, "options")
         )
     except InputError as error:
         raise with_flag(error, {"gpu", *division, *run}) from None
     if json:
-        print_json(figures(made))
+        print_json(figures(answer))
     else:
-        for line in lines(made):
+        for line in lines(answer):
             typer.echo(line)
     if output:
-        made.problem.save(output)
+        answer.problem.save(output)
         if not json:
             typer.echo(f"written to {output}")
 
 
-def lines(made: Estimate) -> Iterator[str]:
+def lines(estimate: Estimate) -> Iterator[str]:
     """What the estimate assumes and finds, in words and two tables. The second one needs a problem that fits."""
-    shape, parallelism, gpu, run = made.shape, made.parallelism, made.gpu, made.run
-    peak = made.clock.peak(run.precision)
+    shape, parallelism, gpu, run = estimate.shape, estimate.parallelism, estimate.gpu, estimate.run
+    peak = estimate.clock.peak(run.precision)
     division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
-    yield f"{shape.name or 'model'}: {made.parameters / GB:.2f} billion parameters, {shape.layers} layers"
+    yield f"{shape.name or 'model'}: {estimate.parameters / GB:.2f} billion parameters, {shape.layers} layers"
     yield f"  from {shape.source or 'a file'}"
     yield f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}"
     yield f"  from {gpu.source or 'a file'}"
     yield (
-        f"{run.microbatches} micro-batches of {run.microbatch_size} × {made.sequence} tokens; {run.precision}, "
+        f"{run.microbatches} micro-batches of {run.microbatch_size} × {estimate.sequence} tokens; {run.precision}, "
         f"{run.attention} attention, recompute {run.recompute}"
     )
     yield (
@@ -120,44 +124,44 @@ def lines(made: Estimate) -> Iterator[str]:
         f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
         f"the host link {gpu.host_fraction:.0%}"
     )
-    yield f"if no device waited, MFU would be {made.utilization:.1%}: that is these fractions, not a measurement"
+    yield f"if no device waited, MFU would be {estimate.utilization:.1%}: that is these fractions, not a measurement"
     yield ""
     yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
-    for d, memory in enumerate(made.devices):
+    for d, memory in enumerate(estimate.devices):
         held = (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, memory.budget)
         cells = zip(held, HELD.values(), strict=True)
         yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
-    problem = made.problem
+    problem = estimate.problem
     yield ""
     yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
-    for s, (stage, pieces, k) in enumerate(zip(problem.stages, made.stages, _ratios(made), strict=True)):
+    for s, (stage, pieces, k) in enumerate(zip(problem.stages, estimate.stages, _ratios(estimate), strict=True)):
         yield (
-            f"{f'stage {s}':>9}{stage.device:>8}{sum(made.pieces[i].is_layer for i in pieces):>8}"
+            f"{f'stage {s}':>9}{stage.device:>8}{sum(estimate.pieces[i].is_layer for i in pieces):>8}"
             f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
             f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
 
 
-def figures(made: Estimate) -> dict[str, Any]:
+def figures(estimate: Estimate) -> dict[str, Any]:
     """The same as `lines`, for programs."""
     return {
-        "model": made.shape.model_dump(mode="json"),
-        "parallelism": made.parallelism.model_dump(mode="json"),
-        "gpu": made.gpu.model_dump(mode="json"),
-        "run": made.run.model_dump(mode="json"),
-        "parameters": made.parameters,
-        "mfu_without_waiting": made.utilization,
-        "devices": [vars(memory) for memory in made.devices],
-        "k": _ratios(made),
-        "problem": made.problem.to_dict(),
+        "model": estimate.shape.model_dump(mode="json"),
+        "parallelism": estimate.parallelism.model_dump(mode="json"),
+        "gpu": estimate.gpu.model_dump(mode="json"),
+        "run": estimate.run.model_dump(mode="json"),
+        "parameters": estimate.parameters,
+        "mfu_without_waiting": estimate.utilization,
+        "devices": [vars(memory) for memory in estimate.devices],
+        "k": _ratios(estimate),
+        "problem": estimate.problem.to_dict(),
     }
 
 
-def _ratios(made: Estimate) -> list[float]:
+def _ratios(estimate: Estimate) -> list[float]:
     from optpipe.model.offload import offload_ratio
 
-    return [k or 0.0 for k in offload_ratio(made.problem)]
+    return [k or 0.0 for k in offload_ratio(estimate.problem)]
 
 
 def host_bytes(host_memory_gb: float | None) -> int | None:
@@ -188,8 +192,8 @@ def read_model(name: str) -> Transformer:
         content = reader.loads(text)
     except ValueError as error:
         raise InputError(f"{name} is not JSON: {error}") from None
-    own = isinstance(content, dict) and not {"model_type", "text_config"} & content.keys()
-    return Transformer.from_dict({"name": path.stem, **content}, name) if own else read(text, name)
+    has_a_shape = isinstance(content, dict) and not {"model_type", "text_config"} & content.keys()
+    return Transformer.from_dict({"name": path.stem, **content}, name) if has_a_shape else read(text, name)
 
 
 def read_gpu(name: str) -> Gpu:

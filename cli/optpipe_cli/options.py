@@ -114,13 +114,13 @@ def _flagged(
         function(options=records if each else records[0], **given)
 
     kinds = {option.name: KINDS[option.kind] for option in listed(record)}
-    own = [
+    parameters = [
         parameter.replace(annotation=eval(parameter.annotation, function.__globals__))
         for parameter in inspect.signature(function).parameters.values()
         if parameter.name != "options"
     ]
-    arguments = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
-    rest = [parameter for parameter in own if parameter not in arguments]
+    arguments = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    rest = [parameter for parameter in parameters if parameter not in arguments]
     signature = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*arguments, *options.values(), *rest)]
     run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     run.__annotations__, run.__doc__ = {}, function.__doc__

@@ -42,14 +42,14 @@ def plan(
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the preset's.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32.")] = "bf16",
     attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
-    offload: Annotated[bool, typer.Option(help="Whether activations may leave to the host.")] = True,
-    stack: Annotated[str, typer.Option(help="What trains: optpipe, torch or megatron.")] = "optpipe",
+    offload: Annotated[bool, typer.Option(help="Whether activations may be offloaded to the host.")] = True,
+    stack: Annotated[str, typer.Option(help="The training stack: optpipe, torch or megatron.")] = "optpipe",
     host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
     service: Annotated[
         str | None, typer.Option(help="Search on the workers of this service, http://HOST:PORT.")
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither look schedules up nor store them.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the best other division is slower.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain why the second-best division is slower.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write problem, schedule, picture and settings to this folder."),

@@ -33,12 +33,13 @@ def progress(search: PlanSearch) -> str:
 
 def lines(plan: Plan, explain: bool) -> Iterator[str]:
     """The plan in words and tables."""
-    question, best = plan.question, plan.best
-    made, schedule, gpu = best.estimate, _schedule(best), question.gpu
-    peak = made.clock.peak(made.run.precision)
+    question, gpu = plan.question, plan.question.gpu
+    best = plan.best
+    estimate, schedule = best.estimate, _schedule(best)
+    peak = estimate.clock.peak(estimate.run.precision)
     yield (
         f"{question.model.name or 'model'} on {question.gpus} × {gpu.name or 'GPU'}, {question.batch} sequences of "
-        f"{made.sequence} tokens a step"
+        f"{estimate.sequence} tokens a step"
     )
     yield (
         f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
@@ -55,7 +56,7 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
     yield f"      {schedule.method}, {_layers(best)}"
     yield (
         f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
-        f"{made.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
+        f"{estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
     )
     left = 1 - plan.lower_bound_ms / best.iteration_ms
     yield (
@@ -67,7 +68,7 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
     for d, held in enumerate(_held(best, schedule)):
         cells = zip(held, HELD.values(), strict=True)
         yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
-    yield f"of each GPU of a device (tp {made.parallelism.tp}), which has {gpu.memory_bytes / GB:.2f} GB"
+    yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {gpu.memory_bytes / GB:.2f} GB"
     yield ""
     yield "with less memory: of all schedules seen those that none beats in both"
     for nbytes, ms, candidate, method in plan.frontier:
@@ -75,8 +76,10 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
     yield ""
     yield "other divisions, each by its best candidate"
     for other in plan.other_divisions[:OTHERS]:
-        found = f"{other.iteration_ms / S:9.4g} s  " if other.schedule else f"{f'≥ {other.bound_ms / S:.4g}':>9} s  "
-        yield f"{found}{other}" + (f", {other.schedule.method}" if other.schedule else "")
+        if other.schedule:
+            yield f"{other.iteration_ms / S:9.4g} s  {other}, {other.schedule.method}"
+        else:
+            yield f"{f'≥ {other.bound_ms / S:.4g}':>9} s  {other}"
     if explain and plan.other_divisions:
         yield ""
         yield from _explained(best, plan.other_divisions[0])
@@ -110,23 +113,23 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def _figures(candidate: Candidate) -> dict[str, Any]:
-    made, schedule = candidate.estimate, candidate.schedule
-    found: dict[str, Any] = {
-        "parallelism": made.parallelism.model_dump(mode="json"),
-        "run": made.run.model_dump(mode="json"),
+    estimate, schedule = candidate.estimate, candidate.schedule
+    content: dict[str, Any] = {
+        "parallelism": estimate.parallelism.model_dump(mode="json"),
+        "run": estimate.run.model_dump(mode="json"),
         "bound_ms": candidate.bound_ms,
         "parts_ms": parts(candidate),
     }
     if schedule:
-        found |= {
+        content |= {
             "method": schedule.method,
             "iteration_ms": candidate.iteration_ms,
             "tokens_per_s": _tokens_per_s(candidate),
-            "mfu": made.utilization_in(candidate.iteration_ms),
+            "mfu": estimate.utilization_in(candidate.iteration_ms),
             "bubble": schedule.timeline.bubble,
             "used_bytes": candidate.used_bytes(schedule),
         }
-    return found
+    return content
 
 
 def write(plan: Plan, folder: Path) -> None:
@@ -175,14 +178,14 @@ def _held(candidate: Candidate, schedule: Schedule) -> Iterator[tuple[int, ...]]
 
 
 def _layers(candidate: Candidate) -> str:
-    made = candidate.estimate
-    counts = [sum(made.pieces[i].is_layer for i in pieces) for pieces in made.stages]
+    estimate = candidate.estimate
+    counts = [sum(estimate.pieces[i].is_layer for i in pieces) for pieces in estimate.stages]
     return f"layers of its stages {' '.join(map(str, counts))}"
 
 
 def _tokens_per_s(candidate: Candidate) -> float:
-    made = candidate.estimate
-    step = made.run.microbatches * made.run.microbatch_size * made.parallelism.dp * made.sequence
+    estimate = candidate.estimate
+    step = estimate.run.microbatches * estimate.run.microbatch_size * estimate.parallelism.dp * estimate.sequence
     return step / (candidate.iteration_ms / S)
 
 

@@ -76,17 +76,17 @@ class Jobs:
 
     async def _searched(self, problem: Problem, start: Schedule | None, seconds: float) -> Result | None:
         options = self._options.model_copy(update={"time_limit_s": seconds, "threads": 1})
-        known = Result.of(start, options) if start else Result("unknown")
+        from_start = Result.of(start, options) if start else Result("unknown")
         until = time.monotonic() + (1 + QUEUED) * seconds + ANSWERED_S
         try:
             async with self._connection() as connection:
-                found = await self._job(connection, self._submission(problem, start, options), problem, until)
-                if found and found.best:
-                    schedule = verified(found.best, problem, options.placements)
-                    return merged(known, Result.of(schedule, options, found.lower_bound_ms))
+                job = await self._job(connection, self._submission(problem, start, options), problem, until)
+                if job and job.best:
+                    schedule = verified(job.best, problem, options.placements)
+                    return merged(from_start, Result.of(schedule, options, job.lower_bound_ms))
         except (InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError) as error:
             raise OptPipeError(f"the service at {self._address} gives no answer to a search: {error}") from None
-        return known if found is None else merged(known, Result("unknown", lower_bound_ms=found.lower_bound_ms))
+        return from_start if job is None else merged(from_start, Result("unknown", lower_bound_ms=job.lower_bound_ms))
 
     def _submission(self, problem: Problem, start: Schedule | None, options: SearchOptions) -> bytes:
         """A job's body, with the schedule to start from unless that makes it too long."""
@@ -102,8 +102,8 @@ class Jobs:
         backoff, unique = Backoff(*BACKOFF_S), {"Idempotency-Key": uuid4().hex}
         longest = longest_answer(problem, self._options.placements)
         name: str | None = None
-        found: _Job | None = None
-        while found is None or found.state in OPEN:
+        job: _Job | None = None
+        while job is None or job.state in OPEN:
             if time.monotonic() > until or self._cancelled.is_set():
                 if name is not None:
                     await connection.request("POST", f"/v1/jobs/{name}/cancel", longest=longest)
@@ -118,5 +118,5 @@ class Jobs:
                 await backoff.wait(unavailable.retry_after_s)
                 continue
             backoff.reset()
-            found = parse(_Job, answer)
-        return found
+            job = parse(_Job, answer)
+        return job

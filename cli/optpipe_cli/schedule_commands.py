@@ -20,10 +20,10 @@ def check(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> N
     """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
     from optpipe.schedule import check as complaints
 
-    what, file, found = _read(problem, schedule)
-    wrong = _of_other_sizes(file, what) or _misplaced(file, what) + complaints(what, found)
-    wrong = wrong or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
-    tell(found, wrong, json)
+    posed, file, placed = _read(problem, schedule)
+    wrong = _of_other_sizes(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
+    wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
+    tell(placed, wrong, json)
 
 
 def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
@@ -72,14 +72,14 @@ def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
     return [f"placement = {file.placement}: does not make the problem in the file of this one: {difference}"]
 
 
-def _difference(here: Any, there: Any, place: str = "") -> str | None:
+def _difference(given: Any, in_file: Any, place: str = "") -> str | None:
     """The first place in which two JSON values differ, with both values."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        steps = [(f"{place}.{name}".lstrip("."), here.get(name), there.get(name)) for name in {**here, **there}]
-    elif isinstance(here, list) and isinstance(there, list):
-        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(here, there))]
+    if isinstance(given, dict) and isinstance(in_file, dict):
+        steps = [(f"{place}.{name}".lstrip("."), given.get(name), in_file.get(name)) for name in {**given, **in_file}]
+    elif isinstance(given, list) and isinstance(in_file, list):
+        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(given, in_file))]
     else:
-        return None if here == there else f"{place} = {here}, in the file {there}"
+        return None if given == in_file else f"{place} = {given}, in the file {in_file}"
     return next(filter(None, (_difference(one, other, deeper) for deeper, one, other in steps)), None)
 
 
@@ -105,11 +105,11 @@ def simulate(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -
     from optpipe.schedule import simulate as times
     from optpipe.schedule import timed_ops
 
-    what, _, found = _read(problem, schedule)
-    timeline = times(what, found)
+    posed, _, placed = _read(problem, schedule)
+    timeline = times(posed, placed)
     content = {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms, "bubble": timeline.bubble}
     if json:
-        print_json({**content, "ops": timed_ops(found)})
+        print_json({**content, "ops": timed_ops(placed)})
     else:
         typer.echo(
             f"makespan {timeline.makespan_ms:.6g} ms, span {timeline.span_ms:.6g} ms, bubble {timeline.bubble:.1%}"
@@ -137,22 +137,17 @@ def show(
     for path in (html, svg, trace):
         require_writable(path)
     file = ScheduleFile.load(schedule)
-    found, earlier = file.schedule(), Schedule.load(before) if before else None
+    shown = file.schedule()
+    earlier = Schedule.load(before) if before else None
     if html:
-        found.plot(earlier, file.lower_bound_ms).save(html)
+        shown.plot(earlier, file.lower_bound_ms).save(html)
     if svg:
-        write_file(svg, gantt(found))
+        write_file(svg, gantt(shown))
     if trace:
-        write_file(trace, trace_text(found))
+        write_file(trace, trace_text(shown))
     if json:
-        print_json(
-            {
-                "makespan_ms": found.makespan_ms,
-                "span_ms": found.span_ms,
-                "method": found.method,
-                "ops": timed_ops(found),
-            }
-        )
+        content = {"makespan_ms": shown.makespan_ms, "span_ms": shown.span_ms, "method": shown.method}
+        print_json(content | {"ops": timed_ops(shown)})
     elif not (html or svg or trace):
         from rich.console import Console
 
@@ -160,10 +155,10 @@ def show(
 
         console = Console()
         colours = console.is_terminal and not console.no_color
-        console.print(chart(found, console.width, console.height if console.is_terminal else None, colours))
+        console.print(chart(shown, console.width, console.height if console.is_terminal else None, colours))
         console.print(
-            f"makespan {found.makespan_ms:.6g} ms, bubble {found.timeline.bubble:.1%}, by "
-            f"{found.method or 'no named method'}"
+            f"makespan {shown.makespan_ms:.6g} ms, bubble {shown.timeline.bubble:.1%}, by "
+            f"{shown.method or 'no named method'}"
         )
 
 
@@ -175,8 +170,8 @@ def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedul
     from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule, ScheduleFile
 
-    what, file = Problem.load(problem), ScheduleFile.load(schedule)
-    own = file.schedule()
-    if file.placement and what.sha256 != file.problem.sha256:
-        what = file.placement.apply(what)
-    return what, file, Schedule(what, own.programs, own.links, own.method)
+    posed, file = Problem.load(problem), ScheduleFile.load(schedule)
+    as_filed = file.schedule()
+    if file.placement and posed.sha256 != file.problem.sha256:
+        posed = file.placement.apply(posed)
+    return posed, file, Schedule(posed, as_filed.programs, as_filed.links, as_filed.method)

@@ -17,23 +17,21 @@ def serve(
         str, typer.Option(envvar="OPTPIPE_DATABASE", help="sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.")
     ] = "sqlite:///optpipe.db",
     solves: Annotated[
-        int, typer.Option(min=0, max=1000, help="Searches at a time. With 0, `optpipe worker` processes search.")
+        int, typer.Option(min=0, max=1000, help="Searches at a time; 0 leaves them to `optpipe worker`.")
     ] = 1,
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
     ] = None,
     memory_mib: Annotated[
-        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together.")
+        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
     ] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Jobs of one tenant that may wait.")] = 100,
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="Jobs of one tenant that are kept when they are over. Default: all.")
-    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Waiting jobs of one tenant, at most.")] = 100,
+    keep: Annotated[int | None, typer.Option(min=1, help="Finished jobs to keep of each tenant. Default: all.")] = None,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Days that jobs are kept when they are over, and schedules that are not used."),
+        typer.Option(min=0, help="Days after which finished jobs and unused schedules are deleted. Default: never."),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Clients that may follow jobs at a time.")] = 1000,
+    streams: Annotated[int, typer.Option(min=1, help="Event streams at a time, at most.")] = 1000,
     shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
     log_json: Annotated[
         bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")

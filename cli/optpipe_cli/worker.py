@@ -31,7 +31,7 @@ def worker(
         bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
     ] = None,
     shared_cache: Annotated[
-        bool, typer.Option(help="Tenants find each other's schedules. Set as for the service.")
+        bool, typer.Option(help="Tenants find each other's schedules. Must be as for the service.")
     ] = False,
 ) -> None:
     """Solve jobs of a service whose database is PostgreSQL, until told to end."""

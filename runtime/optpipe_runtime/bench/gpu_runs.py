@@ -163,12 +163,12 @@ class _Bench:
 
     def _alternating(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> list[Steps]:
         """Runs all stages here, with one schedule after the other, several times."""
-        found = [Steps(schedule) for schedule in schedules]
+        runs = [Steps(schedule) for schedule in schedules]
         for _ in range(ROUNDS):
-            for steps in found:
+            for steps in runs:
                 pipe.load(steps.schedule)
                 self._run(steps, lambda: pipe.step(*self._batch, trace=True))
-        return found
+        return runs
 
     def _emulated(self, pipe: Pipeline, schedule: Schedule) -> tuple[Steps, float]:
         """Runs one stage. Returns also how late a message of its emulated neighbours was at most, in ms."""
@@ -235,8 +235,8 @@ def _spread(problem: Problem, p2p_ms: float) -> Problem:
 def _plain_copies(device: torch.device, nbytes: int) -> tuple[float, float]:
     """The median ms of one copy to the host and of one back, with nothing beside them: what the link can do."""
     clock = Clock(device)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def ms(to: Tensor, of: Tensor) -> float:
         start = clock.mark()
@@ -245,5 +245,5 @@ def _plain_copies(device: torch.device, nbytes: int) -> tuple[float, float]:
         clock.settle()
         return clock.ms(start, end)
 
-    down, up = zip(*((ms(here, there), ms(there, here)) for _ in range(WARM_UP + ROUNDS * STEPS)), strict=True)
-    return median(down[WARM_UP:]), median(up[WARM_UP:])
+    pairs = [(ms(on_host, on_device), ms(on_device, on_host)) for _ in range(WARM_UP + ROUNDS * STEPS)][WARM_UP:]
+    return median(down for down, _ in pairs), median(up for _, up in pairs)

@@ -125,8 +125,8 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
     """A pipeline of new stages, its optimizer, and its data by step."""
     rank, placement = dist.get_rank(), case.placement(dist.get_world_size())
     if task.paced_ms:
-        own = {s: paced.Stage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
-        pipe = Pipeline(own, placement, paced.loss, task.microbatches)
+        stages = {s: paced.Stage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
+        pipe = Pipeline(stages, placement, paced.loss, task.microbatches)
         paced.slow_down_copies(pipe, task.paced_ms.copy)
         x = torch.zeros(task.microbatches * paced.SHAPE[0], *paced.SHAPE[1:])
         return pipe, None, lambda step: (x, x)
