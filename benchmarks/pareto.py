@@ -106,7 +106,7 @@ def _compared(problem: Problem, sizes: dict[str, int], options: CompareOptions) 
         posed = with_budget(problem, size)
         if isinstance(where, str):
             rows = watched(posed, options.model_copy(update={"methods": [SOLVER]}), starts=with_less_memory).rows
-            by_budget[where] = Comparison.of(posed, options, [*by_budget[where].rows, *rows])
+            by_budget[where] = Comparison.from_rows(posed, options, [*by_budget[where].rows, *rows])
         else:
             with waiting(f"searching at the memory of {where.name}"):
                 result = solve_from(with_less_memory, posed, **options.search())

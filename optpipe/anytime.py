@@ -88,7 +88,7 @@ class Result:
     failure: str | None = None
 
     @classmethod
-    def of(
+    def from_schedule(
         cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
@@ -309,7 +309,7 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     if wrong:
         best = replace(best, rejected=best.rejected + 1)
         return _with_note(best, Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-    found = Result.of(schedule, request, best.lower_bound_ms, frame.method)
+    found = Result.from_schedule(schedule, request, best.lower_bound_ms, frame.method)
     if best.value_ms is not None and found.value_ms is not None and found.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
     return replace(found, notes=best.notes, reports=best.reports, history=best.history, rejected=best.rejected)
@@ -374,15 +374,17 @@ def _searching(
             f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    asked, used = SolveOptions.of(what, options), CacheUse(cache)
+    asked, used = SolveOptions.from_arguments(what, options), CacheUse(cache)
     hit = used.hit(problem, asked.objective) if asked.starts_from_known else None
     if hit:
         if hit.status == "optimal" and asked.answered_by_optimum:
-            return _Answered(Result.of(hit.schedule, asked, hit.lower_bound_ms, f"{hit.schedule.method} (cached)"))
+            return _Answered(
+                Result.from_schedule(hit.schedule, asked, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
+            )
         warm_start = better_start(problem, warm_start, hit, asked.objective)
     chosen = asked.arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
-    start = Programs.of(warm_start) if warm_start is not None else None
+    start = Programs.from_schedule(warm_start) if warm_start is not None else None
     return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, used)
 
 

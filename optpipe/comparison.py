@@ -115,7 +115,7 @@ class Comparison:
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, problem: Problem, options: CompareOptions, rows: Sequence[Row]) -> Comparison:
+    def from_rows(cls, problem: Problem, options: CompareOptions, rows: Sequence[Row]) -> Comparison:
         """Sorts the rows. A search's bound for the stages as given also holds for all others on these stages."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
@@ -188,13 +188,13 @@ def compare(
     InputError
         If a method is unknown, or an option is unknown or out of range.
     """
-    chosen = CompareOptions.of("compare", {**options, "methods": methods})
+    chosen = CompareOptions.from_arguments("compare", {**options, "methods": methods})
     rows = []
     for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts)):
         rows.append(row)
         if told:
             told(row)
-    return Comparison.of(problem, chosen, rows)
+    return Comparison.from_rows(problem, chosen, rows)
 
 
 def searches(options: CompareOptions) -> list[tuple[str, Placements]]:
@@ -231,7 +231,7 @@ def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower
         return Row(found.method, options.placements, reason=f"is no schedule: {error}")
     if wrong != certificate.complaints():
         return Row(found.method, options.placements, reason=f"is no schedule: {wrong[0]}")
-    result = Result.of(schedule, options, lower_bound_ms)
+    result = Result.from_schedule(schedule, options, lower_bound_ms)
     return Row(found.method, options.placements, result, _why_not(certificate) if wrong else None)
 
 
@@ -275,12 +275,12 @@ def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedu
 
 def solve_from(schedules: Iterable[Schedule], problem: Problem, **options: Unpack[SolveArguments]) -> Result:
     """`solve` from the shortest schedule that is valid for the problem; its answer is no longer than that one."""
-    asked = SolveOptions.of("solve_from", options)
+    asked = SolveOptions.from_arguments("solve_from", options)
     start = Result("unknown", objective=asked.objective)
     for schedule in schedules:
         if schedule.placement is None or asked.placements == "all":
             placed = schedule.placement.apply(problem) if schedule.placement else problem
             retimed = replace(schedule, problem=placed)
             if not retimed.compiled.complaints:
-                start = merged(start, Result.of(retimed, asked))
+                start = merged(start, Result.from_schedule(retimed, asked))
     return merged(start, solve(problem, warm_start=start.schedule, **options))

@@ -108,7 +108,7 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
     and its phase: how far along its micro-batch's way it is, for ties."""
     costs = problem.costs
     index = Index(problem, Rows(table, costs.device[table[:, STAGE]]))
-    at = {kind: index.of(kind) for kind in (Kind.F, Kind.C, Kind.W)} | {Kind.B: index.of(Kind.B, Kind.BW)}
+    at = {kind: index.rows_of(kind) for kind in (Kind.F, Kind.C, Kind.W)} | {Kind.B: index.rows_of(Kind.B, Kind.BW)}
     parts = {kind: index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R)}
     start, duration = np.r_[start, -np.inf], np.r_[duration, 0.0]  # row -1, no op, ends before all time
     phase = np.zeros(len(start), dtype=np.int64)

@@ -154,7 +154,7 @@ class SearchOptions(Document):
     jitter: Jitter = 0.0
 
     @classmethod
-    def of(cls, what: str, given: Mapping[str, Any]) -> Self:
+    def from_arguments(cls, what: str, given: Mapping[str, Any]) -> Self:
         """The options given by name, the others by default.
 
         Raises InputError for an unknown name and for a wrong value; the sentence begins with `what`.

@@ -22,7 +22,7 @@ def prune(schedule: Schedule) -> Schedule:
     problem, compiled = schedule.problem, schedule.compiled
     rows, index, during = compiled.rows, compiled.index, compiled.held.during.copy()
     size, limit = problem.costs.part_bytes(rows.stage, rows.part), problem.costs.activation_budget
-    waits, backward = _waits(rows, compiled.timeline.start, compiled.timeline.end), index.of(Kind.B, Kind.BW)
+    waits, backward = _waits(rows, compiled.timeline.start, compiled.timeline.end), index.rows_of(Kind.B, Kind.BW)
     keep = np.ones(len(rows), dtype=np.bool_)
     offloads = []  # wait, and the rows of O, D and R
     for s, j, p in np.argwhere(index.parts(Kind.O) != NONE).tolist():

@@ -128,7 +128,7 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Writes a schedule file, whole or not at all."""
-        ScheduleFile.of(self).save(path)
+        ScheduleFile.from_schedule(self).save(path)
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
@@ -197,7 +197,9 @@ class ScheduleFile(Document):
     ops: Items[TimedOp] | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None) -> ScheduleFile:
+    def from_schedule(
+        cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None
+    ) -> ScheduleFile:
         """Simulates the schedule and writes down all of it."""
         return cls(
             problem=schedule.problem,

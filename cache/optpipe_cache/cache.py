@@ -172,7 +172,7 @@ class Cache:
                 status=status,
                 lower_bound_ms=lower_bound_ms,
                 method=schedule.method,
-                programs=Programs.of(replace(schedule, placement=None)),  # for `problem` as it is
+                programs=Programs.from_schedule(replace(schedule, placement=None)),  # for `problem` as it is
             )
         except ValidationError as error:
             raise input_error(error, "cache") from None

@@ -50,7 +50,7 @@ def lookup(
     status: Found = "optimal" if share == 0 else "feasible"
     if output:
         of_makespan = (status, bound_ms) if objective == "makespan" else ()  # so is a file's bound
-        ScheduleFile.of(hit.schedule, *of_makespan).save(output)
+        ScheduleFile.from_schedule(hit.schedule, *of_makespan).save(output)
     content = {
         "hit": "exact" if hit.exact else "nearest",
         "source": hit.source,

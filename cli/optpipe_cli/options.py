@@ -162,7 +162,7 @@ def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOption
     if given.get("methods") is not None:
         given["methods"] = at_commas(given["methods"])
     try:
-        return record.of("options", given)
+        return record.from_arguments("options", given)
     except InputError as error:
         raise with_flag(error, given) from None
 

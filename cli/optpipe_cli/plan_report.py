@@ -136,7 +136,7 @@ def write(plan: Plan, folder: Path) -> None:
     """Write the problem, the schedule, a picture of memory against time, and the settings of other stacks."""
     best, schedule = plan.best, _schedule(plan.best)
     schedule.problem.save(folder / "problem.json")
-    ScheduleFile.of(schedule).save(folder / "schedule.json")
+    ScheduleFile.from_schedule(schedule).save(folder / "schedule.json")
     seen = [
         Point("tp {}, pp {}, dp {}, ep {}, cp {}".format(*candidate.division), held, ms)
         for candidate in plan.ranked

@@ -76,14 +76,14 @@ class Jobs:
 
     async def _searched(self, problem: Problem, start: Schedule | None, seconds: float) -> Result | None:
         options = self._options.model_copy(update={"time_limit_s": seconds, "threads": 1})
-        from_start = Result.of(start, options) if start else Result("unknown")
+        from_start = Result.from_schedule(start, options) if start else Result("unknown")
         until = time.monotonic() + (1 + QUEUED) * seconds + ANSWERED_S
         try:
             async with self._connection() as connection:
                 job = await self._job(connection, self._submission(problem, start, options), problem, until)
                 if job and job.best:
                     schedule = verified(job.best, problem, options.placements)
-                    return merged(from_start, Result.of(schedule, options, job.lower_bound_ms))
+                    return merged(from_start, Result.from_schedule(schedule, options, job.lower_bound_ms))
         except (InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError) as error:
             raise OptPipeError(f"the service at {self._address} gives no answer to a search: {error}") from None
         return from_start if job is None else merged(from_start, Result("unknown", lower_bound_ms=job.lower_bound_ms))
@@ -93,7 +93,7 @@ class Jobs:
         asked: dict[str, Any] = {"problem": problem.to_dict(), **options.model_dump(mode="json", exclude_none=True)}
         if start is None:
             return json.dumps(asked).encode()
-        warm = ScheduleFile.of(start).model_dump(mode="json", exclude_none=True, exclude={"ops"})
+        warm = ScheduleFile.from_schedule(start).model_dump(mode="json", exclude_none=True, exclude={"ops"})
         body = json.dumps({**asked, "warm_start": warm}).encode()
         return body if len(body) <= LONGEST_REQUEST else json.dumps(asked).encode()
 

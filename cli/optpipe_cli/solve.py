@@ -89,6 +89,8 @@ def _write(result: Result, schedule: Schedule, output: Path | None, html: Path |
 
     bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
-        ScheduleFile.of(schedule, result.found_status if bound is not None else "feasible", bound).save(output)
+        ScheduleFile.from_schedule(schedule, result.found_status if bound is not None else "feasible", bound).save(
+            output
+        )
     if html:
         schedule.plot(lower_bound_ms=bound).save(html)

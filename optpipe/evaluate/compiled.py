@@ -43,7 +43,7 @@ class CompiledSchedule:
     @cached_property
     def rows(self) -> Rows:
         """All ops, device after device in program order."""
-        rows = Rows.of(self.programs)
+        rows = Rows.from_programs(self.programs)
         rows.require_known(self.problem)
         return rows
 
@@ -96,7 +96,7 @@ class CompiledSchedule:
     @cached_property
     def held(self) -> Held:
         """What is held during each op and after it, in bytes."""
-        return Held.of(self.effects, self.rows, len(self.problem.devices))
+        return Held.scan(self.effects, self.rows, len(self.problem.devices))
 
     @cached_property
     def certificate(self) -> Certificate:

@@ -151,10 +151,10 @@ class Effects:
         costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
         kept, moved = costs.activation[stage], costs.part_bytes(stage, rows.part)
         if costs.can_recompute.any():
-            again = (index.of(Kind.C) >= 0)[stage, microbatch]
+            again = (index.rows_of(Kind.C) >= 0)[stage, microbatch]
             kept = np.where(again, costs.checkpoint[stage], kept)
         if costs.can_evict.any():
-            evicted = rows.of_kinds(Kind.D) & (index.of(Kind.E) >= 0)[stage, microbatch]
+            evicted = rows.of_kinds(Kind.D) & (index.rows_of(Kind.E) >= 0)[stage, microbatch]
             moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage], moved)
         hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
         leaving = np.flatnonzero(rows.of_kinds(Kind.O))

@@ -66,9 +66,11 @@ def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
     stage, microbatch, part = rows.stage, rows.microbatch, rows.part
     needs = np.full((len(rows), 4), NONE)
     delay = np.zeros(len(rows))
-    forward, backward = index.of(Kind.F), index.of(Kind.B, Kind.BW)
+    forward, backward = index.rows_of(Kind.F), index.rows_of(Kind.B, Kind.BW)
     offload, drop = index.parts(Kind.O), index.parts(Kind.D)
-    restored = index.of(Kind.R, Kind.C, Kind.L)  # one of them at most; all parts' reloads stand on one stream, in order
+    restored = index.rows_of(
+        Kind.R, Kind.C, Kind.L
+    )  # one of them at most; all parts' reloads stand on one stream, in order
 
     def where(*kinds: Kind) -> Ints:
         return np.flatnonzero(rows.of_kinds(*kinds))
@@ -84,18 +86,18 @@ def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
     put(after_input, OWN, backward[stage[after_input], microbatch[after_input]], "input gradient")
     if rows.of_kinds(*EVICTION).any():
         evicted, vacated = where(Kind.E), where(Kind.V)
-        put(evicted, ACROSS, index.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
-        put(vacated, OWN, index.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
+        put(evicted, ACROSS, index.rows_of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
+        put(vacated, OWN, index.rows_of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
         offload = offload.copy()
-        offload[:, :, 0] = np.maximum(offload[:, :, 0], index.of(Kind.E))
+        offload[:, :, 0] = np.maximum(offload[:, :, 0], index.rows_of(Kind.E))
     dropped, brought = where(Kind.D), where(Kind.R, Kind.L)
     put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload or eviction")
     put(brought, OWN, drop[stage[brought], microbatch[brought], part[brought]], "drop")
     if rows.of_kinds(*OPTIMIZER).any():
         sent, updated, forwards = where(Kind.G), where(Kind.U), where(Kind.F)
-        put(sent, OWN, index.of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
-        put(updated, OWN, index.of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
-        needs[forwards, RESTORED] = index.of(Kind.P)[stage[forwards], 0]
+        put(sent, OWN, index.rows_of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
+        put(updated, OWN, index.rows_of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
+        needs[forwards, RESTORED] = index.rows_of(Kind.P)[stage[forwards], 0]
 
     costs = problem.costs
     for own, neighbours, found in (
@@ -144,7 +146,7 @@ def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, row
         raise ScheduleError(
             f"links[{link!r}] is missing: devices {sharers} share it, so it needs the order of its transfers"
         )
-    named = Rows.of([links[link]])
+    named = Rows.from_programs([links[link]])
     known = (
         named.on_host_link
         & (named.stage < len(problem.stages))

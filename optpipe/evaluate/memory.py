@@ -85,7 +85,7 @@ class Held:
     on_host: Ints  # during each op
 
     @classmethod
-    def of(cls, effects: RowEffects, rows: Rows, devices: int) -> Held:
+    def scan(cls, effects: RowEffects, rows: Rows, devices: int) -> Held:
         begins = rows.begins(devices)
         during = held_during(effects.takes, effects.frees, begins)
         after = during - effects.frees

@@ -23,7 +23,7 @@ class Rows:
     device: Ints  # (n,) of which program each row is
 
     @classmethod
-    def of(cls, programs: Sequence[Program]) -> Rows:
+    def from_programs(cls, programs: Sequence[Program]) -> Rows:
         tables = [program.table for program in programs]
         device = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         return cls(np.concatenate(tables) if tables else np.empty((0, 5), np.int32), device)
@@ -154,7 +154,7 @@ class Index:
             self._found[kind] = found
         return self._found[kind]
 
-    def of(self, *kinds: Kind) -> Ints:
+    def rows_of(self, *kinds: Kind) -> Ints:
         """(S, m) rows of these kinds; the last one where there are several."""
         found = [self.parts(kind)[:, :, 0] if self._shape[2] == 1 else self.parts(kind).max(axis=2) for kind in kinds]
         last: Ints = found[0] if len(found) == 1 else np.max(found, axis=0)

@@ -42,7 +42,7 @@ def _missing(problem: Problem, index: Index) -> list[str]:
     and V all or none; of these and C one at most."""
     costs = problem.costs
     passes = (costs.before[costs.route] != OFF_ROUTE).T  # (S, m)
-    has = {kind: index.of(kind) >= 0 for kind in Kind}
+    has = {kind: index.rows_of(kind) >= 0 for kind in Kind}
     offload, drop, reload = (index.parts(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
     left = offload.copy()
     left[:, :, 0] |= has[Kind.E]
@@ -98,8 +98,8 @@ def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
 def _out_of_order(rows: Rows, index: Index) -> list[str]:
     """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V. Of an
     optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
-    at = {kind: index.of(kind) for kind in Kind}
-    forward, backward = at[Kind.F], index.of(Kind.B, Kind.BW)
+    at = {kind: index.rows_of(kind) for kind in Kind}
+    forward, backward = at[Kind.F], index.rows_of(Kind.B, Kind.BW)
     offload, drop, reload = (index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R))
     steps = [
         (forward, at[Kind.C]),

@@ -43,7 +43,7 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     if without_offload:
         schedule = leave_out_offload(schedule)
     if to == "json":
-        return ScheduleFile.of(schedule).to_json() + "\n"
+        return ScheduleFile.from_schedule(schedule).to_json() + "\n"
     if to == "megatron":
         return megatron.write(schedule)
     if to == "primus":

@@ -107,7 +107,7 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
         raise InputError(
             f"{what}: {len(lines)} rows, the problem has {len(problem.devices)} devices: one row is expected for each"
         )
-    programs = tuple(Program.of(_items(line, f"{what}, line {n}")) for n, line in enumerate(lines, 1))
+    programs = tuple(Program.from_items(_items(line, f"{what}, line {n}")) for n, line in enumerate(lines, 1))
     return Schedule(problem, programs)
 
 

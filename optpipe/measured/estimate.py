@@ -28,7 +28,7 @@ FIELDS = {Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_w
 
 
 @dataclass(frozen=True)
-class TimesOf:
+class MeasuredTimes:
     """Median and interquartile range of `count` times, in ms."""
 
     ms: float
@@ -36,7 +36,7 @@ class TimesOf:
     count: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> TimesOf:
+    def from_samples(cls, times: Sequence[float]) -> MeasuredTimes:
         low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
         return cls(round(median(times), 4), round(high - low, 4), len(times))
 
@@ -62,8 +62,8 @@ class Measurements:
     """
 
     problem: Problem
-    stages: tuple[Mapping[Kind, TimesOf], ...]
-    message: TimesOf | None
+    stages: tuple[Mapping[Kind, MeasuredTimes], ...]
+    message: MeasuredTimes | None
     unknown: tuple[str, ...]
     schedule: Schedule | None
     measured_ms: float | None
@@ -103,7 +103,7 @@ def estimate(found: Sequence[Timed], given: Given) -> Measurements:
     times = _times(found, stages)
     gaps = _gaps(found, where) if all(each.start_ms is not None for each in found) else {}
     ways = [(forward + backward) / 2 for pair in gaps.values() for forward, backward in pair]
-    message = TimesOf.of([max(0.0, ms) for ms in ways]) if ways else None
+    message = MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
     ample = _ample(times, [where[s] for s in range(stages)], microbatches, message, given)
     measured_ms = _step_ms(found, where, gaps)
     if measured_ms == 0:
@@ -112,17 +112,17 @@ def estimate(found: Sequence[Timed], given: Given) -> Measurements:
 
 
 def estimate_sums(
-    times: Sequence[Mapping[Kind, TimesOf]], where: Sequence[int], microbatches: int, given: Given
+    times: Sequence[Mapping[Kind, MeasuredTimes]], where: Sequence[int], microbatches: int, given: Given
 ) -> Measurements:
     """The same where only times by stage are known, and the device of each stage."""
     return _measurements(_ample(times, where, microbatches, None, given), times, None, None, None, given)
 
 
 def _ample(
-    times: Sequence[Mapping[Kind, TimesOf]],
+    times: Sequence[Mapping[Kind, MeasuredTimes]],
     where: Sequence[int],
     microbatches: int,
-    message: TimesOf | None,
+    message: MeasuredTimes | None,
     given: Given,
 ) -> Problem:
     """The problem, with more memory than anything needs."""
@@ -151,8 +151,8 @@ def _ample(
 
 def _measurements(
     ample: Problem,
-    times: Sequence[Mapping[Kind, TimesOf]],
-    message: TimesOf | None,
+    times: Sequence[Mapping[Kind, MeasuredTimes]],
+    message: MeasuredTimes | None,
     order: Schedule | None,
     measured_ms: float | None,
     given: Given,
@@ -205,15 +205,15 @@ def _sizes(found: Sequence[Timed]) -> tuple[int, int]:
     return stages, microbatches
 
 
-def _times(found: Sequence[Timed], stages: int) -> list[dict[Kind, TimesOf]]:
+def _times(found: Sequence[Timed], stages: int) -> list[dict[Kind, MeasuredTimes]]:
     """By stage, the times of its ops."""
     by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in range(stages)]
     for each in found:
         by_kind[each.op.stage][each.op.kind].append(each.ms)
-    return [{kind: TimesOf.of(times) for kind, times in sorted(own.items())} for own in by_kind]
+    return [{kind: MeasuredTimes.from_samples(times) for kind, times in sorted(own.items())} for own in by_kind]
 
 
-def _ms(times: Mapping[Kind, TimesOf], weight_share: float | None) -> dict[str, float]:
+def _ms(times: Mapping[Kind, MeasuredTimes], weight_share: float | None) -> dict[str, float]:
     """The fields of a stage. Where B and W were measured, a fused backward among them does not count."""
     if not {Kind.B, Kind.W} <= times.keys():
         share, both = weight_share or 0.0, times[Kind.BW].ms
@@ -261,7 +261,7 @@ def _order(found: Sequence[Timed], problem: Problem) -> Schedule | None:
     ops: list[list[Op]] = [[] for _ in problem.devices]
     for each in sorted(ran, key=lambda each: each.start_ms or 0.0):
         ops[each.device].append(each.op)
-    schedule = Schedule(problem, tuple(map(Program.of, ops)), method="measured")
+    schedule = Schedule(problem, tuple(map(Program.from_items, ops)), method="measured")
     try:
         return None if schedule.compiled.complaints else schedule
     except DeadlockError:
@@ -286,7 +286,7 @@ def _step_ms(found: Sequence[Timed], where: Mapping[int, int], gaps: Gaps) -> fl
 
 def _unknown(
     times: Sequence[Mapping[Kind, Any]],
-    message: TimesOf | None,
+    message: MeasuredTimes | None,
     ordered: bool,
     devices: int,
     given: Given,

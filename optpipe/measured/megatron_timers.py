@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from optpipe.errors import InputError
-from optpipe.measured.estimate import TimesOf
+from optpipe.measured.estimate import MeasuredTimes
 from optpipe.measured.op_times import require_sizes, stage_of
 from optpipe.model.ops import Kind
 
@@ -25,7 +25,7 @@ _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may h
 
 def read(
     text: str, path: str, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
-) -> tuple[list[dict[Kind, TimesOf]], list[int]]:
+) -> tuple[list[dict[Kind, MeasuredTimes]], list[int]]:
     """By stage, the times of its F and BW, and its device. Each time in the log is divided by the micro-batches and
     chunks that it is the sum of. A device with several ranks is as slow as the slowest of them.
 
@@ -42,7 +42,7 @@ def read(
     require_sizes(devices * chunks, devices, microbatches)
     if ranks % devices:
         raise InputError(f"devices = {devices}: the log has {ranks} ranks, which that many devices do not divide")
-    times: list[dict[Kind, TimesOf]] = [{} for _ in range(devices * chunks)]
+    times: list[dict[Kind, MeasuredTimes]] = [{} for _ in range(devices * chunks)]
     where = [0] * (devices * chunks)
     for name, kind in TIMERS.items():
         for device in range(devices):
@@ -51,7 +51,7 @@ def read(
             if missing is not None:
                 raise InputError(f"{path}: no time of {name} on rank {missing}")
             steps = zip(*(by_timer[name][rank] for rank in own), strict=False)
-            each = TimesOf.of([max(totals) / (microbatches * chunks) for totals in steps])
+            each = MeasuredTimes.from_samples([max(totals) / (microbatches * chunks) for totals in steps])
             for chunk in range(chunks):
                 stage = stage_of(device, chunk, devices, shape)
                 times[stage][kind], where[stage] = each, device

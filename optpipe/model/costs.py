@@ -57,7 +57,7 @@ class Costs:
     peer: Ints  # (D,) the device to which each may evict, or `NONE`
 
     @classmethod
-    def of(
+    def from_records(
         cls,
         devices: Sequence[Device],
         stages: Sequence[Stage],

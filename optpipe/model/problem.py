@@ -165,7 +165,7 @@ class Problem(Document):
     def costs(self) -> Costs:
         """The figures as numpy arrays."""
         routes = self.microbatch_routes or [0] * self.microbatches
-        return Costs.of(self.devices, self.stages, self.all_routes, routes)
+        return Costs.from_records(self.devices, self.stages, self.all_routes, routes)
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:

@@ -53,7 +53,7 @@ class Program:
         self.table = table
 
     @classmethod
-    def of(cls, items: Iterable[Op | Pair]) -> Program:
+    def from_items(cls, items: Iterable[Op | Pair]) -> Program:
         """The program of these ops and pairs, in their order."""
         rows: list[tuple[int, int, int, int, int]] = []
         for item in items:
@@ -74,7 +74,7 @@ class Program:
         for begin in range(0, len(texts), AT_ONCE):
             table = _table(texts[begin : begin + AT_ONCE])
             if table is None:
-                return cls.of(parse_item(text) for text in texts)  # slower, but it finds the wrong entry
+                return cls.from_items(parse_item(text) for text in texts)  # slower, but it finds the wrong entry
             tables.append(table)
         return cls(np.concatenate(tables))
 

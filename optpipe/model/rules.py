@@ -58,7 +58,7 @@ class RulesRecord(Record):
         return self
 
     @classmethod
-    def of(cls, rules: Rules) -> RulesRecord:
+    def from_rules(cls, rules: Rules) -> RulesRecord:
         return cls(
             in_flight=rules.in_flight.tolist(),
             wait_ms=rules.wait_ms.clip(0.0, MOST_MS).tolist(),

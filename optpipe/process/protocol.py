@@ -46,13 +46,13 @@ class Programs(Record):
     rules: RulesRecord | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Programs:
+    def from_schedule(cls, schedule: Schedule) -> Programs:
         return cls(
             method=schedule.method,
             programs=tuple(program.text() for program in schedule.programs),
             links={link: order.text() for link, order in schedule.links.items()},
             placement=schedule.placement,
-            rules=RulesRecord.of(schedule.rules) if schedule.rules else None,
+            rules=RulesRecord.from_rules(schedule.rules) if schedule.rules else None,
         )
 
     def schedule(self, problem: Problem, method: str = "") -> Schedule:

@@ -96,7 +96,7 @@ class Follower:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         api_key(key)  # raises here, not in the first step
         self._pipe, self._url, self._key, self._cache = pipe, service_url(url, cache), key, cache
-        asked = ClientOptions.of("Follower", options)
+        asked = ClientOptions.from_arguments("Follower", options)
         self._options = asked.model_copy(update={"placements": "keep"})
         self._other_options = asked if asked.placements == "all" else None  # until that search begins
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts

@@ -94,9 +94,9 @@ class FirstSchedules:
             placed = placement.apply(problem) if placement else problem
             retimed = replace(given, problem=placed, placement=placement)
             if check(placed, retimed):
-                to_repair = Programs.of(retimed)
+                to_repair = Programs.from_schedule(retimed)
             else:
-                initial = _better(initial, InitialResult(Result.of(retimed, options), source))
+                initial = _better(initial, InitialResult(Result.from_schedule(retimed, options), source))
         asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
         request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
         first = _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
@@ -119,7 +119,7 @@ class FirstSchedules:
         if hit is None:
             return unknown
         bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
-        return Result.of(hit.schedule, options, bound_ms)
+        return Result.from_schedule(hit.schedule, options, bound_ms)
 
     def _made(self, tenant: str, request: Request, deadline: float) -> Result:
         """What a process finds; `unknown` if none is free in time."""
@@ -193,7 +193,7 @@ def _verified(request: Request, answer: Answer) -> Result:
         except OptPipeError as error:
             wrong = [str(error)]
         if not wrong:
-            return Result.of(schedule, request, answer.lower_bound_ms, frame.method)
+            return Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
         log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
         REJECTED.inc()
     return replace(known, status="infeasible", reason=answer.infeasible) if answer.infeasible else known

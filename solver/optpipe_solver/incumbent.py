@@ -43,5 +43,5 @@ class BestSchedule:
         if not shorter(length, self.value) or check(self.request.problem, schedule):
             return False
         self.schedule, self.value = schedule, length
-        self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+        self._emit(Incumbent(method=schedule.method, schedule=Programs.from_schedule(schedule)))
         return True

@@ -56,7 +56,7 @@ class RobustEngine:
         search = LocalSearch(request, request.warm_start.schedule(request.problem, METHOD))
         while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
             if search.step():
-                emit(Incumbent(method=METHOD, schedule=Programs.of(search.schedule)))
+                emit(Incumbent(method=METHOD, schedule=Programs.from_schedule(search.schedule)))
         return search.spent_s
 
 

@@ -153,11 +153,11 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(bench, tmp_path):
 
 
 def row(method: str, schedule: Schedule, placements: Placements = "all", reason: str | None = None) -> Row:
-    return Row(method, placements, Result.of(schedule, SearchOptions()), reason)
+    return Row(method, placements, Result.from_schedule(schedule, SearchOptions()), reason)
 
 
 def compared(problem: Problem, *rows: Row) -> Comparison:
-    return Comparison.of(problem, CompareOptions(), rows)
+    return Comparison.from_rows(problem, CompareOptions(), rows)
 
 
 def test_pareto_as_a_table(capsys):

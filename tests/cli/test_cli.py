@@ -65,7 +65,7 @@ def test_what_a_terminal_shows_of_a_search_while_it_runs(problem):
     known = [Result("unknown", reason="nothing yet")]
     slow, fast = one_at_a_time(problem), all_forwards_first(problem)
     for schedule, bound in ((slow, None), (fast, 4.0), (fast, fast.makespan_ms)):
-        found = Result.of(schedule, SolveOptions(), bound, "an engine")
+        found = Result.from_schedule(schedule, SolveOptions(), bound, "an engine")
         step = Step(1.5, "an engine", schedule.makespan_ms, bound)
         known.append(replace(found, history=(*known[-1].history, step)))
     console = Console(width=120, file=io.StringIO(), force_terminal=False)
@@ -293,10 +293,10 @@ WRONG = [
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
 def test_a_users_mistake_is_one_sentence(run, problem, words, message):
     Path("bad.json").write_text(problem.to_json().replace('"forward_ms": 1.0', '"forward_ms": -1', 1))
-    content = json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json())
+    content = json.loads(ScheduleFile.from_schedule(one_at_a_time(problem)).to_json())
     content["devices"][0]["program"][0] = "0X0"
     Path("proud.json").write_text(
-        json.dumps(json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json()) | {"status": "optimal"})
+        json.dumps(json.loads(ScheduleFile.from_schedule(one_at_a_time(problem)).to_json()) | {"status": "optimal"})
     )
     Path("twisted.json").write_text(json.dumps(content))
     content["devices"][0]["program"] = [f"0{kind}{j}" for j in range(2) for kind in ("F", "B", "W")]

@@ -67,7 +67,7 @@ def test_what_a_search_notes_is_told(run, monkeypatch, words):
     ended = "milp: HiGHS: optimal after 0.1 s"
 
     def solve(problem: Problem, **options: object) -> Result:
-        return replace(Result.of(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
+        return replace(Result.from_schedule(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
 
     monkeypatch.setattr(comparison, "solve", solve)
     _, out, err = run(PROBLEM, "--methods", "milp", "--placements", "keep", *words)

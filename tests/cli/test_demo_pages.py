@@ -45,7 +45,7 @@ def schedules() -> tuple[Schedule, Schedule]:
 
 def row(case: int, schedule: Schedule, steps_ms: list[float]) -> Row:
     peaks = [peak.bytes for peak in schedule.compiled.certificate.device]
-    file = json.loads(ScheduleFile.of(schedule).to_json())
+    file = json.loads(ScheduleFile.from_schedule(schedule).to_json())
     return Row(
         demo_paced.tasks()[1].cases[case], schedule.method, schedule.makespan_ms, steps_ms, peaks, peaks, [], file
     )
@@ -90,7 +90,7 @@ def test_without_a_schedule_nothing_is_compared(
 def test_a_page_has_the_losses_the_swaps_and_the_table_as_text(
     schedules: tuple[Schedule, Schedule], tmp_path: Path
 ) -> None:
-    files = [json.loads(ScheduleFile.of(schedule).to_json()) for schedule in schedules]
+    files = [json.loads(ScheduleFile.from_schedule(schedule).to_json()) for schedule in schedules]
     steps = [Step(version, False, True, 5.0 - k / 10, 1.0, [], []) for k, version in enumerate([0, 0, 0, 1, 1, 0])]
     table = ("a title", ("schedule", "loss"), [["<b>mine</b>", "5 → 4"]])
     demo_page.save(tmp_path / "page.html", files[0], files[1], table, steps)

@@ -67,7 +67,7 @@ def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
 
     def searched(problem, warm_start=None, **options):
         asked.append((warm_start, options["time_limit_s"], options["threads"]))
-        return iter([Result.of(better, SearchOptions())])
+        return iter([Result.from_schedule(better, SearchOptions())])
 
     monkeypatch.setattr(anytime, "improve", searched)
     solve = Here(Cache(tmp_path / "cache.sqlite"), SearchOptions())

@@ -156,19 +156,20 @@ def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
     small = chain(m=3)
     rows = [
         comparison.Row("none", reason="no"),
-        comparison.Row("long", result=Result.of(one_by_one(small), CompareOptions())),
-        comparison.Row("large", result=Result.of(gpipe(small), CompareOptions()), reason="needs more"),
-        comparison.Row("auto", result=Result.of(one_by_one(small), CompareOptions())),
+        comparison.Row("long", result=Result.from_schedule(one_by_one(small), CompareOptions())),
+        comparison.Row("large", result=Result.from_schedule(gpipe(small), CompareOptions()), reason="needs more"),
+        comparison.Row("auto", result=Result.from_schedule(one_by_one(small), CompareOptions())),
     ]
     for turned in (rows, rows[::-1]):
-        assert [row.method for row in comparison.Comparison.of(small, CompareOptions(), turned).rows] == [
+        assert [row.method for row in comparison.Comparison.from_rows(small, CompareOptions(), turned).rows] == [
             "auto",
             "long",
             "large",
             "none",
         ]
     assert all(
-        a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(small, CompareOptions(), rows).rows)
+        a.schedule or not b.schedule
+        for a, b in pairwise(comparison.Comparison.from_rows(small, CompareOptions(), rows).rows)
     )
 
 
@@ -178,7 +179,7 @@ def test_engines_run_where_they_are_named(monkeypatch):
 
     def solve(problem: Problem, **options: object) -> Result:
         asked.append(options)
-        return Result.of(one_by_one(problem), CompareOptions(jitter=0.1), 1.0)
+        return Result.from_schedule(one_by_one(problem), CompareOptions(jitter=0.1), 1.0)
 
     monkeypatch.setattr(comparison, "solve", solve)
     options = {"threads": 3, "seed": 4, "solver": "highs", "memory_mib": 512, "jitter": 0.1, "time_limit_s": 5.0}

@@ -92,5 +92,5 @@ def test_the_index_finds_every_op():
     for row, op in enumerate(Program.parse(program).ops()):
         assert compiled.index.parts(op.kind)[op.stage, op.microbatch, op.part] == row
         assert compiled.rows.op(row) == op
-    assert compiled.index.of(Kind.B, Kind.BW)[0, 0] == 7
+    assert compiled.index.rows_of(Kind.B, Kind.BW)[0, 0] == 7
     assert compiled.rows.op(7) == Op(Kind.B, 0, 0)

@@ -183,7 +183,7 @@ def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
 
 def test_files_and_pictures_show_them():
     schedule = parse(pair())
-    file = ScheduleFile.from_json(ScheduleFile.of(schedule).to_json())
+    file = ScheduleFile.from_json(ScheduleFile.from_schedule(schedule).to_json())
     assert file.schedule() == schedule
     assert [op.kind for op in file.ops if op.kind in "EL"] == ["E", "L"]
     assert {Kind.E, Kind.L} <= set(kinds_in(schedule))

@@ -25,7 +25,7 @@ def test_1f1b_has_nothing_but_the_ranks() -> None:
 
 @pytest.mark.parametrize(("p", "m", "group"), [(2, 8, 2), (2, 8, 4), (2, 7, 5), (3, 9, 9), (2, 5, 3)])
 def test_the_group_is_found_by_the_order(p: int, m: int, group: int) -> None:
-    programs = tuple(map(Program.of, megatron.order(p, 3, m, group)))
+    programs = tuple(map(Program.from_items, megatron.order(p, 3, m, group)))
     found = export_schedule(Schedule(units(p, m, v=3), programs), "megatron").splitlines()
     assert found[1] == "--num-virtual-stages-per-pipeline-rank 3"
     (text,) = re.findall(r"^--microbatch-group-size-per-virtual-pipeline-stage (\d+)$", found[2])

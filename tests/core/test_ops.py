@@ -22,7 +22,7 @@ def test_parsing_reverses_printing(item):
 
 @given(st.lists(items, max_size=30))
 def test_a_program_reads_back_what_it_prints(listed):
-    program = Program.of(listed)
+    program = Program.from_items(listed)
     assert Program.parse(program.texts()) == program
     assert list(program) == listed
     assert program.texts() == [str(item) for item in listed]

@@ -61,7 +61,7 @@ def test_a_shared_link_orders_their_transfers_too():
     schedule = Schedule.parse(problem, programs, {"pcie0": ["1P0", "0P0", "1G0", "0G0"]})
     assert check(problem, schedule) == []
     assert schedule.timeline.start[:2].tolist() == [3.0, 6.0]
-    assert [op.kind for op in ScheduleFile.of(schedule).ops].count("U") == 2
+    assert [op.kind for op in ScheduleFile.from_schedule(schedule).ops].count("U") == 2
     assert "4 transfers on it" in check(problem, Schedule.parse(problem, programs, {"pcie0": ["1P0"]}))[0]
 
 

@@ -147,7 +147,7 @@ def test_bidirectional_placements_have_one_chunk():
     with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
         rechunk(plain(), 0)
     placed = replace(both_ways(), placement=None)
-    document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {
+    document = ScheduleFile.from_schedule(placed).model_dump(mode="json", exclude_none=True) | {
         "placement": {"chunks": 3, "shape": "bidirectional"}
     }
     with pytest.raises(InputError, match=r"^schedule: placement: chunks = 3: a bidirectional placement has chunks = 1"):
@@ -173,7 +173,7 @@ def test_a_bidirectional_schedule_goes_through_frames_and_files(tmp_path, capsys
     assert check(schedule.problem, schedule) == []
     # Each micro-batch begins on the device where the one before it turns back, and follows it.
     assert schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24
-    sent = Programs.model_validate_json(Programs.of(schedule).model_dump_json(exclude_none=True))
+    sent = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json(exclude_none=True))
     received = sent.schedule(plain(), schedule.method)
     assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
     schedule.save(tmp_path / "s.json")
@@ -276,7 +276,7 @@ def placed() -> Schedule:
 
 
 def test_the_receiver_of_a_frame_applies_the_placement_to_its_own_problem(placed):
-    sent = Programs.model_validate_json(Programs.of(placed).model_dump_json(exclude_none=True))
+    sent = Programs.model_validate_json(Programs.from_schedule(placed).model_dump_json(exclude_none=True))
     received = sent.schedule(plain(), placed.method)
     assert (received.problem, received.placement) == (placed.problem, placed.placement)
     assert received.makespan_ms == placed.makespan_ms
@@ -285,7 +285,7 @@ def test_the_receiver_of_a_frame_applies_the_placement_to_its_own_problem(placed
 
 
 def test_a_solver_that_must_keep_the_stages_cannot_place_them(placed):
-    frame = Incumbent(method="liar", schedule=Programs.of(placed))
+    frame = Incumbent(method="liar", schedule=Programs.from_schedule(placed))
     kept = _with_incumbent(Result("unknown"), frame, Request(problem=plain()))
     assert kept.schedule is None
     assert kept.notes == ("a schedule of liar was rejected: 2 chunks a device, V-shaped: the stages were to be kept",)
@@ -340,7 +340,7 @@ def test_a_wrong_placed_problem_in_the_file_is_found(placed, tmp_path, capsys):
 
     stages = [stage.model_dump(exclude_none=True) for stage in placed.problem.stages]
     stages[2]["forward_ms"] = 0.5
-    ScheduleFile.of(replace(placed, problem=placed.problem.replace(stages=stages))).save(tmp_path / "s.json")
+    ScheduleFile.from_schedule(replace(placed, problem=placed.problem.replace(stages=stages))).save(tmp_path / "s.json")
     plain().save(tmp_path / "asked.json")
     with pytest.raises(Exit):
         check(tmp_path / "asked.json", tmp_path / "s.json")

@@ -18,7 +18,7 @@ def items(schedule: Schedule) -> list[list[Op | Pair]]:
 
 
 def rebuilt(problem: Problem, programs: list[list[Op | Pair]], schedule: Schedule) -> Schedule:
-    return Schedule(problem, tuple(Program.of(program) for program in programs), schedule.links)
+    return Schedule(problem, tuple(Program.from_items(program) for program in programs), schedule.links)
 
 
 @given(problems_with_schedules(beyond=True))
@@ -32,7 +32,7 @@ def test_a_schedule_that_check_accepts_runs_and_fits(pair):
 @given(problems_with_schedules(beyond=True))
 def test_schedule_files_read_back(pair):
     _, schedule = pair
-    file = ScheduleFile.of(schedule)
+    file = ScheduleFile.from_schedule(schedule)
     again = ScheduleFile.from_json(file.to_json())
     assert again == file
     assert again.schedule() == schedule
@@ -42,7 +42,7 @@ def test_schedule_files_read_back(pair):
 
 def test_the_longest_ops_make_a_file_and_a_bound():
     problem = pipeline(1, 1, 1, stage((1e12, 1e12, 1e12), (1, 1)))
-    file = ScheduleFile.of(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
+    file = ScheduleFile.from_schedule(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
     assert ScheduleFile.from_json(file.to_json()) == file
     assert (file.makespan_ms, file.ops[-1].end_ms) == (3e12, 3e12)
     assert Bound(method="work", lower_bound_ms=3e12).lower_bound_ms == 3e12

@@ -221,7 +221,7 @@ def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(option
         assert check(found.problem, schedule) == []
         placed = schedule.placement.apply(problem) if schedule.placement else problem
         assert (found.problem, schedule.placement is not None) == (placed, "placements" in options)
-        assert job["best"]["value_ms"] == Result.of(schedule, chosen).value_ms
+        assert job["best"]["value_ms"] == Result.from_schedule(schedule, chosen).value_ms
         assert (job["best"]["value_ms"] > job["best"]["makespan_ms"]) == ("jitter" in options)
         again = httpx.get(f"{url}{job['url']}/timeline", trust_env=False).json()
         assert again["makespan_ms"] == schedule.makespan_ms

@@ -45,7 +45,14 @@ def test_a_step_waits_for_the_messages_of_its_longest_path() -> None:
     problem = pipeline(2, 4, 100, stage())
     schedule = systems.generate("1f1b", problem)
     row = Row(
-        Case("1f1b"), "1f1b", schedule.makespan_ms, [], [], [], [], json.loads(ScheduleFile.of(schedule).to_json())
+        Case("1f1b"),
+        "1f1b",
+        schedule.makespan_ms,
+        [],
+        [],
+        [],
+        [],
+        json.loads(ScheduleFile.from_schedule(schedule).to_json()),
     )
     assert row.messages_in_a_row == pytest.approx(4), "two there, two back, without any slack"
     assert messages_in_a_row([row]) == f"1f1b {4 / schedule.makespan_ms:+.1%}"

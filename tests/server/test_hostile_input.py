@@ -96,7 +96,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], se
 
 
 def test_a_wrong_op_of_a_warm_start_is_named(client: httpx.Client) -> None:
-    warm = ScheduleFile.of(gpipe(chain())).model_dump(mode="json", exclude_none=True)
+    warm = ScheduleFile.from_schedule(gpipe(chain())).model_dump(mode="json", exclude_none=True)
     warm["devices"][1]["program"][0] = "nonsense"
     reply = post(client, json.dumps({**json.loads(GOOD), "warm_start": warm}))
     assert detail(reply).startswith("body: warm_start: programs[1]: op 'nonsense'")

@@ -162,7 +162,7 @@ def test_a_proven_schedule_is_not_searched_again(client: httpx.Client) -> None:
 
 
 def test_a_warm_start_that_fits_is_the_first_schedule(client: httpx.Client) -> None:
-    given = ScheduleFile.of(gpipe(chain(forward=4.0))).model_dump(mode="json", exclude_none=True)
+    given = ScheduleFile.from_schedule(gpipe(chain(forward=4.0))).model_dump(mode="json", exclude_none=True)
     job = submit(client, method="silent", warm_start=given)
     assert (job["best"]["source"], job["best"]["makespan_ms"]) == ("warm_start", gpipe(chain()).makespan_ms)
     tight = submit(client, chain(memory=1), method="hang", warm_start=given)

@@ -196,7 +196,7 @@ def test_timeline_and_trace(client: httpx.Client) -> None:
     job = until_over(client, submit(client))
     schedule = gpipe(chain())
     timeline = client.get(f"{job['url']}/timeline").json()
-    file = ScheduleFile.of(schedule).model_dump(mode="json", exclude_none=True)
+    file = ScheduleFile.from_schedule(schedule).model_dump(mode="json", exclude_none=True)
     assert timeline["ops"] == file["ops"]
     assert (timeline["makespan_ms"], timeline["seq"]) == (schedule.makespan_ms, 2)
     peaks = [(peak.bytes, peak.at, peak.limit) for peak in certify(chain(), schedule).device]

@@ -138,7 +138,7 @@ def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() 
     )
     assert check(problem, pairs) == []
     assert not is_expressible(pairs)
-    frames = answers(problem, warm_start=Programs.of(pairs))
+    frames = answers(problem, warm_start=Programs.from_schedule(pairs))
     assert all(value < pairs.makespan_ms for value in values(problem, frames))
     assert not any(isinstance(frame, Bound) for frame in frames)
 

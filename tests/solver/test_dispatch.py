@@ -163,7 +163,7 @@ def test_a_schedule_brings_its_rules_along(problem: Problem, seed: int) -> None:
     for rules in first_rules(simulator):
         rules = changed(simulator, rules, random)
         if schedule := simulator.schedule(rules, "dispatch"):
-            read = Programs.model_validate_json(Programs.of(schedule).model_dump_json()).schedule(problem)
+            read = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json()).schedule(problem)
             began = next(first_rules(simulator, read))
             assert simulator.length_ms(began, "makespan") == pytest.approx(simulator.length_ms(rules, "makespan"))
 
@@ -240,7 +240,7 @@ def test_the_same_seed_finds_the_same():
 
 def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = pipeline(2, 4, memory=1000)
-    given = Programs.of(systems.generate("zb-v", problem))
+    given = Programs.from_schedule(systems.generate("zb-v", problem))
     request = Request(problem=problem, method="dispatch", time_limit_s=0.05, threads=1, warm_start=given)
     assert search(request, lambda frame: None) > 0.05
     monkeypatch.setattr(dispatch_search, "HOPELESS_TRIES", 10)

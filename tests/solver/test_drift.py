@@ -57,7 +57,7 @@ def test_with_less_memory_it_is_still_valid(name):
     assert check(less, Schedule(less, old.programs, old.links)) != []
     frames: list[object] = []
     Portfolio(
-        Request(problem=less, method="naive", warm_start=Programs.of(old), time_limit_s=10.0), frames.append
+        Request(problem=less, method="naive", warm_start=Programs.from_schedule(old), time_limit_s=10.0), frames.append
     ).run()
     found = [frame.schedule.schedule(less, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     assert found[0].method == "adaoffload"  # repaired, before anything else is there

@@ -70,7 +70,7 @@ def test_what_is_better_and_has_no_rules_gets_those_of_the_best(runs: EngineRuns
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
     assert state.offer(replace(BETTER, rules=rules)) is None
     process = EngineProcess("lns", cast(Child, None), 1, NAIVE, time.monotonic() + 60, allotted_s=10.0)
-    runs.handle(process, Incumbent(method="lns", schedule=Programs.of(best)))
+    runs.handle(process, Incumbent(method="lns", schedule=Programs.from_schedule(best)))
     assert state.best is not None
     assert state.best.makespan_ms == best.makespan_ms
     assert state.best.rules is rules

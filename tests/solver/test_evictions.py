@@ -82,7 +82,7 @@ def test_an_engine_asked_for_by_name_says_that_it_makes_none():
 def test_a_search_keeps_an_eviction_that_is_the_best_it_knows(search):
     problem = paired(ACTIVATION)
     heard: list[Any] = []
-    request = Request(problem=problem, time_limit_s=2.0, warm_start=Programs.of(evicting(problem)))
+    request = Request(problem=problem, time_limit_s=2.0, warm_start=Programs.from_schedule(evicting(problem)))
     search(request, heard.append).run()
     found = [frame.schedule.schedule(problem, frame.method) for frame in heard if isinstance(frame, Incumbent)]
     best = min(found, key=lambda schedule: schedule.makespan_ms)

@@ -114,7 +114,9 @@ def test_a_method_is_refused_as_the_real_search_refuses_it(process, method):
 
 def test_a_warm_start_is_taken(process):
     problem = chain()
-    *frames, _ = process.ask(Request(problem=problem, warm_start=Programs.of(gpipe(problem)), time_limit_s=1e-3))
+    *frames, _ = process.ask(
+        Request(problem=problem, warm_start=Programs.from_schedule(gpipe(problem)), time_limit_s=1e-3)
+    )
     assert schedules(frames, problem)[0].makespan_ms == gpipe(problem).makespan_ms
 
 

@@ -37,7 +37,7 @@ def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
 
 def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
     problem = offloading(3, 4)
-    schedules = found(problem, 20.0, warm_start=Programs.of(naive(problem)))
+    schedules = found(problem, 20.0, warm_start=Programs.from_schedule(naive(problem)))
     assert all(check(problem, schedule) == [] for schedule in schedules)
     values = [schedule.makespan_ms for schedule in schedules]
     assert values == sorted(values, reverse=True)
@@ -48,7 +48,7 @@ def test_windows_minimize_the_span_where_it_is_asked_for() -> None:
     """From ZB-H1, which takes 94 ms. Windows that minimize the makespan end at 88."""
     problem = problem_of([stage(d, (5, 5, 4), 5, 2) for d in range(4)], [99] * 4, 5, p2p_ms=0.5)
     start = generate("zb-h1", problem)
-    schedules = found(problem, 20.0, objective="span", warm_start=Programs.of(start))
+    schedules = found(problem, 20.0, objective="span", warm_start=Programs.from_schedule(start))
     assert schedules[-1].span_ms == trivial_bound(problem, "span") == 87.0
 
 
@@ -79,8 +79,8 @@ def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
 
 def test_one_thread_finds_the_same_again() -> None:
     problem = offloading(4, 6)
-    runs = [found(problem, 0.6, warm_start=Programs.of(naive(problem)), seed=seed) for seed in (1, 1, 2)]
-    first, again, other = ([Programs.of(schedule) for schedule in run] for run in runs)
+    runs = [found(problem, 0.6, warm_start=Programs.from_schedule(naive(problem)), seed=seed) for seed in (1, 1, 2)]
+    first, again, other = ([Programs.from_schedule(schedule) for schedule in run] for run in runs)
     assert first == again != other
 
 

@@ -184,7 +184,7 @@ def test_a_warm_start_may_move_some_parts_only(solver: Solver) -> None:
     problem = problem_of([parts], [3], 2)
     one_part = Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])
     assert check(problem, one_part) == []
-    values, _ = solver.solve(problem, warm_start=Programs.of(one_part))
+    values, _ = solver.solve(problem, warm_start=Programs.from_schedule(one_part))
     assert all(value < one_part.makespan_ms for value in values)
 
 

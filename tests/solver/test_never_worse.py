@@ -80,7 +80,7 @@ def with_stages(problem: Problem, **more: Any) -> Problem:
 
 def first_ms(problem: Problem, start: Schedule) -> float:
     """What the search of a problem has before it searches, if it is given a schedule of another problem."""
-    portfolio = Portfolio(Request(problem=problem, warm_start=Programs.of(start)), lambda frame: None)
+    portfolio = Portfolio(Request(problem=problem, warm_start=Programs.from_schedule(start)), lambda frame: None)
     portfolio.begin()
     return portfolio.state.best_ms
 
@@ -107,7 +107,7 @@ def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: i
 def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> None:
     coarse = with_stages(problem, offload_parts=1)
     known = generate("adaoffload", coarse)
-    divided = in_all_parts(Programs.of(known).schedule(with_stages(problem, offload_parts=times), "divided"))
+    divided = in_all_parts(Programs.from_schedule(known).schedule(with_stages(problem, offload_parts=times), "divided"))
     assert divided is not None
     assert check(divided.problem, divided) == []
     assert divided.makespan_ms == pytest.approx(known.makespan_ms)
@@ -126,7 +126,7 @@ def searching(threads: int, known: str) -> tuple[EngineRuns, Incumbent]:
     request = Request(problem=problem, threads=threads, time_limit_s=1000.0)
     state = SearchState(request, lambda frame: None)
     state.offer(generate(known, problem))
-    found = Incumbent(method="x", schedule=Programs.of(generate("adaoffload", problem)))
+    found = Incumbent(method="x", schedule=Programs.from_schedule(generate("adaoffload", problem)))
     return EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None), found
 
 

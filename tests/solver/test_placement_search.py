@@ -153,7 +153,7 @@ def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
     best = min(
         (generate(name, placed) for name in ("adaoffload", "zb-auto")), key=lambda schedule: schedule.makespan_ms
     )
-    start = Programs.of(best).model_copy(update={"placement": placement})
+    start = Programs.from_schedule(best).model_copy(update={"placement": placement})
     frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
     schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
     assert schedules[-1] == (best.method, placement, best.makespan_ms)
@@ -168,7 +168,8 @@ def test_where_the_stages_are_kept_a_warm_start_is_judged_on_them(slower):
     start = replace(generate("adaoffload", placement.apply(pipeline())), placement=placement)
     frames: list[Any] = []
     Portfolio(
-        Request(problem=problem, method="naive", warm_start=Programs.of(start), time_limit_s=2.0), frames.append
+        Request(problem=problem, method="naive", warm_start=Programs.from_schedule(start), time_limit_s=2.0),
+        frames.append,
     ).run()
     (first, *_) = found(problem, frames)
     assert (first.method, first.placement) == ("adaoffload", None)
@@ -176,7 +177,7 @@ def test_where_the_stages_are_kept_a_warm_start_is_judged_on_them(slower):
 
 
 def test_a_warm_start_of_another_model_is_told_of():
-    start = Programs.of(generate("zb-auto", pipeline())).model_copy(
+    start = Programs.from_schedule(generate("zb-auto", pipeline())).model_copy(
         update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))}
     )
     told = [frame.text for frame in run(pipeline(), warm_start=start) if isinstance(frame, Note)]
@@ -202,7 +203,7 @@ class FakePortfolio:
         self.emit(Note(text="the same words"))
         proven_ms = 50.0 if self.request.method == "relax" else 30.0
         self.emit(Bound(method="shown", lower_bound_ms=proven_ms + chunks))
-        self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
+        self.emit(Incumbent(method="shown", schedule=Programs.from_schedule(generate("naive", self.request.problem))))
 
     def by_simple_rules(self) -> Iterator[None]:
         FakePortfolio.with_rules.append(self.request)

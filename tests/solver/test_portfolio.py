@@ -217,9 +217,11 @@ def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem
     engines("tells", "tells")
     problem = pipeline()
     best = generate("zb-auto", problem)
-    frames = run(problem, warm_start=Programs.of(best), method="naive")
+    frames = run(problem, warm_start=Programs.from_schedule(best), method="naive")
     assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["zb-auto"]
-    stale = run(problem, warm_start=Programs.of(generate("zb-auto", pipeline(microbatches=9))), method="naive")
+    stale = run(
+        problem, warm_start=Programs.from_schedule(generate("zb-auto", pipeline(microbatches=9))), method="naive"
+    )
     assert any(text.startswith("the warm start is no schedule of this problem: ") for text in notes(stale))
     assert [frame.method for frame in stale if isinstance(frame, Incumbent)] == ["naive"]
 
@@ -271,7 +273,7 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
     frames = run(pipeline(), method="1f1b")
     (found,) = (frame for frame in frames if isinstance(frame, Incumbent))
     assert found.method == "1f1b"
-    assert found.schedule == Programs.of(systems.generate("1f1b", pipeline()))
+    assert found.schedule == Programs.from_schedule(systems.generate("1f1b", pipeline()))
     assert notes(frames) == []
 
 

@@ -44,7 +44,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
 @pytest.mark.parametrize("engine", ["lns"])
 def test_an_engine_that_counts_finds_the_same_twice(engine):
     problem = Problem.load(EXAMPLES / "fastlink-4x8.json")
-    start = Programs.of(generate("zb-auto", problem))
+    start = Programs.from_schedule(generate("zb-auto", problem))
     request = Request(problem=problem, method=engine, threads=1, seed=7, time_limit_s=60.0, warm_start=start)
     told = []
     for _ in range(2):

@@ -38,7 +38,9 @@ def test_local_search_helps_under_noise_that_it_has_not_seen():
 
 
 def test_the_engine_counts_its_work_with_one_thread():
-    request = Request(problem=start().problem, jitter=0.05, time_limit_s=0.5, warm_start=Programs.of(start()))
+    request = Request(
+        problem=start().problem, jitter=0.05, time_limit_s=0.5, warm_start=Programs.from_schedule(start())
+    )
     found: list[list[object]] = [[], []]
     spent = [robust.ENGINE.run(request, frames.append) for frames in found]
     assert spent[0] == spent[1]

@@ -115,13 +115,13 @@ def programs_of(problem: Problem, device: int) -> list[Program]:
         ]
         for ops in merged(chains, *changes(problem, device, chains), problem.devices[device].activation_budget_bytes):
             if certify(problem, alone(problem, device, ops)).fits:
-                found.append(Program.of(ops))
+                found.append(Program.from_items(ops))
     return found
 
 
 def alone(problem: Problem, device: int, ops: Iterable[Op]) -> Schedule:
     """A schedule in which only this device has ops."""
-    return Schedule(problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices))))
+    return Schedule(problem, tuple(Program.from_items(ops if d == device else ()) for d in range(len(problem.devices))))
 
 
 def changes(problem: Problem, device: int, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
@@ -139,7 +139,7 @@ def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[d
     ((link, sharers),) = problem.shared_links.items()
     transfers = [tuple(op for op in programs[d].ops() if op.kind in (Kind.O, Kind.R)) for d in sharers]
     for order in merged(transfers):
-        yield {link: Program.of(order)} if order else {}
+        yield {link: Program.from_items(order)} if order else {}
 
 
 def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:

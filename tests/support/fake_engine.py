@@ -32,7 +32,9 @@ def main() -> None:
     if behaviour == "good":
         from optpipe_solver.heuristics import generate  # which others need not load
 
-        write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb-auto", request.problem))))
+        write_frame(
+            Incumbent(method="good engine", schedule=Programs.from_schedule(generate("zb-auto", request.problem)))
+        )
         write_frame(Bound(method="good engine", lower_bound_ms=260.0))
     if behaviour == "invalid":
         write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))

@@ -144,7 +144,7 @@ def open_events(*pieces: bytes) -> Answers:
 
 
 def document(schedule: Schedule) -> dict[str, Any]:
-    content: dict[str, Any] = ScheduleFile.of(schedule).model_dump(mode="json", exclude_none=True)
+    content: dict[str, Any] = ScheduleFile.from_schedule(schedule).model_dump(mode="json", exclude_none=True)
     return content
 
 

@@ -9,8 +9,8 @@ from support.chain import gpipe, one_by_one
 def main() -> None:
     request = read_compare_request()
     write_frame(Bound(method="honest", lower_bound_ms=3.0))
-    write_frame(Incumbent(method="honest", schedule=Programs.of(one_by_one(request.problem))))
-    write_frame(Incumbent(method="greedy", schedule=Programs.of(gpipe(request.problem))))
+    write_frame(Incumbent(method="honest", schedule=Programs.from_schedule(one_by_one(request.problem))))
+    write_frame(Incumbent(method="greedy", schedule=Programs.from_schedule(gpipe(request.problem))))
     write_frame(Incumbent(method="liar", schedule=Programs(programs=("0F0", "1F0"))))
     write_frame(Incumbent(method="babbler", schedule=Programs(programs=("0F0 what?", "1F0"))))
     write_frame(Incumbent(method="stranger", schedule=Programs(programs=("7F0", "1F0"))))

@@ -47,7 +47,7 @@ def main() -> None:
         noted(os.getpid(), request.method)
         behave(request.method, request.problem)
         if request.method in ("talks on", "talks late"):  # at once behind its end, or when the next request has come
-            more = Incumbent(method="odd", schedule=Programs.of(gpipe(request.problem)))
+            more = Incumbent(method="odd", schedule=Programs.from_schedule(gpipe(request.problem)))
             frames = (Bound(method="odd", lower_bound_ms=7.0), more, End())
             write_frame(End())
             if request.method == "talks late":
@@ -65,7 +65,7 @@ def noted(pid: int, what: str) -> None:
 
 
 def found(schedule: Schedule, method: str = "odd") -> None:
-    write_frame(Incumbent(method=method, schedule=Programs.of(schedule)))
+    write_frame(Incumbent(method=method, schedule=Programs.from_schedule(schedule)))
 
 
 def raw(*lines: bytes) -> None:

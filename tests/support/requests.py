@@ -16,7 +16,7 @@ from support.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
 DRIFTED = chain(scale=2.0).to_dict()
-SCHEDULE = json.loads(ScheduleFile.of(gpipe(chain())).to_json())
+SCHEDULE = json.loads(ScheduleFile.from_schedule(gpipe(chain())).to_json())
 IF_MATCH = "<the job's>"
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     request = read_request()
 
     def found(schedule: Schedule, method: str) -> None:
-        write_frame(Incumbent(method=method, schedule=Programs.of(schedule)))
+        write_frame(Incumbent(method=method, schedule=Programs.from_schedule(schedule)))
 
     slow, fast = one_at_a_time(request.problem), all_forwards_first(request.problem)
     if request.method == "good":

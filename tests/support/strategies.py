@@ -175,14 +175,14 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
             own.append(op)
             previous = op
     links = {
-        link: Program.of(
+        link: Program.from_items(
             op
             for op in order
             if op.kind in (Kind.O, Kind.R, Kind.G, Kind.P) and problem.stages[op.stage].device in devices
         )
         for link, devices in problem.shared_links.items()
     }
-    return Schedule(problem, tuple(Program.of(items) for items in programs), links)
+    return Schedule(problem, tuple(Program.from_items(items) for items in programs), links)
 
 
 def where(problem: Problem, op: Op) -> int:

@@ -18,7 +18,7 @@ LONGER = 0.01  # by how much offloading may lengthen the predicted makespan
 def kept(problem: Problem, warm_up: Sequence[int]) -> Schedule:
     """Offloads nothing. Device d runs the forwards of `warm_up[d]` micro-batches, then alternates one forward and one
     backward."""
-    return Schedule(problem, tuple(Program.of(ops) for ops in _compute(problem, warm_up)), method="all kept")
+    return Schedule(problem, tuple(Program.from_items(ops) for ops in _compute(problem, warm_up)), method="all kept")
 
 
 def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
@@ -33,7 +33,7 @@ def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
     for distance in count(1):
         schedule = Schedule(
             problem,
-            tuple(Program.of(_with_transfers(problem, ops, distance)) for ops in compute),
+            tuple(Program.from_items(_with_transfers(problem, ops, distance)) for ops in compute),
             method="half offloaded",
         )
         if found and _offloads(schedule) < _offloads(found[0]):
@@ -65,7 +65,7 @@ def alone(problem: Problem) -> Schedule:
             ops += [Op(Kind.F, s, j), *_parts(problem, s, j, Kind.O), *_parts(problem, s, j, Kind.D)]
         for s in reversed(range(len(problem.stages))):
             ops += [*_parts(problem, s, j, Kind.R), Op(Kind.B, s, j), Op(Kind.W, s, j)]
-    return Schedule(problem, (Program.of(ops),), method="out and back")
+    return Schedule(problem, (Program.from_items(ops),), method="out and back")
 
 
 def _compute(problem: Problem, warm_up: Sequence[int]) -> list[list[Op]]:

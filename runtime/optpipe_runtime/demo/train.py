@@ -229,7 +229,7 @@ def _row(schedule: Schedule) -> dict[str, Any]:
         "method": schedule.method,
         "predicted_ms": schedule.makespan_ms,
         "predicted_peak_bytes": [peak.bytes for peak in peaks],
-        "file": json.loads(ScheduleFile.of(schedule).to_json()),
+        "file": json.loads(ScheduleFile.from_schedule(schedule).to_json()),
     }
 
 

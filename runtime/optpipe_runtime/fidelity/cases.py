@@ -170,7 +170,7 @@ def _measured(
         predicted_peak=[peak.bytes for peak in plan.certificate.device],
         measured_peak=[max(report.peak_activation_bytes or 0 for report in reports) for reports in by_rank],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
-        file=json.loads(ScheduleFile.of(plan.schedule).to_json()),
+        file=json.loads(ScheduleFile.from_schedule(plan.schedule).to_json()),
     )
 
 

@@ -123,7 +123,7 @@ class ScheduleClient:
         wanted: Callable[[Schedule], bool] = lambda _: True,
         **options: Unpack[SolveArguments],
     ) -> None:
-        asked = ClientOptions.of("ScheduleClient", options)
+        asked = ClientOptions.from_arguments("ScheduleClient", options)
         url = service_url(url, cache)
         self._backoff_s, self._outages = backoff_s, Outages(url or HERE)
         self._connection: ServiceConnection | None = None

@@ -38,7 +38,7 @@ class LocalSearch:
         best_ms = NEVER
         if running is not None:
             here = Schedule(problem, running.programs, running.links, running.method)
-            best_ms = NEVER if check(problem, here) else self._value_ms(Result.of(here, self._options))
+            best_ms = NEVER if check(problem, here) else self._value_ms(Result.from_schedule(here, self._options))
         arguments = self._options.arguments()
         try:
             begin = partial(improve, problem, warm_start=running, cache=self._cache, admit=_behind, **arguments)

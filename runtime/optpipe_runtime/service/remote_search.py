@@ -120,7 +120,9 @@ class RemoteSearch:
             }
             body = json.dumps(request).encode()
             if self._best is not None:
-                start = ScheduleFile.of(self._best).model_dump(mode="json", exclude_none=True, exclude={"ops"})
+                start = ScheduleFile.from_schedule(self._best).model_dump(
+                    mode="json", exclude_none=True, exclude={"ops"}
+                )
                 with_start = json.dumps({**request, "warm_start": start}).encode()
                 body = with_start if len(with_start) <= LONGEST_REQUEST else body
             self._submission = uuid4().hex, body
@@ -175,7 +177,7 @@ class RemoteSearch:
 
     def _value_ms(self, schedule: Schedule) -> float:
         """What the search minimizes, computed here."""
-        value_ms = Result.of(schedule, self._options).value_ms
+        value_ms = Result.from_schedule(schedule, self._options).value_ms
         assert value_ms is not None, "a schedule has a value"
         return value_ms
 

@@ -32,7 +32,7 @@ def incumbent_values(result: Result, source: Source) -> dict[str, Any]:
         "makespan_ms": schedule.makespan_ms,
         "span_ms": schedule.span_ms,
         "value_ms": result.value_ms,
-        "programs": Programs.of(schedule).model_dump_json(exclude={"rules"}),  # which only a search reads
+        "programs": Programs.from_schedule(schedule).model_dump_json(exclude={"rules"}),  # which only a search reads
     }
 
 

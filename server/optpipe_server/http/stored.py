@@ -52,8 +52,8 @@ def stored_schedule(incumbent: Row[Any]) -> Schedule:
 
 
 def document(schedule: Schedule, **known: Any) -> dict[str, Any]:
-    """Return the document of a schedule, without the times of ops, with what is `known` of it (`ScheduleFile.of`)."""
-    return ScheduleFile.of(schedule, **known).model_dump(mode="json", exclude_none=True, exclude={"ops"})
+    """Return the document of a schedule, without the times of ops, with what is `known` of it."""
+    return ScheduleFile.from_schedule(schedule, **known).model_dump(mode="json", exclude_none=True, exclude={"ops"})
 
 
 def with_field(reply: BaseModel, name: str, value: str) -> str:

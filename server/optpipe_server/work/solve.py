@@ -74,7 +74,7 @@ class Solve:
         """Set the state in which the job goes on."""
         self._best = Result("unknown", objective=claim.options.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
-            self._best = merged(self._best, Result.of(claim.best, claim.options))
+            self._best = merged(self._best, Result.from_schedule(claim.best, claim.options))
         self._told_ms = claim.lower_bound_ms or 0.0  # the last bound that was committed without a schedule
         self._before_s, self._began = claim.spent_s, _NOT_RUNNING
         self._log = log.bind(job=claim.job_id, attempt=claim.attempt)

@@ -77,7 +77,7 @@ def frames_of(name: str, request: CompareRequest, bounds_ms: dict[str, float]) -
         bounds_ms[placed.sha256] = lower_bound(placed, request.objective)
     return [
         Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]),
-        Incumbent(method=name, schedule=Programs.of(schedule)),
+        Incumbent(method=name, schedule=Programs.from_schedule(schedule)),
     ]
 
 

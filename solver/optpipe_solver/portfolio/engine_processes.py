@@ -68,7 +68,7 @@ class EngineProcesses:
 
     def start(self, request: Request, start: Schedule | None, deadline: float, allotted_s: float) -> None:
         """Start the engine that the request's method names, from a schedule."""
-        asked = request.model_copy(update={"warm_start": Programs.of(start) if start else None})
+        asked = request.model_copy(update={"warm_start": Programs.from_schedule(start) if start else None})
         process = EngineProcess(request.method, Child(ENGINE, asked), request.threads, start, deadline, allotted_s)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self.running.append(process)

@@ -103,7 +103,7 @@ class SearchState:
             self.modelled, self.modelled_ms = schedule, nominal_ms
         if best:
             self.best, self.best_ms, self.rules = schedule, counts_ms, schedule.rules
-            self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+            self._emit(Incumbent(method=schedule.method, schedule=Programs.from_schedule(schedule)))
         return None
 
     def _counts_ms(self, schedule: Schedule, nominal_ms: float) -> float:

@@ -36,7 +36,7 @@ def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
         backwards = [[Op(kind, s, j) for kind in (Kind.B, Kind.W)] for j in range(problem.microbatches)]
         lists.append(_with_transfers(problem, s, warmed_up(forwards, backwards, fill - 1)))
     devices = [problem.stages_on(d) for d in range(len(problem.devices))]
-    return Schedule(problem, tuple(Program.of(op for s in stages for op in lists[s]) for stages in devices))
+    return Schedule(problem, tuple(Program.from_items(op for s in stages for op in lists[s]) for stages in devices))
 
 
 def fills(problem: Problem, tolerance_ms: float) -> list[int]:

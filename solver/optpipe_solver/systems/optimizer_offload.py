@@ -57,7 +57,7 @@ def _shared(plain: Schedule, deep: range) -> dict[str, Program]:
     leaving = sorted(deep, key=lambda s: (ended[s], -s))
     order = [*(Op(Kind.P, s, 0) for s in deep), *(Op(Kind.G, s, 0) for s in leaving)]
     links = {
-        link: Program.of(op for op in order if plain.problem.stages[op.stage].device in sharers)
+        link: Program.from_items(op for op in order if plain.problem.stages[op.stage].device in sharers)
         for link, sharers in plain.problem.shared_links.items()
     }
     return {link: program for link, program in links.items() if len(program)}

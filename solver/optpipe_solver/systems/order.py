@@ -16,7 +16,7 @@ from optpipe.schedule import Schedule
 
 def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule:
     """Make a schedule without transfers from the ops of each device, in order."""
-    return Schedule(problem, tuple(Program.of(ops) for ops in lists))
+    return Schedule(problem, tuple(Program.from_items(ops) for ops in lists))
 
 
 def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:

@@ -52,7 +52,7 @@ def test_days_count_for_the_user_s_own_file(database: Database, tmp_path: Path) 
 def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(sqlite_url: str, tmp_path: Path) -> None:
     database = Database(sqlite_url)
     caches = TenantCaches(Settings(cache=tmp_path / "mine", pack=None), database)
-    best = Result.of(gpipe(chain()), SolveOptions())
+    best = Result.from_schedule(gpipe(chain()), SolveOptions())
 
     @event.listens_for(database.engine, "checkout")
     def read_only(connection: Any, *_: object) -> None:

@@ -53,7 +53,11 @@ def client(serving: tuple[str, Server]) -> Iterator[httpx.Client]:
 
 
 def body(problem: Problem, schedule: Schedule, **more: Any) -> dict[str, Any]:
-    return {"problem": problem.to_dict(), "schedule": json.loads(ScheduleFile.of(schedule).to_json()), **more}
+    return {
+        "problem": problem.to_dict(),
+        "schedule": json.loads(ScheduleFile.from_schedule(schedule).to_json()),
+        **more,
+    }
 
 
 def refused(reply: httpx.Response, status: int) -> str:
@@ -170,7 +174,7 @@ def test_measurements_that_cannot_be_used(client: httpx.Client, form: str, text:
 
 def test_a_simulation_has_the_timeline_whether_it_fits_or_not(client: httpx.Client) -> None:
     simulated = client.post("/v1/simulate", json=body(TIGHT, gpipe(AMPLE))).json()
-    timed = ScheduleFile.of(gpipe(TIGHT))
+    timed = ScheduleFile.from_schedule(gpipe(TIGHT))
     assert (simulated["makespan_ms"], simulated["span_ms"]) == (timed.makespan_ms, timed.span_ms)
     assert simulated["bubble"] == gpipe(TIGHT).timeline.bubble
     assert simulated["ops"] == [op.model_dump(exclude_none=True) for op in timed.ops or ()]
