@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from optpipe_solver.systems import generate
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^(?P<before>[^\n]*)\n+( *)```(?P<language>[^\n]*)\n(?P<text>.*?)^\2```$", re.DOTALL | re.MULTILINE)
-NOT_RUN = re.compile(r"<!-- not run: (?P<why>.+) -->")
+NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 CODE = {"python", "sh", "console"}
 NO_CODE = {"diff", "math", "sh-compose", "text", "yaml"}
 # Pages whose blocks belong together in a way of their own, and the test that runs them.
@@ -32,31 +31,25 @@ ELSEWHERE = {
 
 
 class Block(NamedTuple):
-    """A fenced block, and the line before it."""
-
     page: str
-    before: str
+    before: str  # the line above it
     language: str
     text: str
 
     @property
-    def why_not(self) -> str | None:
-        """Why it is not run, as the page says."""
-        found = NOT_RUN.fullmatch(self.before)
-        return found["why"] if found else None
+    def is_left_out(self) -> bool:
+        return NOT_RUN.fullmatch(self.before) is not None
 
     @property
     def runs_here(self) -> bool:
-        return self.language in CODE and not self.why_not and (self.page, self.language) not in ELSEWHERE
+        return self.language in CODE and not self.is_left_out and (self.page, self.language) not in ELSEWHERE
 
 
-def blocks() -> Iterator[Block]:
-    for page in PAGES:
-        for found in FENCE.finditer(page.read_text(encoding="utf-8")):
-            yield Block(str(page.relative_to(ROOT)), found["before"], found["language"], found["text"])
-
-
-BLOCKS = list(blocks())
+BLOCKS = [
+    Block(str(page.relative_to(ROOT)), found["before"], found["language"], found["text"])
+    for page in PAGES
+    for found in FENCE.finditer(page.read_text(encoding="utf-8"))
+]
 
 
 def test_every_block_says_its_language() -> None:
@@ -73,7 +66,7 @@ def test_pages_are_run_by_the_tests_that_are_named() -> None:
 
 def test_blocks_that_are_not_run_are_few() -> None:
     """They need a GPU, another machine, many packages, or minutes. One more: say in its page why, and count it here."""
-    assert len([block for block in BLOCKS if block.why_not]) == 19
+    assert len([block for block in BLOCKS if block.is_left_out]) == 19
 
 
 @pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in BLOCKS if block.runs_here)))
