@@ -12,11 +12,12 @@ import typer
 from benchmarks.random_problems import random_problem
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import text
-from optpipe.anytime import Result, solve
+from optpipe.anytime import solve
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
 from optpipe.model.problem import Problem, write_file
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe.show.progress import Progress, chart
 from optpipe_cli.options import flag, with_options
 from optpipe_cli.output import require_writable

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe.anytime import Result, improve, solve
+    from optpipe.anytime import improve, solve
     from optpipe.comparison import Comparison, compare
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
     from optpipe.evaluate.deadlock import DeadlockError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from optpipe.model.problem import Problem
     from optpipe.model.program import Program
     from optpipe.model.records import Device, Stage
+    from optpipe.results import Result
     from optpipe.schedule import Schedule, ScheduleFile, certify, check, simulate
 
 # Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
@@ -43,7 +44,7 @@ _HOME = {
     "Pair": "model.ops",
     "Problem": "model.problem",
     "Program": "model.program",
-    "Result": "anytime",
+    "Result": "results",
     "Schedule": "schedule",
     "ScheduleError": "errors",
     "ScheduleFile": "schedule",

@@ -8,171 +8,21 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from html import escape
-from typing import Self, Unpack
+from typing import Unpack
 
 from optpipe.errors import FrameError, InputError, SolverError
-from optpipe.evaluate.jitter import percentile_ms
-from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
 from optpipe.known import CacheUse, ScheduleCache, better_start
 from optpipe.model.problem import Problem
-from optpipe.options import SearchOptions, SolveArguments, SolveOptions
+from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe.schedule import Found, Schedule, Status
-from optpipe.show.page import still
+from optpipe.results import NOTHING_YET, Result, Step
+from optpipe.schedule import Schedule
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
 SOLVER = "optpipe_solver"
-NOTHING_YET = "no schedule was found before the search ended"
 SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One incumbent of a search: after how many seconds it came, its method, its value, and the best bound by then."""
-
-    time_s: float
-    method: str
-    value_ms: float
-    lower_bound_ms: float | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is known at some moment of a search: the best schedule and the best lower bound so far. Times in ms.
-
-    Attributes
-    ----------
-    status
-        What is known: `optimal` (proven), `feasible`, `infeasible` (no schedule fits) or `unknown`.
-    schedule
-        The best schedule, None if there is none.
-    objective
-        What the search minimizes, makespan or span.
-    lower_bound_ms
-        No schedule of the problem is shorter.
-    method
-        What found the schedule.
-    time_s
-        Since the search began.
-    reason
-        Why there is no schedule.
-    notes
-        What there was to say on the way, such as that an engine crashed.
-    reports
-        Notes on how the method asked for ended; nothing is wrong.
-    percentile_ms
-        With jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`).
-    history
-        The incumbents so far, this one last.
-    rejected
-        Frames of the solver that were no valid schedule, no better than one before, or unreadable.
-    failure
-        How the solver's process failed; also the last of the notes.
-    """
-
-    status: Status
-    schedule: Schedule | None = None
-    objective: Objective = "makespan"
-    lower_bound_ms: float | None = None
-    method: str = ""
-    time_s: float = 0.0
-    reason: str | None = None
-    notes: tuple[str, ...] = ()
-    reports: tuple[str, ...] = ()
-    percentile_ms: float | None = None
-    history: tuple[Step, ...] = ()
-    rejected: int = 0
-    failure: str | None = None
-
-    @classmethod
-    def from_schedule(
-        cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
-    ) -> Self:
-        """What a valid schedule and a bound are to a search with these options."""
-        objective, jitter = options.objective, options.jitter
-        percentile = percentile_ms(schedule, jitter, objective, options.seed) if jitter else None
-        method = method or schedule.method
-        found = cls("feasible", schedule, objective, lower_bound_ms, method, percentile_ms=percentile)
-        return replace(found, status=found.proven_status)
-
-    @property
-    def makespan_ms(self) -> float | None:
-        return self.schedule.makespan_ms if self.schedule else None
-
-    @property
-    def span_ms(self) -> float | None:
-        return self.schedule.span_ms if self.schedule else None
-
-    @property
-    def objective_ms(self) -> float | None:
-        return length_ms(self.schedule, self.objective) if self.schedule else None
-
-    @property
-    def value_ms(self) -> float | None:
-        """What the search minimizes: the percentile if there is jitter, else the objective."""
-        return self.objective_ms if self.percentile_ms is None else self.percentile_ms
-
-    @property
-    def gap(self) -> float | None:
-        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal.
-
-        It speaks of nominal times, also where there is jitter.
-        """
-        return gap(self.objective_ms, self.lower_bound_ms)
-
-    @property
-    def proven_status(self) -> Status:
-        """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
-        return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
-
-    @property
-    def found_status(self) -> Found:
-        """The status of the schedule, in a file or a cache."""
-        return "optimal" if self.status == "optimal" else "feasible"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
-
-    def __str__(self) -> str:
-        """One line, such as `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
-        if self.schedule is None:
-            return f"infeasible: {self.reason}" if self.status == "infeasible" else self.reason or NOTHING_YET
-        placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
-        line = f"{self.objective_ms:.6g} ms by {self.method}{placed}"
-        if self.percentile_ms is not None:
-            line += f", with noise within {self.percentile_ms:.6g} ms in 95% of all iterations"
-        line += f", bubble {self.schedule.timeline.bubble:.1%}"
-        if self.status == "optimal":
-            return f"{line}, proven optimal"
-        if self.gap is None:
-            return line
-        return f"{line}, gap {self.gap:.1%} to the lower bound {self.lower_bound_ms:.6g} ms"
-
-
-def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound; everything else is the new one's.
-
-    A bound above the schedule's length is wrong and is dropped.
-    """
-    kept = min((best, new), key=lambda result: NEVER if result.value_ms is None else result.value_ms)
-    if kept.schedule is None:
-        kept = new
-    longest = length_ms(kept.schedule, kept.objective)
-    told = (result.lower_bound_ms for result in (best, new))
-    bounds = [bound for bound in told if bound is not None and reaches(bound, longest)]
-    result = replace(
-        new,
-        schedule=kept.schedule,
-        method=kept.method,
-        percentile_ms=kept.percentile_ms,
-        lower_bound_ms=max(bounds, default=None),
-    )
-    if result.schedule is None:
-        return result
-    return replace(result, status=replace(result, status="feasible").proven_status, reason=None)
 
 
 @dataclass

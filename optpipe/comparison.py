@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Unpack
 
-from optpipe.anytime import Result, merged, solve
+from optpipe.anytime import solve
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
 from optpipe.model.offload import offload_ratio
@@ -17,6 +17,7 @@ from optpipe.model.problem import Problem
 from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
+from optpipe.results import Result, merged
 from optpipe.schedule import Schedule
 
 GENERATOR = "optpipe_solver.compare"

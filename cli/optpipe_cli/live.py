@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from optpipe.anytime import Result
+    from optpipe.results import Result
 
 STEPS = 5  # of the incumbents so far, the last ones
 REFRESH_S = 0.2

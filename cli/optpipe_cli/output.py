@@ -16,7 +16,7 @@ from optpipe.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from optpipe.anytime import Result
+    from optpipe.results import Result
 
 ProblemPath = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A problem file.")]
 SchedulePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A schedule file.")]

@@ -15,9 +15,10 @@ from optpipe_cli.output import Json, print_json, require_folder
 from optpipe_cli.solve import usable_cache
 
 if TYPE_CHECKING:
-    from optpipe.anytime import Result, Search
+    from optpipe.anytime import Search
     from optpipe.model.problem import Problem
     from optpipe.options import SearchOptions
+    from optpipe.results import Result
     from optpipe.schedule import Schedule
     from optpipe_cache import Cache
     from optpipe_cli.plan_service import Jobs

@@ -9,9 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from optpipe.anytime import Result, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
+from optpipe.results import Result, merged
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_runtime.service.answers import IncumbentAnswer, JobAnswer, JobState, parse
 from optpipe_runtime.service.connection import KEY_VARIABLE, LONGEST_REQUEST, ServiceConnection, api_key, base_url

@@ -12,8 +12,9 @@ from optpipe_cli.options import with_options
 from optpipe_cli.output import INFEASIBLE, Json, ProblemPath, ScheduleOutput, figures, print_json, require_writable
 
 if TYPE_CHECKING:
-    from optpipe.anytime import Result, Search
+    from optpipe.anytime import Search
     from optpipe.options import SolveOptions
+    from optpipe.results import Result
     from optpipe.schedule import Schedule
     from optpipe_cache import Cache
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import structlog
 
-from optpipe.anytime import Result, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs, Request
+from optpipe.results import Result, merged
 from optpipe.schedule import Schedule, check
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import structlog
 
-from optpipe.anytime import Result
 from optpipe.errors import OptPipeError
+from optpipe.results import Result
 from optpipe_cache import Cache, Pack
 from optpipe_cache.cache import KEPT
 from optpipe_server.database import Database

@@ -16,8 +16,8 @@ from support.problems import pipeline, stage
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import ScheduleFile, __version__, anytime
-from optpipe.anytime import Result, Step
 from optpipe.options import SolveOptions
+from optpipe.results import Result, Step
 from optpipe_cache import storage
 from optpipe_cli import main as cli
 from optpipe_cli.live import view

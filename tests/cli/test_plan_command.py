@@ -12,8 +12,8 @@ import pytest
 from support import fake_service as service
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, anytime, check
-from optpipe.anytime import Result
 from optpipe.options import SearchOptions
+from optpipe.results import Result
 from optpipe.transformer.presets import GPUS
 from optpipe_cache import Cache
 from optpipe_cli.main import main

@@ -12,9 +12,9 @@ from support.problems import pipeline, stage
 
 import optpipe
 from optpipe import InputError, Problem, check, comparison
-from optpipe.anytime import Result
 from optpipe.model.placement import rechunk
 from optpipe.options import CompareOptions
+from optpipe.results import Result
 from optpipe_solver.portfolio.compare_methods import EVERY
 
 TESTS = Path(__file__).parents[1]

@@ -15,10 +15,11 @@ from support.strategies import AMPLE, stages
 from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
-from optpipe.anytime import Result, _with_incumbent
+from optpipe.anytime import _with_incumbent
 from optpipe.model.placement import Placement, even_cuts, rechunk
 from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Incumbent, Programs, Request
+from optpipe.results import Result
 from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
 

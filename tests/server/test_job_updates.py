@@ -21,7 +21,7 @@ from support.fake_solver import together
 from support.rest import submit
 from support.service import running, settings_in
 
-from optpipe.anytime import Result
+from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, Leases
 from optpipe_server.http.server import Server

@@ -10,8 +10,8 @@ import httpx
 from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
-from optpipe.anytime import Result
 from optpipe.model.problem import Problem
+from optpipe.results import Result
 from optpipe.schedule import ScheduleFile, certify
 from optpipe_server.database import InitialResult, NewJob
 from optpipe_server.database.job_queries import MOST_LISTED

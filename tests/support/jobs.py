@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from optpipe.anytime import Result
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.engine import clock_s

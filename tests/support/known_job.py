@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optpipe.anytime import Result
 from optpipe.model.problem import Problem
+from optpipe.results import Result
 from optpipe_server.database.jobs import CANCELLED, options_of
 from optpipe_server.database.leases import MOST_LOSSES, Claim
 from optpipe_server.database.tables import OPEN

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from optpipe.anytime import Result, improve
+from optpipe.anytime import improve
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER
 from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.niceness import NICER
+from optpipe.results import Result
 from optpipe.schedule import Schedule, check
 
 log = logging.getLogger("optpipe.client")

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from optpipe.anytime import Result
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.options import Placements, SolveOptions
+from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_runtime.service.answers import IncumbentAnswer, IncumbentEvent, JobAnswer, JobState, parse
 from optpipe_runtime.service.connection import LONGEST_REQUEST, ServiceConnection, run_name

@@ -11,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from optpipe.anytime import Result
 from optpipe.evaluate.objective import raises
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
+from optpipe.results import Result
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, bounds, incumbents, jobs, log, problems
 

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
-from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe_server.database.engine import now
 from optpipe_server.database.incumbents import (
     add_bound,

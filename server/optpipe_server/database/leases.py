@@ -13,12 +13,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, case, delete, func, or_, select, tuple_, update
 
-from optpipe.anytime import Result
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, length_ms, raises
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
+from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_cache import Retention
 from optpipe_server.database.engine import Database, clock_s, now

@@ -17,10 +17,11 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from optpipe.anytime import Result, Search, improve, merged
+from optpipe.anytime import Search, improve
 from optpipe.errors import InputError
 from optpipe.process import process_tree
 from optpipe.process.niceness import NICER
+from optpipe.results import Result, merged
 from optpipe_server import metrics
 from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED

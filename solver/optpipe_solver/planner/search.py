@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from optpipe.anytime import Result
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions
+from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.bounds import memory_bound, trivial_bound

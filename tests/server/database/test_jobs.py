@@ -6,8 +6,8 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 
-from optpipe.anytime import Result
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
 

@@ -15,8 +15,8 @@ from support.chain import chain, gpipe
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
 from support.service import running, settings_in
 
-from optpipe.anytime import Result
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe_cache import Cache, Retention
 from optpipe_cache.retention import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap

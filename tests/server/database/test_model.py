@@ -25,9 +25,9 @@ from support.jobs import expire, found, row
 from support.known_job import Known
 from support.postgres import Postgres
 
-from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError

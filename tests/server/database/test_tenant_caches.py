@@ -11,8 +11,8 @@ from sqlalchemy import event
 from structlog.testing import capture_logs
 from support.chain import chain, gpipe, one_by_one
 
-from optpipe.anytime import Result
 from optpipe.options import SolveOptions
+from optpipe.results import Result
 from optpipe_cache import Cache, Retention
 from optpipe_server import Settings
 from optpipe_server.database import Database
