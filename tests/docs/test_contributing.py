@@ -8,6 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from optpipe import Problem
+from optpipe.process.protocol import Frame, Incumbent, Ready, Request
 
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -33,6 +38,16 @@ def test_the_schedule_that_it_adds_passes_its_test(tmp_path: Path) -> None:
     assert command
     run(tmp_path, "optpipe_cli", *command[1].replace("examples/", f"{ROOT}/examples/").split())
     assert (tmp_path / "s.json").exists()
+
+
+def test_the_engine_that_it_shows_finds_schedules() -> None:
+    (code,) = re.findall(r"^   ```python\n(.*?)^   ```$", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {"__name__": "mine"}
+    exec(compile(dedent(code), "CONTRIBUTING.md", "exec"), scope)
+    problem = Problem.load(ROOT / "examples" / "problems" / "ample-8x24.json")
+    frames: list[Frame] = []
+    scope["ENGINE"].run(Request(problem=problem, time_limit_s=10), frames.append)
+    assert [type(frame) for frame in frames] == [Ready, Incumbent, Incumbent]
 
 
 def run(folder: Path, module: str, *arguments: str, text: str | None = None) -> None:
