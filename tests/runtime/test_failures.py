@@ -17,9 +17,9 @@ from optpipe.schedule import Schedule
 PLACES = {2: [0, 1], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(params=["ranks", "three_ranks", "four_ranks"])
 def pool(request: pytest.FixtureRequest) -> Ranks:
-    return request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[request.param])  # type: ignore[no-any-return]
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
 def waves(placement: list[int], microbatches: int = 4) -> Schedule:

@@ -26,6 +26,7 @@ PATTERNS = (
     "e2e/*",
     "server/test_real_solver.py*",
     "runtime/test_gpu_commands.py*",
+    "benchmarks/*",
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",
     "runtime/test_training.py::test_both_examples_print_the_same_losses*",
     "cli/test_profile_command.py::test_a_model_is_measured_under_torchrun*",
@@ -39,7 +40,6 @@ PATTERNS = (
     "docs/test_blocks.py*",
     "docs/test_notebook.py*",
     "docs/test_contributing.py*",
-    "docs/test_site.py*",
     # Searches that take many seconds
     "solver/test_systems_variants.py::test_nor_on_the_stages_that_it_needs*",
     "solver/test_relax.py::test_no_schedule_is_shorter_in_the_memory_that_it_needs*",
