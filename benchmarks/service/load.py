@@ -102,60 +102,76 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
     Requests are sent when they are due, whether the former ones were answered or not, and measured from then on. The
     load begins once the service makes first schedules: on a new machine it compiles them for a while.
     """
-    load, known, accepted = LoadFigures(), list[tuple[str, str]](), asyncio.Event()
-    requests = HttpPool(deployment.address, deployment.keys[0])
-    await _makes_first_schedules(requests)
-    chance = random.Random(1)
+    load = _Load(deployment)
+    await _makes_first_schedules(load.requests)
+    begin = time.perf_counter()
+    await asyncio.gather(
+        _at_rate(load.post, rate, begin, seconds),
+        _at_rate(load.get, rate * GETS_PER_POST, begin, seconds),
+        load.measure_cores(seconds),
+    )
+    load.requests.close()
+    return load.figures
 
-    async def post(number: int, due: float, counts: bool) -> None:
-        key = deployment.keys[number % len(deployment.keys)]
+
+async def _at_rate(
+    ask: Callable[[int, float, bool], Coroutine[Any, Any, None]], rate: float, begin: float, seconds: float
+) -> None:
+    """Ask again and again, each time with a number, the moment that is due, and whether it counts."""
+    async with asyncio.TaskGroup() as group:
+        for number in range(int((WARM_UP_S + seconds) * rate)):
+            due = begin + number / rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(ask(number, due, due >= begin + WARM_UP_S))
+
+
+class _Load:
+    """The clients that submit jobs and read them."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.figures = LoadFigures()
+        self.requests = HttpPool(deployment.address, deployment.keys[0])
+        self._deployment = deployment
+        self._jobs: list[tuple[str, str]] = []  # URLs of those submitted, with their tenants' keys
+        self._submitted = asyncio.Event()
+        self._chance = random.Random(1)
+
+    async def post(self, number: int, due: float, counts: bool) -> None:
+        key = self._deployment.keys[number % len(self._deployment.keys)]
         body = {"problem": problem(number).to_dict(), "time_limit_s": 5.0}
-        reply = await requests.request("POST", "/v1/jobs", body, key)
+        reply = await self.requests.request("POST", "/v1/jobs", body, key)
         if reply.status == 201:
             job = reply.json()
-            known.append((job["url"], key))
-            accepted.set()
-            load.without_schedule += counts and job["best"] is None
+            self._jobs.append((job["url"], key))
+            self._submitted.set()
+            self.figures.without_schedule += counts and job["best"] is None
         if counts:
-            load.statuses[reply.status] += 1
-            load.post_ms.append((time.perf_counter() - due) * MS)
+            self.figures.statuses[reply.status] += 1
+            self.figures.post_ms.append((time.perf_counter() - due) * MS)
 
-    async def get(_number: int, due: float, counts: bool) -> None:
+    async def get(self, _number: int, due: float, counts: bool) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(accepted.wait(), LONGEST_S)
-        if not known:
+            await asyncio.wait_for(self._submitted.wait(), LONGEST_S)
+        if not self._jobs:
             return
-        path, key = chance.choice(known)
-        reply = await requests.request("GET", path, key=key)
+        path, key = self._chance.choice(self._jobs)
+        reply = await self.requests.request("GET", path, key=key)
         if counts:
-            load.statuses[reply.status] += 1
-            load.get_ms.append((time.perf_counter() - due) * MS)
+            self.figures.statuses[reply.status] += 1
+            self.figures.get_ms.append((time.perf_counter() - due) * MS)
 
-    begin = time.perf_counter()
-    counted_from = begin + WARM_UP_S
-
-    async def paced(ask: Callable[[int, float, bool], Coroutine[Any, Any, None]], every_s: float) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(int((WARM_UP_S + seconds) / every_s)):
-                due = begin + number * every_s
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                group.create_task(ask(number, due, due >= counted_from))
-
-    async def cpu() -> None:
+    async def measure_cores(self, seconds: float) -> None:
+        """How many cores the processes use while requests count."""
         await asyncio.sleep(WARM_UP_S)
-        before, since = spent(), time.perf_counter()
+        before, since = self._cpu_s(), time.perf_counter()
         await asyncio.sleep(seconds)
         took = time.perf_counter() - since
-        load.solvers_cores, load.api_cores, load.own_cores = (
-            (now - then) / took for now, then in zip(spent(), before, strict=True)
-        )
+        cores = [(now - then) / took for now, then in zip(self._cpu_s(), before, strict=True)]
+        self.figures.solvers_cores, self.figures.api_cores, self.figures.own_cores = cores
 
-    def spent() -> tuple[float, float, float]:
-        return deployment.solvers_s(), own_s(deployment.api.pid), own_s()
-
-    await asyncio.gather(paced(post, 1 / rate), paced(get, 1 / rate / GETS_PER_POST), cpu())
-    requests.close()
-    return load
+    def _cpu_s(self) -> tuple[float, float, float]:
+        """CPU seconds so far: of solvers, of the API's process, of this one."""
+        return self._deployment.solvers_s(), own_s(self._deployment.api.pid), own_s()
 
 
 async def _makes_first_schedules(requests: HttpPool) -> None:

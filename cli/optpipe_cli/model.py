@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as reader
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +109,6 @@ def model(
 def lines(estimate: Estimate) -> Iterator[str]:
     """What the estimate assumes and finds, in words and two tables. The second one needs a problem that fits."""
     shape, parallelism, gpu, run = estimate.shape, estimate.parallelism, estimate.gpu, estimate.run
-    peak = estimate.clock.peak(run.precision)
     division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
     yield f"{shape.name or 'model'}: {estimate.parameters / GB:.2f} billion parameters, {shape.layers} layers"
     yield f"  from {shape.source or 'a file'}"
@@ -119,18 +118,11 @@ def lines(estimate: Estimate) -> Iterator[str]:
         f"{run.microbatches} micro-batches of {run.microbatch_size} × {estimate.sequence} tokens; {run.precision}, "
         f"{run.attention} attention, recompute {run.recompute}"
     )
-    yield (
-        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
-        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
-        f"the host link {gpu.host_fraction:.0%}"
-    )
+    yield assumed(estimate)
     yield f"if no device waited, MFU would be {estimate.utilization:.1%}: that is these fractions, not a measurement"
     yield ""
-    yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
-    for d, memory in enumerate(estimate.devices):
-        held = (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, memory.budget)
-        cells = zip(held, HELD.values(), strict=True)
-        yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
+    held = ((m.weights, m.gradients, m.optimizer, m.workspace, m.reserved, m.budget) for m in estimate.devices)
+    yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in each) for each in held))
     problem = estimate.problem
     yield ""
     yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
@@ -141,6 +133,24 @@ def lines(estimate: Estimate) -> Iterator[str]:
             f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
+
+
+def assumed(estimate: Estimate) -> str:
+    """The fractions of a data sheet that times are made of."""
+    gpu, peak = estimate.gpu, estimate.clock.peak(estimate.run.precision)
+    return (
+        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
+        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
+        f"the host link {gpu.host_fraction:.0%}"
+    )
+
+
+def table(unit: str, columns: Mapping[str, int], name: str, rows: Iterable[Iterable[float]]) -> Iterator[str]:
+    """Lines of figures, numbered; `columns` are titles and widths."""
+    yield f"{unit:>9}" + "".join(f"{title:>{width}}" for title, width in columns.items())
+    for number, row in enumerate(rows):
+        cells = zip(row, columns.values(), strict=True)
+        yield f"{f'{name} {number}':>9}" + "".join(f"{value:{width}.2f}" for value, width in cells)
 
 
 def figures(estimate: Estimate) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from optpipe.formats.convert import export_schedule
 from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
+from optpipe_cli.model import assumed, table
 from optpipe_solver.planner.candidates import Candidate
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch
@@ -33,60 +34,70 @@ def progress(search: PlanSearch) -> str:
 
 def lines(plan: Plan, explain: bool) -> Iterator[str]:
     """The plan in words and tables."""
-    question, gpu = plan.question, plan.question.gpu
-    best = plan.best
-    estimate, schedule = best.estimate, _schedule(best)
-    peak = estimate.clock.peak(estimate.run.precision)
+    parts = [_question(plan), _best(plan), _memory(plan.best), _less_memory(plan), _other_divisions(plan)]
+    if explain and plan.other_divisions:
+        parts.append(_explained(plan.best, plan.other_divisions[0]))
+    parts += [iter([title, *(f"  {line}" for line in settings)]) for title, settings in _settings(plan).items()]
+    for number, part in enumerate(parts):
+        if number:
+            yield ""
+        yield from part
+
+
+def _question(plan: Plan) -> Iterator[str]:
+    """What was asked, how it was searched, and what is assumed."""
+    question, estimate = plan.question, plan.best.estimate
     yield (
-        f"{question.model.name or 'model'} on {question.gpus} × {gpu.name or 'GPU'}, {question.batch} sequences of "
-        f"{estimate.sequence} tokens a step"
+        f"{question.model.name or 'model'} on {question.gpus} × {question.gpu.name or 'GPU'}, {question.batch} "
+        f"sequences of {estimate.sequence} tokens a step"
     )
     yield (
         f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
         f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"
     )
     yield (
-        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
-        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, the host link "
-        f"{gpu.host_fraction:.0%}; gradients are reduced behind the schedule; "
-        "ZeRO 1 unless another is named; nothing is measured"
+        f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named; nothing is "
+        "measured"
     )
-    yield ""
+
+
+def _best(plan: Plan) -> Iterator[str]:
+    """The answer, and how much shorter others could be."""
+    best, schedule = plan.best, _schedule(plan.best)
+    left = 1 - plan.lower_bound_ms / best.iteration_ms
     yield f"run   {best}"
     yield f"      {schedule.method}, {_layers(best)}"
     yield (
         f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
-        f"{estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
+        f"{best.estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
     )
-    left = 1 - plan.lower_bound_ms / best.iteration_ms
     yield (
         f"      without evictions no candidate can take less than {plan.lower_bound_ms / S:.4g} s ({left:.1%} less); "
         f"{plan.left_open} others may still be shorter"
     )
-    yield ""
-    yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
-    for d, held in enumerate(_held(best, schedule)):
-        cells = zip(held, HELD.values(), strict=True)
-        yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
-    yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {gpu.memory_bytes / GB:.2f} GB"
-    yield ""
+
+
+def _memory(best: Candidate) -> Iterator[str]:
+    """What each device holds."""
+    estimate = best.estimate
+    yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in held) for held in _held(best, _schedule(best))))
+    of = estimate.gpu.memory_bytes / GB
+    yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {of:.2f} GB"
+
+
+def _less_memory(plan: Plan) -> Iterator[str]:
     yield "with less memory: of all schedules seen those that none beats in both"
     for nbytes, ms, candidate, method in plan.frontier:
         yield f"{nbytes / GB:9.2f} GB {ms / S:9.4g} s  {candidate}, {method}"
-    yield ""
+
+
+def _other_divisions(plan: Plan) -> Iterator[str]:
     yield "other divisions, each by its best candidate"
     for other in plan.other_divisions[:OTHERS]:
         if other.schedule:
             yield f"{other.iteration_ms / S:9.4g} s  {other}, {other.schedule.method}"
         else:
             yield f"{f'≥ {other.bound_ms / S:.4g}':>9} s  {other}"
-    if explain and plan.other_divisions:
-        yield ""
-        yield from _explained(best, plan.other_divisions[0])
-    for title, settings in _settings(plan).items():
-        yield ""
-        yield title
-        yield from (f"  {line}" for line in settings)
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -162,8 +173,8 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
 
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     """Where the runner-up's time goes, beside the best one's."""
-    by = _schedule(best).method, other.schedule.method if other.schedule else "its bound"
-    yield f"the runner-up takes {other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by[1]}"
+    by = other.schedule.method if other.schedule else "its bound"
+    yield f"the runner-up takes {other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
     yield f"{'s':>24}{'best':>10}{'runner-up':>11}{'more':>9}"
     theirs = parts(other)
     for name, ms in parts(best).items():
