@@ -1,17 +1,10 @@
 """`Pipeline`: a model in stages over the ranks of torch.distributed, trained by an OptPipe schedule that can change
 between two steps.
 
-    dist.init_process_group("gloo")  # "nccl" on GPUs; the script is started by torchrun
-    rank = dist.get_rank()
-    placement = [0, 1]  # the rank of each stage
-    stages = {s: make_stage(s) for s, owner in enumerate(placement) if owner == rank}
     with Pipeline(stages, placement, F.cross_entropy, microbatches=8) as pipe:
         problem = pipe.profile(inputs, targets, activation_budget_bytes=2 * 10**9)  # an optpipe.Problem, on every rank
         pipe.load(schedule)  # an optpipe.Schedule for that problem; rank 0's counts
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            report = pipe.step(inputs, targets)  # losses, gradients in .grad, times, peak bytes
-            optimizer.step()
+        report = pipe.step(inputs, targets)  # losses, gradients in .grad, times, peak bytes
 
 While it trains, `pipe.offer(better)` on rank 0, from any thread, returns at once. Every rank prepares the schedule
 beside the training, and all swap to it before one of the next steps, when all are ready. If a rank refuses it, all

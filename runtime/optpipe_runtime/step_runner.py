@@ -79,7 +79,7 @@ class StepRunner:
         for tie in self.ties:
             tie.end_step()
         self._last_ms, self._last_version = report.step_ms, self.schedules.running.version
-        facts = {name: fact for feature in self._features for name, fact in feature.facts().items()}
+        facts = {name: fact for feature in self._features for name, fact in feature.report_fields().items()}
         return replace(report, version=self._last_version, **facts)
 
     def evaluate(self, batch: Batch) -> StepReport:
@@ -183,7 +183,7 @@ class StepRunner:
         running = self.schedules.running
         is_sure = self._learner.done and not self.schedules.swap_due
         for feature in self._features:
-            feature.agree(running.plan if is_sure else None, running.on_trial)
+            feature.agree_on_step(running.plan if is_sure else None, running.on_trial)
 
     def _until_it_counts(self, batch: Batch) -> StepReport:
         while True:

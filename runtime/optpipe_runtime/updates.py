@@ -40,7 +40,7 @@ class Updates:
         """As `Pipeline.clip_grad_norm_`."""
         norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
         for feature in self._rank.features:
-            feature.clipped()
+            feature.after_clipping()
         return norm
 
     def validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
@@ -63,7 +63,7 @@ class Updates:
         updated elsewhere, what has their gradients."""
         elsewhere: dict[nn.Parameter, nn.Parameter] = {}
         for feature in self._rank.features:
-            elsewhere |= feature.with_gradients()
+            elsewhere |= feature.gradient_holders()
         parameters = {
             f"stage {s}: {name}": elsewhere.get(parameter, parameter)
             for s, stage in self._rank.stages.items()

@@ -20,10 +20,10 @@ class ByteCounts:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._left = overridden(rank.features, Feature.left)
+        self._reduced_before = overridden(rank.features, Feature.reduced_before)
         self._counted: Plan | None = None  # the last one whose bytes were counted
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
-        self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, left
+        self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, reduced
 
     def are_wanted(self, plan: Plan, tracing: bool, evaluating: bool) -> bool:
         return not evaluating and (tracing or plan is not self._counted)
@@ -64,12 +64,12 @@ class ByteCounts:
     def _certified_peaks(self, step: StepRecord) -> tuple[int, int]:
         """Of messages, and of gathered parameters with their gradients. How large these are, a counted step finds."""
         plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
-        left = {} if evaluating else {op: s for hook in self._left for op, s in hook(plan).items()}
-        key = plan.digest, evaluating, bool(left)
+        reduced = {} if evaluating else {op: s for hook in self._reduced_before for op, s in hook(plan).items()}
+        key = plan.digest, evaluating, bool(reduced)
         if step.counting or key not in self._certified:
             self._certified[key] = (
                 plan.message_peak(self._rank.message_bytes, evaluating),
-                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, left),
+                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, reduced),
             )
         return self._certified[key]
 

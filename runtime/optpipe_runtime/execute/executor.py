@@ -36,12 +36,12 @@ class Executor:
         for feature in rank.features:
             self._handlers |= feature.handlers
         self._start_plan = overridden(rank.features, Feature.start_plan)
-        self._start_step = overridden(rank.features, Feature.start)
+        self._start_step = overridden(rank.features, Feature.start_step)
         self._before_gather = overridden(rank.features, Feature.before_gather)
         self._before_op = overridden(rank.features, Feature.before_op)
         self._before_forward = overridden(rank.features, Feature.before_forward)
         self._after_op = overridden(rank.features, Feature.after_op)
-        self._end_step = overridden(rank.features, Feature.end)
+        self._end_step = overridden(rank.features, Feature.end_step)
         self._unfinished: Sequence[Action] = ()  # of a step that failed here, or is left out
         self._failed: Op | None = None
 

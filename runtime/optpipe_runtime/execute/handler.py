@@ -82,7 +82,7 @@ class Feature:
     def start_plan(self, plan: Plan) -> None:
         """Before a training step by this plan, also one that this rank leaves out."""
 
-    def start(self, step: StepRecord) -> None:
+    def start_step(self, step: StepRecord) -> None:
         """Before the first op."""
 
     def before_gather(self, stage: int) -> None:
@@ -97,17 +97,17 @@ class Feature:
     def after_op(self, step: StepRecord, op: Op) -> None:
         """After the op was issued and its bytes were counted."""
 
-    def end(self, step: StepRecord) -> None:
+    def end_step(self, step: StepRecord) -> None:
         """After the last op."""
 
-    def left(self, plan: Plan) -> Mapping[Op, int]:
-        """For each op of this step before which whole gradients of a stage have left, that stage."""
+    def reduced_before(self, plan: Plan) -> Mapping[Op, int]:
+        """For each op of this step before which a stage's whole gradients have been reduced, that stage."""
         return {}
 
-    # Around a step: called by the step runner. Collective but for `must_agree` and `is_fixed`.
+    # Around a step: called by the step runner on all ranks
 
-    def agree(self, plan: Plan | None, on_trial: bool) -> None:
-        """Before a step. `plan` is what runs in it for certain, None if that may change."""
+    def agree_on_step(self, plan: Plan | None, on_trial: bool) -> None:
+        """Collective, before a step. `plan` is what runs in it for certain, None if that may change."""
 
     @property
     def is_fixed(self) -> bool:
@@ -127,7 +127,7 @@ class Feature:
         """Makes it right. Returns whether it was wrong."""
         return False
 
-    def facts(self) -> Mapping[str, Any]:
+    def report_fields(self) -> Mapping[str, Any]:
         """Fields of the step's report."""
         return {}
 
@@ -139,13 +139,13 @@ class Feature:
     def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
         """Collective: raises `InputError` if these parameters cannot be tied."""
 
-    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def gradient_holders(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """For parameters whose gradients are elsewhere, what has them. Raises `InputError` on all ranks alike if they
         are nowhere any more, and cannot be clipped."""
         return {}
 
-    def clipped(self) -> None:
-        """The gradients have been clipped."""
+    def after_clipping(self) -> None:
+        """After the gradients were clipped."""
 
     def close(self) -> None:
         """Ends its threads."""

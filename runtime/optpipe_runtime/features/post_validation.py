@@ -75,7 +75,7 @@ class PostValidations(Feature):
             validation.taken_back = False
         return wrong
 
-    def facts(self) -> Mapping[str, Any]:
+    def report_fields(self) -> Mapping[str, Any]:
         return {"grad_norm": self._validations[-1].norm} if self._validations else {}
 
     def synchronize(self) -> None:

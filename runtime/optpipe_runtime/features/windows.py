@@ -73,7 +73,7 @@ class GradientWindows(Feature):
             raise InputError(f"whole_gradients = {whole!r}: must be an integer, at least 1, or None for all stages")
         self._rank.replicas.require_windows(whole)
 
-    def agree(self, plan: Plan | None, on_trial: bool) -> None:
+    def agree_on_step(self, plan: Plan | None, on_trial: bool) -> None:
         """This step is in windows if all replicas run the same schedule for the same problem."""
         if self._whole is None:
             return
@@ -89,7 +89,7 @@ class GradientWindows(Feature):
 
     def before_op(self, step: StepRecord, op: Op) -> None:
         """Waits for the room of a stage whose gradients have left."""
-        if not step.evaluating and op in (room := self.left(step.plan)):
+        if not step.evaluating and op in (room := self.reduced_before(step.plan)):
             self._reductions.let_go(room[op])
 
     def after_op(self, step: StepRecord, op: Op) -> None:
@@ -101,7 +101,7 @@ class GradientWindows(Feature):
             else:
                 self._rank.replicas.forget()
 
-    def left(self, plan: Plan) -> Mapping[Op, int]:
+    def reduced_before(self, plan: Plan) -> Mapping[Op, int]:
         return self._windows_in(plan).room
 
     def _windows_in(self, plan: Plan) -> Windows:

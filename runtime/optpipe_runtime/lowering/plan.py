@@ -15,7 +15,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.link_order import LinkOrder
 
 WEIGHT = BACKWARD | {Kind.W}  # the ops that may add to weight gradients
-NONE_LEFT: Mapping[Op, int] = MappingProxyType({})
+NOTHING_REDUCED: Mapping[Op, int] = MappingProxyType({})
 UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
@@ -140,21 +140,21 @@ class Plan:
         parameters: Callable[[int], int],
         gradients: Callable[[int], int],
         evaluating: bool = False,
-        left: Mapping[Op, int] = NONE_LEFT,
+        reduced: Mapping[Op, int] = NOTHING_REDUCED,
     ) -> int:
         """The most bytes that this rank holds at once of gathered parameters, if those of a stage take `parameters(s)`,
         and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
         gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
-        so only an evaluation lets parameters go earlier, behind the stage's last F. `left`: the stage whose whole
-        gradients have left before an op (`Feature.left`)."""
+        so only an evaluation lets parameters go earlier, behind the stage's last F. `reduced`:
+        the stage whose whole gradients have left before an op (`Feature.reduced_before`)."""
         now = most = 0
         whole: set[int] = set()
         for action in self.forwards if evaluating else self.actions:
             s = action.op.stage
             now += sum(map(parameters, action.gathers))
-            if action.op in left:
-                whole.remove(left[action.op])
-                now -= gradients(left[action.op])
+            if action.op in reduced:
+                whole.remove(reduced[action.op])
+                now -= gradients(reduced[action.op])
             if action.op.kind in WEIGHT and s not in whole:
                 whole.add(s)
                 now += gradients(s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -186,51 +187,40 @@ def train_with_offers(
             raise ScheduleError("not with me")
         return real(schedule, *arguments)
 
-    swapping.lower = picky
-    try:
-        with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
-            pipe.load(first)
-            try:
-                pipe.load(refused_by_one)
-            except ScheduleError as error:
-                complaint = str(error)
-            offers = {0: refused_by_one, 8: better}
-            for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
-                if rank == 0 and step in offers:
-                    pipe.offer(offers[step])
-                for module in modules.values():
-                    module.zero_grad()
-                versions.append(pipe.step(*batch(0, microbatches)).version)
-                gradients.append(numbers(modules))
-                if versions[-1] > 1:
-                    break
-            assert pipe.schedule is not None
-            assert pipe.schedule.method == better.method
-    finally:
-        swapping.lower = real
+    with mock.patch.object(swapping, "lower", picky), Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+        pipe.load(first)
+        try:
+            pipe.load(refused_by_one)
+        except ScheduleError as error:
+            complaint = str(error)
+        offers = {0: refused_by_one, 8: better}
+        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+            if rank == 0 and step in offers:
+                pipe.offer(offers[step])
+            for module in modules.values():
+                module.zero_grad()
+            versions.append(pipe.step(*batch(0, microbatches)).version)
+            gradients.append(numbers(modules))
+            if versions[-1] > 1:
+                break
+        assert pipe.schedule is not None
+        assert pipe.schedule.method == better.method
     return versions, gradients, complaint
 
 
 def checks(placement: Sequence[int], schedule: Schedule) -> int:
     """How often this rank checks a schedule that rank 0 loads and then offers."""
-    real, count = preparing.check, 0
-
-    def counting(*arguments: Any) -> list[str]:
-        nonlocal count
-        count += 1
-        return real(*arguments)
-
-    preparing.check = counting
-    try:
-        with Pipeline(own_stages(placement), placement, loss_fn, schedule.problem.microbatches) as pipe:
-            pipe.load(schedule)
-            if pipe.number == 0:
-                pipe.offer(schedule)
-            while pipe.version < 2:
-                pipe.step(*batch(0, schedule.problem.microbatches))
-    finally:
-        preparing.check = real
-    return count
+    m = schedule.problem.microbatches
+    with (
+        mock.patch.object(preparing, "check", wraps=preparing.check) as check,
+        Pipeline(own_stages(placement), placement, loss_fn, m) as pipe,
+    ):
+        pipe.load(schedule)
+        if pipe.number == 0:
+            pipe.offer(schedule)
+        while pipe.version < 2:
+            pipe.step(*batch(0, m))
+    return check.call_count
 
 
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,15 +16,11 @@ from optpipe_runtime import Pipeline, StepReport, features
 from support.ranks import cases
 
 
-@contextmanager
-def without(room: str) -> Iterator[None]:
-    rooms = features.ROOMS
-    assert getattr(features, room) in rooms
-    features.ROOMS = [each for each in rooms if each is not getattr(features, room)]
-    try:
-        yield
-    finally:
-        features.ROOMS = rooms
+def without(room: str) -> AbstractContextManager[object]:
+    assert getattr(features, room) in features.ROOMS
+    return mock.patch.object(
+        features, "ROOMS", [each for each in features.ROOMS if each is not getattr(features, room)]
+    )
 
 
 def train(room: str, schedules: Sequence[Schedule]) -> tuple[list[StepReport], list[cases.Gradients]]:

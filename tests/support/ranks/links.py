@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -68,23 +69,21 @@ def train(
             slow: Any = Slow(engine, lambda start, end: seen.append(Transfer(layout.link(rank), inward, start, end)))
             return super()._start(slow, copies)
 
-    where: Any = runner
-    where.OnHost = SlowOnHost
     ways = {"peers": layout.peers or None, "links": layout.links or None, "full_duplex": layout.full_duplex}
     losses, gradients = [], []
-    try:
-        with Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways) as pipe:
-            for token, _ in pipe._rank.link._shared if alone else ():
-                token._pass = lambda transfer, other: None  # type: ignore[method-assign]
-            for schedule in schedules:
-                pipe.load(schedule)
-                for module in modules.values():
-                    module.zero_grad()
-                report = pipe.step(*batch(0, layout.microbatches))
-                losses.append(dict(enumerate(report.losses or ())))
-                gradients.append(numbers(modules))
-    finally:
-        where.OnHost = OnHost
+    with (
+        mock.patch.object(runner, "OnHost", SlowOnHost),
+        Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways) as pipe,
+    ):
+        for token, _ in pipe._rank.link._shared if alone else ():
+            token._pass = lambda transfer, other: None  # type: ignore[method-assign]
+        for schedule in schedules:
+            pipe.load(schedule)
+            for module in modules.values():
+                module.zero_grad()
+            report = pipe.step(*batch(0, layout.microbatches))
+            losses.append(dict(enumerate(report.losses or ())))
+            gradients.append(numbers(modules))
     return losses, gradients, seen
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -197,13 +198,8 @@ def clipping(pipe: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float |
     return norm
 
 
-@contextmanager
-def calm(count: int) -> Iterator[None]:
-    real, post_validation.CALM = post_validation.CALM, count
-    try:
-        yield
-    finally:
-        post_validation.CALM = real
+def calm(count: int) -> AbstractContextManager[object]:
+    return mock.patch.object(post_validation, "CALM", count)
 
 
 @contextmanager
@@ -252,18 +248,12 @@ def ahead(schedule: Schedule, steps: int, validated: bool) -> list[float | None]
             pipe.post_validate(optimizer, 1e3)
         pipe.gather(None)
         weights[0] = 0
-        if rank == 0:
-            StageRunner.forward = forward  # type: ignore[method-assign]
-        else:
-            StageRunner.weight = weight  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(StageRunner, *(("forward", forward) if rank == 0 else ("weight", weight))):
             for step in range(1, steps + 1):
                 optimizer.zero_grad()
                 begun[0] = step
                 losses.append(pipe.step(*batch(step, 2, m, 0)).loss)
                 optimizer.step()
-        finally:
-            StageRunner.forward, StageRunner.weight = real_forward, real_weight  # type: ignore[method-assign]
     return losses
 
 

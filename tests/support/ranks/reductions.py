@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -153,25 +154,14 @@ def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | No
         Replicas.gather(pipe._rank.replicas, s)
 
     ops = {"F": "forward", "B": "backward", "W": "weight"}
-    real = {name: getattr(StageRunner, name) for name in ops.values()}
-    with replaced(pipe._rank.replicas, reduction=reduction, gather=gather):
-        for kind, name in ops.items():
-            setattr(StageRunner, name, told(kind, real[name]))
-        try:
-            yield
-        finally:
-            for name, method in real.items():
-                setattr(StageRunner, name, method)
-
-
-@contextmanager
-def never() -> Iterator[None]:
-    """No reduction starts within a step."""
-    real, Reductions.complete = Reductions.complete, lambda *_: None  # type: ignore[assignment, method-assign]
-    try:
+    methods = {name: told(kind, getattr(StageRunner, name)) for kind, name in ops.items()}
+    with replaced(pipe._rank.replicas, reduction=reduction, gather=gather), mock.patch.multiple(StageRunner, **methods):
         yield
-    finally:
-        Reductions.complete = real  # type: ignore[method-assign]
+
+
+def never() -> AbstractContextManager[object]:
+    """No reduction starts within a step."""
+    return mock.patch.object(Reductions, "complete", lambda *_: None)
 
 
 def plain_shared(microbatches: int, steps: int) -> list[Gradients]:

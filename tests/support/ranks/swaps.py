@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -110,8 +111,7 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
 # Schedules that go wrong
 
 
-@contextmanager
-def failing(op: str, nth: int, error: BaseException) -> Iterator[None]:
+def failing(op: str, nth: int, error: BaseException) -> AbstractContextManager[object]:
     """The `nth` call of one of `StageRunner`'s ops raises."""
     real: Callable[..., Any] = getattr(StageRunner, op)
     left = [nth]
@@ -122,11 +122,7 @@ def failing(op: str, nth: int, error: BaseException) -> Iterator[None]:
             raise error
         return real(*arguments, **options)
 
-    setattr(StageRunner, op, call)
-    try:
-        yield
-    finally:
-        setattr(StageRunner, op, real)
+    return mock.patch.object(StageRunner, op, call)
 
 
 class Undone(NamedTuple):
@@ -326,20 +322,20 @@ def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[in
             raise OptPipeError(error)
         return real(nbytes, device)
 
-    host_pool.allocate = slow
-    try:
-        with Pipeline(modules, [0, 1], mse_loss, first.problem.microbatches) as pipe, heard() as logged:
-            pipe.load(first)
-            pipe.step(*batch(0))
-            if rank == 0:
-                pipe.offer(away)
-            while len(versions) < WAIT and pipe.version == 1:
-                versions.append(pipe.step(*batch(0)).version)
-                if len(versions) == 4:  # the offer is shared in the first
-                    three_steps.set()
-                if not pipe.preparing and three_steps.is_set():
-                    break
+    with (
+        mock.patch.object(host_pool, "allocate", slow),
+        Pipeline(modules, [0, 1], mse_loss, first.problem.microbatches) as pipe,
+        heard() as logged,
+    ):
+        pipe.load(first)
+        pipe.step(*batch(0))
+        if rank == 0:
+            pipe.offer(away)
+        while len(versions) < WAIT and pipe.version == 1:
             versions.append(pipe.step(*batch(0)).version)
-            return versions, list(logged), in_steps
-    finally:
-        host_pool.allocate = real
+            if len(versions) == 4:  # the offer is shared in the first
+                three_steps.set()
+            if not pipe.preparing and three_steps.is_set():
+                break
+        versions.append(pipe.step(*batch(0)).version)
+        return versions, list(logged), in_steps

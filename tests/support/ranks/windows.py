@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -116,8 +117,7 @@ def recorded(pipe: Pipeline, until: tuple[int, int, int] | None) -> Iterator[lis
         yield started
 
 
-@contextmanager
-def waiting(at: tuple[int, int], event: threading.Event) -> Iterator[None]:
+def waiting(at: tuple[int, int], event: threading.Event) -> AbstractContextManager[object]:
     """The backward of a stage and micro-batch waits for an event."""
     real = StageRunner.backward
 
@@ -126,11 +126,7 @@ def waiting(at: tuple[int, int], event: threading.Event) -> Iterator[None]:
             assert event.wait(PATIENCE_S), "the window is not reduced while backwards run"
         return real(stage, j, *arguments, **options)
 
-    StageRunner.backward = backward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StageRunner.backward = real  # type: ignore[method-assign]
+    return mock.patch.object(StageRunner, "backward", backward)
 
 
 def plain(stages: int, microbatches: int, steps: int, window: int) -> tuple[list[Gradients], Gradients]:

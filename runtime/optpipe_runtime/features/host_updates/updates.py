@@ -41,7 +41,7 @@ class HostUpdates(Feature):
 
     # Inside a step
 
-    def start(self, step: StepRecord) -> None:
+    def start_step(self, step: StepRecord) -> None:
         """Brings in the parameters that the schedule does not bring in."""
         self._put_off.clear()
         updated = set() if step.evaluating else _updated(step.plan)
@@ -71,7 +71,7 @@ class HostUpdates(Feature):
             for run, copies in self._put_off.pop(s):
                 copies += run()
 
-    def end(self, step: StepRecord) -> None:
+    def end_step(self, step: StepRecord) -> None:
         """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
         until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
         if step.evaluating or not self.optimizers:
@@ -113,7 +113,7 @@ class HostUpdates(Feature):
                     "the copies: leave the stage out of host_optimizers"
                 )
 
-    def with_gradients(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def gradient_holders(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """The copies on the host."""
         if self._everywhere and not self._clips:
             raise InputError(
@@ -122,7 +122,7 @@ class HostUpdates(Feature):
             )
         return {p: copy for optimizer in self.optimizers.values() for p, copy in optimizer.gradients().items()}
 
-    def clipped(self) -> None:
+    def after_clipping(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.apply()
 
