@@ -12,6 +12,7 @@ from torch import nn
 from optpipe.errors import InputError
 from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.torch_private.modules import compiled_call
 
 
 def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:
@@ -97,7 +98,7 @@ def _captured(part: nn.Module) -> str:
     forward = vars(part).get("forward")  # where it was replaced
     if getattr(forward, "__module__", "") == torch.cuda.graphs.__name__:
         return "was given to torch.cuda.make_graphed_callables"
-    for compiled in (part._compiled_call_impl, forward):  # by `compile` in place, by torch.compile
+    for compiled in (compiled_call(part), forward):  # by `compile` in place, by torch.compile
         config = getattr(compiled, "get_compiler_config", lambda: None)()
         if config and config.get("triton.cudagraphs"):
             return "is compiled with triton.cudagraphs, which modes 'reduce-overhead' and 'max-autotune' set"

@@ -168,25 +168,8 @@ def test_receives_are_posted_in_the_senders_order() -> None:
 
 def test_the_peak_of_host_memory_is_counted() -> None:
     problem = cases.problem([0], 2, offload_parts=2)
-    texts = [
-        "0F0",
-        "0O0",
-        "0O0.1",
-        "0D0",
-        "0D0.1",
-        "0F1",
-        "0O1",
-        "0D1",
-        "0R0",
-        "0R0.1",
-        "0BW0",
-        "0O1.1",
-        "0D1.1",
-        "0R1",
-        "0R1.1",
-        "0BW1",
-    ]
-    plan = prepare(Schedule.parse(problem, [texts]), 0, Layout.of(problem))
+    texts = programs("0F0 0O0 0O0.1 0D0 0D0.1 0F1 0O1 0D1 0R0 0R0.1 0BW0 0O1.1 0D1.1 0R1 0R1.1 0BW1")
+    plan = prepare(Schedule.parse(problem, texts), 0, Layout.of(problem))
     assert plan.host_peak(lambda stage, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from optpipe.errors import InputError
 from optpipe_runtime.stage.io import Kwargs, tensors_in
+from optpipe_runtime.torch_private.trees import tree_flatten, tree_unflatten
 
 
 class _First:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.torch_private.trees import tree_leaves
 
 
 class Learner:

@@ -23,6 +23,7 @@ from optpipe.errors import InputError
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.storage import StorageRef, storage_key
 from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.torch_private.tensors import spec, storage_id, version
 
 SMALLEST = 4096  # bytes; a smaller block stays, because a copy of its own would cost more than it frees
 
@@ -55,7 +56,7 @@ class Saved:
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.dtype, self.changed = block, tensor.dtype, False
-        self.spec = tensor._spec if isinstance(tensor, DTensor) else None
+        self.spec = spec(tensor) if isinstance(tensor, DTensor) else None
         own = local(tensor)
         self.offset, self.shape, self.stride = int(own.storage_offset()), own.shape, own.stride()
 
@@ -73,10 +74,10 @@ class Staying:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor, version(tensor)
 
     def tensor(self) -> Tensor:
-        require_unchanged(self._tensor._version != self._version, self._tensor.shape)
+        require_unchanged(version(self._tensor) != self._version, self._tensor.shape)
         return self._tensor
 
 
@@ -153,8 +154,8 @@ class Activation:
         """In this context everything that autograd saves goes into this store."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
-        for saved, tensor, version in self._fresh:
-            saved.changed = tensor._version != version
+        for saved, tensor, before in self._fresh:
+            saved.changed = version(tensor) != before
         self._fresh.clear()
 
     def _pack(self, tensor: Tensor) -> Saved | Staying:
@@ -162,7 +163,7 @@ class Activation:
         if block is None:
             return Staying(tensor)
         saved = Saved(block, tensor)
-        self._fresh.append((saved, tensor, tensor._version))
+        self._fresh.append((saved, tensor, version(tensor)))
         return saved
 
     def keep(self, tensor: Tensor) -> Block | None:
@@ -176,7 +177,7 @@ class Activation:
         if not plain or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._excluded or storage.nbytes() == 0:
             return None
         if key not in self._blocks:

@@ -6,11 +6,12 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.torch_private.tensors import storage_id
 
 
 def storage_key(tensor: Tensor) -> int:
     """The identity of the storage of what this rank has of a tensor, while it lives."""
-    return int(local(tensor).untyped_storage()._cdata)
+    return storage_id(local(tensor).untyped_storage())
 
 
 class StorageRef:
@@ -19,7 +20,7 @@ class StorageRef:
     __slots__ = ("_ref", "key", "nbytes")
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self.key, self.nbytes = int(storage._cdata), storage.nbytes()
+        self.key, self.nbytes = storage_id(storage), storage.nbytes()
         self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property

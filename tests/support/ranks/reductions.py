@@ -161,7 +161,7 @@ def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | No
 
 def never() -> AbstractContextManager[object]:
     """No reduction starts within a step."""
-    return mock.patch.object(Reductions, "complete", lambda *_: None)
+    return mock.patch.object(Reductions, "complete", return_value=None)
 
 
 def plain_shared(microbatches: int, steps: int) -> list[Gradients]:

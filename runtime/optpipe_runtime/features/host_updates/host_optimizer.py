@@ -27,6 +27,7 @@ from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.options import Factory, Options
 from optpipe_runtime.ranks.parts import local, placed
+from optpipe_runtime.torch_private.tensors import version
 
 ALIGNED = 64  # bytes
 
@@ -54,11 +55,11 @@ class _HostParameter:
     def touched(self) -> bool:
         """Whether something else has changed the parameter in place. The copies here go by `data`, which does not
         count."""
-        return self.own._version != self.seen
+        return version(self.own) != self.seen
 
     def fill(self) -> None:
         self.slot.copy_(self.master.detach())
-        self.seen = self.own._version
+        self.seen = version(self.own)
 
     @torch.no_grad()
     def take_over(self) -> None:
