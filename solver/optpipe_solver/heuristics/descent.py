@@ -12,9 +12,9 @@ from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
+from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 
 def descend(
@@ -39,13 +39,12 @@ def descend(
         A moment of `time.monotonic`. The descent ends soon after it, be it in the middle of a schedule, or when
         nothing has made the schedule shorter for long. Whoever iterates decides when it is enough.
     """
-    lengths_ms: dict[Policy, float] = {}
-    by_policy = PolicySchedules(problem, method)
+    scheduler, lengths_ms = ListScheduler(problem), dict[Policy, float]()
 
     def schedules(policy: Policy) -> Iterator[Schedule]:
         if policy in lengths_ms:
             return
-        schedule = by_policy.schedule(policy, deadline)
+        schedule = scheduler.schedule(policy, method, deadline)
         lengths_ms[policy] = length_ms(schedule, objective)
         if schedule:
             yield schedule
@@ -67,26 +66,18 @@ def descend(
                         best, improves = policy, True
     best, random, failures = min(lengths_ms, key=lambda policy: lengths_ms[policy]), Random(0), 0
     while failures < plan.DESCENT_FAILURES and monotonic() < deadline:
-        policy = _neighbour(best, aspects, problem, random)
+        policy = _neighbour(best, aspects, random)
         yield from schedules(policy)
         failures = 0 if lengths_ms[policy] < lengths_ms[best] else failures + 1
         if lengths_ms[policy] <= lengths_ms[best]:  # what is as good may lead on
             best = policy
 
 
-def _neighbour(policy: Policy, aspects: Mapping[str, Sequence[Any]], problem: Problem, random: Random) -> Policy:
-    """Another choice of one aspect; if it differs from stage to stage, a step for some neighbouring stages."""
+def _neighbour(policy: Policy, aspects: Mapping[str, Sequence[Any]], random: Random) -> Policy:
+    """Another choice of one aspect; if it differs from stage to stage, for some neighbouring stages."""
     aspect = random.choice([name for name, choices in aspects.items() if len(choices) > 1])
-    stages = len(problem.stages)
-    begin, end = sorted(random.sample(range(stages + 1), 2))
-    if aspect == "in_flight":
-        most = list(policy.in_flight or [min(problem.microbatches, 2 * stages)] * stages)
-        step = random.choice((-2, -1, 1, 2))
-        return replace(policy, in_flight=tuple(max(1, n + step) if begin <= s < end else n for s, n in enumerate(most)))
-    if aspect in ("offload", "recompute"):
-        can = problem.costs.can_offload if aspect == "offload" else problem.costs.can_recompute
-        shares, share = getattr(policy, aspect) or [0.0] * stages, random.choice(plan.DESCENT_SHARES)
-        mixed = tuple(share * bool(can[s]) if begin <= s < end else old for s, old in enumerate(shares))
-        change: dict[str, Any] = {aspect: mixed}
-        return replace(policy, **change)
-    return replace(policy, **{aspect: random.choice(aspects[aspect])})
+    choice, before = random.choice(aspects[aspect]), getattr(policy, aspect)
+    if isinstance(before, tuple):
+        begin, end = sorted(random.sample(range(len(before) + 1), 2))
+        choice = (*before[:begin], *choice[begin:end], *before[end:])
+    return replace(policy, **{aspect: choice})

@@ -1,160 +1,197 @@
-"""`Reserve`: what is in flight can always be finished (Dijkstra's banker's algorithm; micro-batches are the customers).
+"""`Reserve`: what is in flight can always be finished (Dijkstra's banker's algorithm).
 
-Micro-batches stand in the order in which they were admitted. A grant of memory is safe as long as each of them, in that
-order, could run to its end alone, with all before it gone and all behind it holding what they hold. What counts is what
-an activation settles at: its offloads end and its weight gradient runs without asking anyone.
+The bank lends a device's memory; micro-batches are the customers, in the order in which they were admitted. A loan is
+safe if each customer could finish alone, one after the other in that order: with all before it gone, and all after it
+keeping what they have. What an activation counts for is what it will settle at: its offloads end, and its weight
+gradient runs, without asking for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
 from optpipe_solver.bounds.stage_bytes import stage_bytes
 
-Peak = Callable[[int, int], int]
+
+class Loan(NamedTuple):
+    """The bytes that one activation settles at, between its forward and its backward."""
+
+    device: int
+    host: int
+
+
+NO_LOAN = Loan(0, 0)
+
+
+class _Bank:
+    """One memory of one device, and what each micro-batch has of it.
+
+    Parameters
+    ----------
+    limit
+        Its bytes.
+    most_alone
+        No micro-batch needs more than that if it has all of the memory.
+    """
+
+    def __init__(self, limit: int, most_alone: int, microbatches: int) -> None:
+        self._limit, self._most_alone = limit, most_alone
+        self.lent = [0] * microbatches
+        self._total = 0
+
+    def change(self, microbatch: int, by: int) -> None:
+        self.lent[microbatch] += by
+        self._total += by
+
+    def is_safe(self, admitted: Sequence[int], newest: int, peak: Callable[[int], int]) -> bool:
+        """Whether the micro-batches up to the newest can finish one after the other.
+
+        Parameters
+        ----------
+        peak
+            The most that a micro-batch has at once from now on if it finishes alone.
+        """
+        total = self._total
+        for j in admitted:
+            if total + self._most_alone <= self._limit:
+                return True
+            total -= self.lent[j]
+            if total + peak(j) > self._limit:
+                return False
+            if j == newest:
+                break
+        return True
 
 
 class Reserve:
-    """Device memory and pinned host memory of every device, as promised to the micro-batches in flight.
-
-    `begin` comes before the first promise, and takes all of them back.
+    """Device memory and pinned host memory of every device, as lent to the activations in flight.
 
     Parameters
     ----------
     base
         For each route, the relief of every stage with which one micro-batch at a time fits.
+
+    Attributes
+    ----------
+    in_flight
+        The micro-batches with loans, in the order in which they were admitted.
     """
 
     def __init__(self, problem: Problem, base: Sequence[dict[int, Relief]]) -> None:
-        costs = problem.costs
-        devices = len(problem.devices)
-        self._limit: list[int] = costs.activation_budget.tolist()
-        self._host_limit: list[int] = costs.host_memory.tolist()
         self._bytes = stage_bytes(problem)
-        self._route: list[int] = costs.route.tolist()
-        self._device = [stage.device for stage in problem.stages]
-        self._own = [
-            [[s for s in route if self._device[s] == d] for d in range(devices)] for route in problem.all_routes
+        self._route: list[int] = problem.costs.route.tolist()
+        self._device: list[int] = problem.costs.device.tolist()
+        self._limits: list[tuple[int, int]] = list(
+            zip(problem.costs.activation_budget.tolist(), problem.costs.host_memory.tolist(), strict=True)
+        )
+        devices = range(len(problem.devices))
+        self._stages_on = [  # by route and device, in the order of the route
+            [[s for s in route if self._device[s] == d] for d in devices] for route in problem.all_routes
         ]
-        settled = [{s: self.settled(s, relief) for s, relief in reliefs.items()} for reliefs in base]
-        self._residual = [{s: held for s, (held, _) in own.items()} for own in settled]
-        self._host_need = [{s: host for s, (_, host) in own.items()} for own in settled]
-        self._peaks = [
+        self._base_loan = [{s: self.loan(s, relief) for s, relief in reliefs.items()} for reliefs in base]
+        self._stage_peak = [
             {s: self._bytes[s].recomputed_peak if r.recompute else self._bytes[s].peak for s, r in reliefs.items()}
             for reliefs in base
         ]
-        self._largest = [  # upper bounds of `_peak`
-            max((sum(peaks[s] for s in own[d]) for peaks, own in zip(self._peaks, self._own, strict=True)), default=0)
-            for d in range(devices)
-        ]
-        self._most_hosted = [
-            max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True))
-            for d in range(devices)
+        self._most_alone = [
+            (
+                max(
+                    sum(peaks[s] for s in stages[d])
+                    for peaks, stages in zip(self._stage_peak, self._stages_on, strict=True)
+                ),
+                max(
+                    sum(loans[s].host for s in stages[d])
+                    for loans, stages in zip(self._base_loan, self._stages_on, strict=True)
+                ),
+            )
+            for d in devices
         ]
 
     def begin(self) -> None:
-        """Nothing is promised."""
-        devices, m = len(self._limit), len(self._route)
-        self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
-        self._holds = [[0] * m for _ in range(devices)]
-        self._hosts = [[0] * m for _ in range(devices)]
-        self._total, self._host_total = [0] * devices, [0] * devices
-        self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
-        self.active: list[int] = []
+        """Take all loans back."""
+        m = len(self._route)
+        self._memory = [
+            _Bank(limit, most, m) for (limit, _), (most, _) in zip(self._limits, self._most_alone, strict=True)
+        ]
+        self._host_memory = [
+            _Bank(limit, most, m) for (_, limit), (_, most) in zip(self._limits, self._most_alone, strict=True)
+        ]
+        self._loans: dict[tuple[int, int], Loan] = {}  # by stage and micro-batch, also of backwards that have ended
+        self._backwards_left = [[len(stages) for stages in self._stages_on[r]] for r in self._route]  # (m, D)
+        self.in_flight: list[int] = []
 
-    def settled(self, stage: int, relief: Relief) -> tuple[int, int]:
-        """Return the device and host bytes of an activation between forward and backward, once its offloads ended."""
+    def loan(self, stage: int, relief: Relief) -> Loan:
+        """Return what an activation settles at."""
         if relief.recompute:
-            return self._bytes[stage].checkpoint, 0
+            return Loan(self._bytes[stage].checkpoint, 0)
         away = sum(self._bytes[stage].parts[part] for part in relief.parts)
-        return self._bytes[stage].stays - away, away
+        return Loan(self._bytes[stage].stays - away, away)
 
     def recomputes_freely(self, stage: int) -> bool:
         """Whether a recompute needs no more than the stage needs anyway."""
         return self._bytes[stage].recomputed_peak <= self._bytes[stage].peak
 
-    def admits(self, stage: int, j: int, held: int, host: int) -> bool:
-        """Book that an activation settles at so many device and host bytes; False, and nothing, if that is unsafe."""
-        before = self._of.get((stage, j))
-        new = j not in self.active
-        if new:
-            self.active.append(j)
-        self._book(stage, j, (held, host))
-        d = self._device[stage]
-        grows = before is None or held > before[0] or host > before[1]
-        if not grows or self._is_safe(d, j):
+    def lend(self, stage: int, microbatch: int, loan: Loan) -> bool:
+        """Change the loan of an activation, if that is safe; say whether it is."""
+        before, d = self._loans.get((stage, microbatch)), self._device[stage]
+        is_new = microbatch not in self.in_flight
+        if is_new:
+            self.in_flight.append(microbatch)
+        self._set_loan(stage, microbatch, loan)
+        grows = before is None or loan.device > before.device or loan.host > before.host
+        if not grows or self._is_safe(d, microbatch):
             return True
-        if new:
-            self.active.pop()
-        self._book(stage, j, before or (0, 0))
+        self._set_loan(stage, microbatch, before or NO_LOAN)
         if before is None:
-            del self._of[stage, j]
+            del self._loans[stage, microbatch]
+        if is_new:
+            self.in_flight.pop()
         return False
 
-    def regains(self, stage: int, j: int) -> bool:
-        """Book that all of an activation comes back, if that is safe; host memory stays taken until the backward."""
-        return self.admits(stage, j, self._bytes[stage].stays, self._of[stage, j][1])
+    def lend_for_return(self, stage: int, microbatch: int) -> bool:
+        """Lend what it takes that all of an activation comes back; host memory stays lent until the backward."""
+        host = self._loans[stage, microbatch].host
+        return self.lend(stage, microbatch, Loan(self._bytes[stage].stays, host))
 
-    def keeps(self, stage: int, j: int, stays: int) -> bool:
-        """Book that so many bytes of an activation do not leave after all, if that is safe."""
-        held, host = self._of[stage, j]
-        return self.admits(stage, j, held + stays, host - stays)
+    def lend_for_stay(self, stage: int, microbatch: int, stays: int) -> bool:
+        """Lend what it takes that so many bytes of an activation do not leave after all."""
+        device, host = self._loans[stage, microbatch]
+        return self.lend(stage, microbatch, Loan(device + stays, host - stays))
 
-    def backward_done(self, stage: int, j: int) -> None:
-        """Book that a backward has ended: its bytes are as good as free."""
-        self._book(stage, j, (0, 0))
+    def end_backward(self, stage: int, microbatch: int) -> None:
+        """Take back the loan of an activation whose backward has ended."""
+        self._set_loan(stage, microbatch, NO_LOAN)
+        self._backwards_left[microbatch][self._device[stage]] -= 1
+        if not any(self._backwards_left[microbatch]):
+            self.in_flight.remove(microbatch)
+
+    def _set_loan(self, stage: int, microbatch: int, loan: Loan) -> None:
         d = self._device[stage]
-        self._to_go[j][d] -= 1
-        if not any(self._to_go[j]):
-            self.active.remove(j)
-
-    def _book(self, stage: int, j: int, amount: tuple[int, int]) -> None:
-        d = self._device[stage]
-        held, host = self._of.get((stage, j), (0, 0))
-        self._of[stage, j] = amount
-        self._holds[d][j] += amount[0] - held
-        self._total[d] += amount[0] - held
-        self._hosts[d][j] += amount[1] - host
-        self._host_total[d] += amount[1] - host
+        before = self._loans.get((stage, microbatch), NO_LOAN)
+        self._loans[stage, microbatch] = loan
+        self._memory[d].change(microbatch, loan.device - before.device)
+        self._host_memory[d].change(microbatch, loan.host - before.host)
 
     def _is_safe(self, d: int, newest: int) -> bool:
-        device = (self._limit[d], self._total[d], self._holds[d], self._largest[d])
-        host = (self._host_limit[d], self._host_total[d], self._hosts[d], self._most_hosted[d])
-        return self._can_end(d, newest, self._peak, *device) and self._can_end(d, newest, self._host_peak, *host)
+        return self._memory[d].is_safe(self.in_flight, newest, lambda j: self._device_peak(d, j)) and self._host_memory[
+            d
+        ].is_safe(self.in_flight, newest, lambda j: self._host_peak(d, j))
 
-    def _can_end(self, d: int, newest: int, peak: Peak, limit: int, total: int, holds: list[int], largest: int) -> bool:
-        """Whether all micro-batches up to the newest can run to their end on device d, one after the other.
-
-        Parameters
-        ----------
-        peak
-            The most that a micro-batch still holds at once if it runs to its end alone; `largest` is an upper bound.
-        limit, total, holds
-            The memory, how much of it is promised, and how much to each micro-batch.
-        """
-        for i in self.active:
-            if total + largest <= limit:
-                return True
-            total -= holds[i]
-            if total + peak(d, i) > limit:
-                return False
-            if i == newest:
-                break
-        return True
-
-    def _peak(self, d: int, i: int) -> int:
-        r = self._route[i]
-        own = self._own[r][d][: self._to_go[i][d]]
-        if len(own) == 1:
-            return self._peaks[r][own[0]]
-        peak, before = 0, 0
-        for s in own:
-            peak = max(peak, before + self._peaks[r][s])
-            before += self._of.get((s, i), (self._residual[r][s], 0))[0]
+    def _device_peak(self, d: int, microbatch: int) -> int:
+        """The most that a micro-batch has at once if it finishes alone: while a stage runs, those before it on the
+        route hold their loans, or the base relief's."""
+        r = self._route[microbatch]
+        stages = self._stages_on[r][d][: self._backwards_left[microbatch][d]]
+        peak, held = 0, 0
+        for s in stages:
+            peak = max(peak, held + self._stage_peak[r][s])
+            held += self._loans.get((s, microbatch), self._base_loan[r][s]).device
         return peak
 
-    def _host_peak(self, d: int, i: int) -> int:
-        r = self._route[i]
-        return self._hosts[d][i] + sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)
+    def _host_peak(self, d: int, microbatch: int) -> int:
+        r = self._route[microbatch]
+        to_come = (self._base_loan[r][s].host for s in self._stages_on[r][d] if (s, microbatch) not in self._loans)
+        return self._host_memory[d].lent[microbatch] + sum(to_come)

@@ -1,9 +1,10 @@
-"""`SchedulingState`: what list scheduling knows at a moment; its rules are in `list_scheduling` and `transfers`."""
+"""`SchedulingState`: where the list scheduler is; its rules are in `list_scheduling` and `transfers`."""
 
 from __future__ import annotations
 
 import heapq
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +21,60 @@ from optpipe_solver.heuristics.reserve import Reserve
 ARRIVAL = 100
 LOOK = 200  # a link looks for something to do
 
-Event = tuple[float, int, int, int, int, int]  # moment (ms), rows so far, code, stage, micro-batch, part
+
+class Event(NamedTuple):
+    """Something that happens at a moment. Of several at one moment those come first that were foreseen first."""
+
+    ms: float
+    number: int
+    code: int
+    stage: int
+    microbatch: int
+    part: int
+
+
+class FullSpeed(NamedTuple):
+    """By stage: how long after a micro-batch's begin its forward and its backward start if nothing is in their way."""
+
+    forward: dict[int, float]
+    backward: dict[int, float]
 
 
 class SchedulingState:
     """The clock, its events, the ops that have started, and what each device holds and waits for.
 
     What belongs to the problem is computed once; each schedule of it begins with `begin`.
+
+    Attributes
+    ----------
+    ms, takes, frees, recomputed_takes, recomputed_frees
+        By kind and stage: how long an op takes, and its bytes (`Effects`).
+    parts
+        By stage the bytes of each part of an activation.
+    position
+        By micro-batch the place of each stage on its route.
+    base
+        By route: what becomes of each stage's activation if one micro-batch runs at a time.
+    held
+        (D,) bytes, those of the running op included.
+    busy
+        (D,) whether a compute op runs.
+    forwards
+        By device and stage, forwards whose input is there: a heap of rank and micro-batch.
+    backwards
+        By device, backwards whose gradient is there: rank, micro-batch and stage, sorted.
+    gradient_arrivals
+        By device a heap of the moments when gradients arrive that are under way.
+    rank
+        (m,) the order in which micro-batches were admitted.
+    forwards_left
+        (D,) forwards that have not started.
+    begin_ms
+        (m,) when a micro-batch would have begun, had it come to where it is at full speed.
+    relief
+        By stage and micro-batch: what becomes of the activation between forward and backward.
+    rows, starts
+        The ops that have started, as rows of a program's table, and when.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -38,58 +86,62 @@ class SchedulingState:
         effects = Effects(problem)
         self.takes: list[list[int]] = effects.takes.tolist()
         self.frees: list[list[int]] = effects.frees.tolist()
-        self.recomputed_takes, self.recomputed_frees = (bytes.tolist() for bytes in effects.recomputed)
+        self.recomputed_takes, self.recomputed_frees = (sizes.tolist() for sizes in effects.recomputed)
         self.parts = effects.parts
-
         self.route = [problem.route(j) for j in range(m)]
         self.position = [{s: k for k, s in enumerate(route)} for route in self.route]
-        ahead = {route: self._ahead(route) for route in set(self.route)}
-        back = {route: dict(zip(route, ahead[route][-2::-1], strict=False)) for route in ahead}  # the last is the end
-        self.ahead, self.back = [ahead[route] for route in self.route], [back[route] for route in self.route]
-
+        full_speed = {route: self._at_full_speed(route) for route in set(self.route)}
+        self._full_speed = [full_speed[route] for route in self.route]
         self.base = [reliefs(problem, route) for route in problem.all_routes]
         self.memory = [d.activation_budget_bytes for d in problem.devices]
         self.reserve = Reserve(problem, self.base)
         passing = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
-        left = np.bincount(costs.device, weights=passing, minlength=len(problem.devices))
-        self._forwards: list[int] = left.astype(int).tolist()
+        forwards = np.bincount(costs.device, weights=passing, minlength=len(problem.devices))
+        self._forwards: list[int] = forwards.astype(int).tolist()
 
     def begin(self, policy: Policy) -> None:
         """Go back to the time before the first op."""
         self.policy = policy
         m, devices = self.problem.microbatches, len(self.problem.devices)
         self.reserve.begin()
-        self.held = [0] * devices  # bytes, those of the running op included
+        self.held = [0] * devices
         self.busy = [False] * devices
-        self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]  # by stage: rank, j
-        self.backwards: list[list[tuple[int, int, int]]] = [[] for _ in range(devices)]  # gradient is there: rank, j, s
-        self.coming: list[list[float]] = [[] for _ in range(devices)]  # when the next gradients arrive
-        self.rank = [m + j for j in range(m)]  # micro-batches in the order in which they were admitted
+        self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]
+        self.backwards: list[list[tuple[int, int, int]]] = [[] for _ in range(devices)]
+        self.gradient_arrivals: list[list[float]] = [[] for _ in range(devices)]
+        self.rank = [m + j for j in range(m)]
         self.forwards_left = self._forwards.copy()
-        self.begun = [0.0] * m  # when a micro-batch would have begun, had it run at full speed to where it is
-        self.relief: dict[tuple[int, int], Relief] = {}  # of activations between forward and backward
-
+        self.begin_ms = [0.0] * m
+        self.relief: dict[tuple[int, int], Relief] = {}
         self.events: list[Event] = []
         self.rows: list[tuple[int, int, int, int, int]] = []
         self.starts: list[float] = []
         self.now = 0.0
 
-    def _ahead(self, route: tuple[int, ...]) -> list[float]:
-        """At full speed, how long after a micro-batch's begin each forward starts, and then each backward, in order."""
-        hop = [self.problem.p2p_ms if self.device[a] != self.device[b] else 0.0 for a, b in pairwise(route)]
-        steps = [self.ms[Kind.F][s] + h for s, h in zip(route, [*hop, 0.0], strict=True)]
-        steps += [self.ms[Kind.B][s] + h for s, h in zip(reversed(route), [*reversed(hop), 0.0], strict=True)]
-        return list(accumulate(steps, initial=0.0))
-
-    def expect(self, moment: float, code: int, stage: int, j: int, part: int = 0) -> None:
+    def foresee(self, ms: float, code: int, stage: int, microbatch: int, part: int = 0) -> None:
         """Add an event."""
-        heapq.heappush(self.events, (moment, len(self.rows), code, stage, j, part))
+        heapq.heappush(self.events, Event(ms, len(self.rows), code, stage, microbatch, part))
 
-    def record(self, kind: Kind, stage: int, j: int, part: int = 0) -> None:
-        """Note that an op starts now."""
-        self.rows.append((kind, stage, j, part, 0))
+    def record_start(self, kind: Kind, stage: int, microbatch: int, part: int = 0) -> None:
+        """Note that an op starts now, and foresee its end."""
+        self.rows.append((kind, stage, microbatch, part, 0))
         self.starts.append(self.now)
+        self.foresee(self.now + self.ms[kind][stage], kind, stage, microbatch, part)
 
-    def backward_expected(self, stage: int, j: int) -> float:
+    def note_pace(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Take note how far a micro-batch has come: its F, or its backward, of this stage starts now."""
+        full_speed = self._full_speed[microbatch]
+        after = full_speed.forward[stage] if kind == Kind.F else full_speed.backward[stage]
+        self.begin_ms[microbatch] = max(self.begin_ms[microbatch], self.now - after)
+
+    def backward_expected(self, stage: int, microbatch: int) -> float:
         """The moment at which the backward will be able to start if all goes at full speed from here."""
-        return self.begun[j] + self.back[j][stage]
+        return self.begin_ms[microbatch] + self._full_speed[microbatch].backward[stage]
+
+    def _at_full_speed(self, route: tuple[int, ...]) -> FullSpeed:
+        hop = [self.problem.p2p_ms if self.device[a] != self.device[b] else 0.0 for a, b in pairwise(route)]
+        there = [self.ms[Kind.F][s] + h for s, h in zip(route, [*hop, 0.0], strict=True)]
+        back = [self.ms[Kind.B][s] + h for s, h in zip(reversed(route), [*reversed(hop), 0.0], strict=True)]
+        *starts, _end = accumulate([*there, *back], initial=0.0)
+        n = len(route)
+        return FullSpeed(dict(zip(route, starts[:n], strict=True)), dict(zip(reversed(route), starts[n:], strict=True)))

@@ -5,24 +5,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from optpipe.model.ops import Kind
-from optpipe_solver.heuristics.state import LOOK, SchedulingState
+from optpipe_solver.heuristics.state import LOOK
+
+if TYPE_CHECKING:
+    from optpipe_solver.heuristics.state import SchedulingState
 
 O, R = Kind.O, Kind.R
-Key = tuple[int, int]  # stage, micro-batch
+Activation = tuple[int, int]  # stage, micro-batch
 
 
 @dataclass(slots=True)
 class Away:
-    """An activation that leaves: its parts still to go, those that have gone, and how far these are."""
+    """An activation that leaves.
+
+    Attributes
+    ----------
+    waiting
+        Parts that are to leave.
+    sent
+        Parts whose offload has started, in order.
+    dropped, reloading, back
+        How many of these, in the same order, have left the device, have begun to come back, are back.
+    returns
+        Whether all of it is to come back now.
+    """
 
     waiting: list[int]
-    gone: list[int] = field(default_factory=list)
-    dropped: int = 0  # of those gone, in their order
-    reloading: int = 0  # likewise: reloads that have started
-    back: int = 0  # reloads that have ended
-    returns: bool = False  # all of it is to come back now
+    sent: list[int] = field(default_factory=list)
+    dropped: int = 0
+    reloading: int = 0
+    back: int = 0
+    returns: bool = False
 
 
 class Transfers:
@@ -43,56 +59,56 @@ class Transfers:
         """Go back to the time before the first op."""
         devices = range(len(self._link))
         self._busy = {O: [False] * len(self._devices_on), R: [False] * len(self._devices_on)}
-        self._away: dict[Key, Away] = {}
-        self._leaving: list[deque[tuple[float, Key]]] = [deque() for _ in devices]  # since when
-        self._gone: list[dict[int, deque[int]]] = [{} for _ in devices]  # micro-batches by stage, as they went
-        self._offloaded: list[list[tuple[Key, int]]] = [[] for _ in devices]
+        self._away: dict[Activation, Away] = {}
+        self._to_offload: list[deque[tuple[float, Activation]]] = [deque() for _ in devices]  # since when
+        self._to_reload: list[dict[int, deque[int]]] = [{} for _ in devices]  # micro-batches by stage, as they left
+        self._to_drop: list[list[tuple[Activation, int]]] = [[] for _ in devices]
         self._next_look = [float("inf")] * len(self._devices_on)  # when each link will look again
 
-    def leave(self, stage: int, j: int, parts: tuple[int, ...]) -> None:
+    def queue_offload(self, stage: int, j: int, parts: tuple[int, ...]) -> None:
         """Queue the parts of an activation whose forward has ended."""
         d = self._state.device[stage]
         self._away[stage, j] = Away(list(parts))
-        self._leaving[d].append((self._state.now, (stage, j)))
-        self._gone[d].setdefault(stage, deque()).append(j)
+        self._to_offload[d].append((self._state.now, (stage, j)))
+        self._to_reload[d].setdefault(stage, deque()).append(j)
 
     def is_resident(self, stage: int, j: int) -> bool:
         """Whether all of an activation is on its device; parts that have not begun to leave stay there."""
         away = self._away.get((stage, j))
-        return away is None or away.back == len(away.gone)
+        return away is None or away.back == len(away.sent)
 
     def forget(self, stage: int, j: int) -> None:
         """Forget an activation whose backward starts."""
         self._away.pop((stage, j), None)
 
-    def ended(self, kind: int, stage: int, j: int, part: int) -> None:
+    def end(self, kind: int, stage: int, j: int, part: int) -> None:
         """Take note that an offload or a reload has ended."""
         d = self._state.device[stage]
         self._busy[O if kind == O else R][self._link[d]] = False
         if kind == R:
             self._away[stage, j].back += 1
         else:
-            self._offloaded[d].append(((stage, j), part))
+            self._to_drop[d].append(((stage, j), part))
             self.drop(d)
 
     def drop(self, d: int) -> None:
         """Free what has been offloaded if the device is between two compute ops."""
         if not self._state.busy[d]:
-            for (stage, j), part in self._offloaded[d]:
-                self._away[stage, j].dropped += 1
-                self._state.held[d] -= self._state.parts[stage][part]
-            self._offloaded[d].clear()
+            for activation, part in self._to_drop[d]:
+                self._away[activation].dropped += 1
+                self._state.held[d] -= self._state.parts[activation[0]][part]
+            self._to_drop[d].clear()
 
-    def looked(self, d: int) -> None:
+    def note_look(self, d: int) -> None:
         """Take note that the device's link looks for something to do now."""
         self._next_look[self._link[d]] = float("inf")
 
-    def room(self, d: int) -> int:
+    def room_for_return(self, d: int) -> int:
         """Return the bytes to leave free for the activation that is to come back next."""
-        for stage, j in self._next(d):
+        for stage, j in self._candidates_to_reload(d):
             if self._reload_due(stage, j) <= self._state.now:
                 away = self._away[stage, j]
-                return sum(self._state.parts[stage][part] for part in away.gone[away.reloading :])
+                return sum(self._state.parts[stage][part] for part in away.sent[away.reloading :])
         return 0
 
     def start_on(self, d: int) -> None:
@@ -101,97 +117,96 @@ class Transfers:
         if not self._away:
             return
         if self._half_duplex:
-            if not (self._busy[O][n] or self._busy[R][n] or self._reload(n)):
-                self._offload(n)
+            if not (self._busy[O][n] or self._busy[R][n] or self._start_reload(n)):
+                self._start_offload(n)
         else:
             if not self._busy[R][n]:
-                self._reload(n)
+                self._start_reload(n)
             if not self._busy[O][n]:
-                self._offload(n)
+                self._start_offload(n)
 
-    def _next(self, d: int) -> Iterator[Key]:
+    def _candidates_to_reload(self, d: int) -> Iterator[Activation]:
         """Yield what could come back: of each stage the first that left, and all whose backward waits."""
-        for stage, queue in self._gone[d].items():
-            while queue and self._is_back(stage, queue[0]):
+        for stage, queue in self._to_reload[d].items():
+            while queue and self._all_reloads_started(stage, queue[0]):
                 queue.popleft()
             if queue:
                 yield stage, queue[0]
         for _, j, stage in self._state.backwards[d]:
-            if (stage, j) in self._away and self._gone[d][stage] and self._gone[d][stage][0] != j:
+            if (stage, j) in self._away and self._to_reload[d][stage] and self._to_reload[d][stage][0] != j:
                 yield stage, j
 
-    def _is_back(self, stage: int, j: int) -> bool:
-        """Whether nothing of an activation is left to reload."""
+    def _all_reloads_started(self, stage: int, j: int) -> bool:
         away = self._away.get((stage, j))
-        return away is None or (away.returns and away.reloading == len(away.gone))
+        return away is None or (away.returns and away.reloading == len(away.sent))
 
     def _reload_due(self, stage: int, j: int) -> float:
         """The moment at which an activation should begin to come back."""
         away = self._away[stage, j]
-        needed = (len(away.gone) - away.reloading) * self._state.ms[R][stage]
-        return self._state.backward_expected(stage, j) - self._state.policy.eager * needed
+        reload_ms = (len(away.sent) - away.reloading) * self._state.ms[R][stage]
+        return self._state.backward_expected(stage, j) - self._state.policy.eager * reload_ms
 
-    def _reload(self, n: int) -> bool:
-        state, look = self._state, float("inf")
+    def _start_reload(self, n: int) -> bool:
+        """Start the reload that is needed soonest, if one is due and fits; else look again when one is due."""
+        state = self._state
         candidates = [
-            key
+            activation
             for d in self._devices_on[n]
-            for key in self._next(d)
-            if self._away[key].dropped > self._away[key].reloading
+            for activation in self._candidates_to_reload(d)
+            if self._away[activation].dropped > self._away[activation].reloading
         ]
-        if len(candidates) > 1:
-            candidates.sort(key=lambda key: state.backward_expected(*key))
-        for stage, j in candidates:
+        due_ms, due_stage = float("inf"), -1
+        for stage, j in sorted(candidates, key=lambda activation: state.backward_expected(*activation)):
             away, d = self._away[stage, j], state.device[stage]
-            if not away.returns and (wanted := self._reload_due(stage, j)) > state.now:
-                if wanted < look:
-                    look, looker = wanted, stage
+            if not away.returns and (ms := self._reload_due(stage, j)) > state.now:
+                if ms < due_ms:
+                    due_ms, due_stage = ms, stage
                 continue
-            part = away.gone[away.reloading]
+            part = away.sent[away.reloading]
             size = state.parts[stage][part]
-            if state.held[d] + size > state.memory[d] or not (away.returns or state.reserve.regains(stage, j)):
-                continue
-            away.returns = True
-            away.waiting.clear()
-            away.reloading += 1
-            state.held[d] += size
-            self._start(R, n, stage, j, part)
-            return True
-        if look < self._next_look[n]:
-            self._next_look[n] = look
-            state.expect(look, LOOK, looker, 0)
+            fits = state.held[d] + size <= state.memory[d]
+            if fits and (away.returns or state.reserve.lend_for_return(stage, j)):
+                away.returns = True
+                away.waiting.clear()
+                away.reloading += 1
+                state.held[d] += size
+                self._start(R, n, stage, j, part)
+                return True
+        if due_ms < self._next_look[n]:
+            self._next_look[n] = due_ms
+            state.foresee(due_ms, LOOK, due_stage, 0)
         return False
 
-    def _offload(self, n: int) -> None:
-        queues = [self._leaving[d] for d in self._devices_on[n]]
+    def _start_offload(self, n: int) -> None:
+        """Start the offload that waits longest."""
+        queues = [self._to_offload[d] for d in self._devices_on[n]]
         while queue := min((queue for queue in queues if queue), key=lambda queue: queue[0][0], default=None):
-            stage, j = key = queue[0][1]
-            away = self._away.get(key)
-            if away is not None and away.waiting and not self._may_stay(stage, j, away):
+            stage, j = activation = queue[0][1]
+            away = self._away.get(activation)
+            if away is not None and away.waiting and not self._keep_if_useless_to_leave(stage, j, away):
                 part = away.waiting.pop(0)
-                away.gone.append(part)
+                away.sent.append(part)
                 self._start(O, n, stage, j, part)
                 return
             queue.popleft()
 
-    def _may_stay(self, stage: int, j: int, away: Away) -> bool:
+    def _keep_if_useless_to_leave(self, stage: int, j: int, away: Away) -> bool:
         """Keep what waits to leave if it would not be back in time, or would make room for no forward.
 
         Returns False, and keeps nothing, if what is in flight could not be finished then.
         """
         state = self._state
-        n, gone = len(away.waiting), len(away.gone) - away.back
-        transfers = n * state.ms[O][stage] + (n + gone) * state.ms[R][stage]
-        if state.forwards_left[state.device[stage]] and state.backward_expected(stage, j) - state.now >= transfers:
+        waiting, gone = len(away.waiting), len(away.sent) - away.back
+        transfer_ms = waiting * state.ms[O][stage] + (waiting + gone) * state.ms[R][stage]
+        is_back_in_time = state.backward_expected(stage, j) - state.now >= transfer_ms
+        if state.forwards_left[state.device[stage]] and is_back_in_time:
             return False
-        stays = sum(self._state.parts[stage][part] for part in away.waiting)
-        if not state.reserve.keeps(stage, j, stays):
+        stays = sum(state.parts[stage][part] for part in away.waiting)
+        if not state.reserve.lend_for_stay(stage, j, stays):
             return False
         away.waiting.clear()
         return True
 
     def _start(self, kind: Kind, n: int, stage: int, j: int, part: int) -> None:
-        state = self._state
         self._busy[kind][n] = True
-        state.record(kind, stage, j, part)
-        state.expect(state.now + state.ms[kind][stage], kind, stage, j, part)
+        self._state.record_start(kind, stage, j, part)
