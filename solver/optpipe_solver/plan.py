@@ -69,10 +69,6 @@ FIRST_MAX_BYTES = 2**32  # of the process
 GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
 GENERATE_TRIES = 50  # likewise, of small schedules
 DESCENT_FAILURES = 120  # policies tried in a row without one of them being better
-DESCENT_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the activations that leave or are recomputed
-REPEAT_FORWARDS = 10_000  # list scheduling of more takes over half a second: a period is repeated
-REPEAT_GAIN = 1.5  # a period is repeated if that needs this many times fewer micro-batches to be scheduled
-REPEAT_MICROBATCHES = 6  # a period at most
 VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
 
 # Placements: shares of the time

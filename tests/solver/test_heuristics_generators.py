@@ -35,10 +35,6 @@ def pipeline(
     return make_pipeline(max(placement) + 1, microbatches, int(memory * 5 * GB), stages, p2p_ms=p2p_ms)
 
 
-def test_every_name_has_its_generator():
-    assert tuple(STREAMS) == HEURISTICS
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(problems())
 def test_they_are_whole_schedules_of_any_problem(problem):

@@ -8,10 +8,8 @@ from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import Problem, check
-from optpipe_solver.heuristics import generate
+from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.heuristics.pairs import join_pairs
-from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import PolicySchedules
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
@@ -33,5 +31,5 @@ def test_pairs_shorten_what_can_run_together():
 
 
 def test_without_a_factor_or_room_nothing_is_joined():
-    assert join_pairs(PolicySchedules(pipeline(None), "x").schedule(Policy())) is None
-    assert join_pairs(PolicySchedules(pipeline(0.7, memory=5), "x").schedule(Policy())) is None
+    for problem in (pipeline(None), pipeline(0.7, memory=5)):
+        assert join_pairs(next(STREAMS["zb-auto"](problem, "makespan"))) is None
