@@ -86,7 +86,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     schedule = split_dispensable(
         next(STREAMS[data.draw(st.sampled_from(["adaoffload", "naive"]))](problem, "makespan"))
     )
-    grid = Grid.of(problem)
+    grid = Grid.for_problem(problem)
     if check(problem, schedule) or not is_expressible(schedule):
         return
     known = place_on_grid(grid, schedule)
@@ -198,7 +198,7 @@ def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_m
 def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FINE) -> bool | None:
     """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to
     say."""
-    grid = Grid.of(problem, finest).relaxed
+    grid = Grid.for_problem(problem, finest).relaxed
     known = place_on_grid(grid, number_by_entry(split_dispensable(schedule)))
     model = WindowModel(grid, known, Window.of_all(known), "ranks")
     assert model.is_bound

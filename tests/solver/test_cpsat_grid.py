@@ -20,7 +20,7 @@ times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: int) -> None:
     f, b, w, o, r, c, p2p = ms
     problem = problem_of([stage(0, (f, b, w), 9, 1, (o, r, 9), (c, 1), parts)] * 2, [9], microbatches, p2p)
-    grid = Grid.of(problem)
+    grid = Grid.for_problem(problem)
     assert grid.serial < 2 * LONGEST
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C):
         assert grid.duration(kind, 0) >= 1
@@ -36,7 +36,7 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     problem = problem_of(
         [stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p
     )
-    grid = Grid.of(problem).relaxed
+    grid = Grid.for_problem(problem).relaxed
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
         assert grid.ms(grid.duration(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)
     assert grid.ms(grid.p2p) <= p2p
@@ -49,14 +49,14 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
 
 
 def test_what_is_whole_stays_so() -> None:
-    grid = Grid.of(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
+    grid = Grid.for_problem(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
     assert grid.exact
     assert [grid.duration(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [207, 230, 184]
-    assert not Grid.of(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
+    assert not Grid.for_problem(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
 def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
-    grid = Grid.of(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
+    grid = Grid.for_problem(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
     forward, *_ = grid.levels(0, Kind.F, Kind.B, Kind.W)
     assert grid.capacity(0) < forward.bytes < 2**20

@@ -85,7 +85,7 @@ def test_one_thread_finds_the_same_again() -> None:
 
 
 def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
-    grid = Grid.of(offloading(8, 6))
+    grid = Grid.for_problem(offloading(8, 6))
     schedule = naive(grid.problem)
     known, choice = place_on_grid(grid, schedule), WindowChoice(grid, random.Random(0))
     seen = set()
@@ -117,7 +117,7 @@ def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_no
 
 
 def test_where_nothing_is_gained_windows_have_more_time() -> None:
-    choice = WindowChoice(Grid.of(offloading(4, 6)), random.Random(0))
+    choice = WindowChoice(Grid.for_problem(offloading(4, 6)), random.Random(0))
     for _ in range(VAIN_WINDOWS):
         choice.learn(choice.breadths[0], 0.0, QUICK_S, True)
     assert choice.quick_s > QUICK_S

@@ -90,23 +90,6 @@ def test_more_chunks_hold_less(p, v):
     assert peaks(schedule) == [most_held(p, v) - s for s in range(p)]
 
 
-@pytest.mark.parametrize(("v", "share"), [(2, 0.75), (3, 2 / 3), (4, 0.625), (8, 9 / 16)])
-def test_the_share_of_1f1b_that_remains_at_large_p(v, share):
-    p = 1000 * 3 * v + 1
-    assert most_held(p, v) / (v * p) == pytest.approx((v + 1) / (2 * v), rel=1e-3) == pytest.approx(share, rel=1e-3)
-
-
-@pytest.mark.parametrize("v", range(2, 7))
-@pytest.mark.parametrize("apart", range(1, 8))
-def test_no_other_launches_hold_less(v, apart):
-    """Chunks at least so many beats apart, all different modulo v: the least that sums of c times a distance can be,
-    tried out."""
-    distances = product(range(apart, apart + v), repeat=v - 1)
-    turns = [[sum(gaps[:c]) for c in range(v)] for gaps in distances]
-    least = min(sum(t[-1] - t[c] for c in range(v)) for t in turns if len({n % v for n in t}) == v)
-    assert least == v * ((v - 1) * apart + gcd(apart, v) - 1) / 2
-
-
 @pytest.mark.parametrize("p", range(3, 25))
 def test_chunks_follow_each_other_as_many_rounds_later_as_the_paper_says(p):
     schedule = generate("chronos", units(p, 2 * p, v=2))
@@ -147,18 +130,6 @@ def blocking(schedule: Any, c: Fraction) -> Fraction:
                 at[d] = ended[kind, s, j] + c * sends
                 del ops[0]
     return max(ended.values())
-
-
-@pytest.mark.parametrize("p", [4, 5, 6, 8, 9])
-def test_the_papers_time_for_communication_is_that_of_messages_that_block(p):
-    """Exact for two micro-batches; each further one takes 8 messages in the full pipeline, fewer before it is full."""
-    c = Fraction(1, 64)
-    short, long, longer = (blocking(generate("chronos", units(p, m, v=2)), c) for m in (2, 3 * p, 3 * p + 1))
-    assert short == published(p, 2, c)
-    assert longer - long == 6 + 8 * c
-    assert published(p, 3 * p, c) - (p + 2) * c <= long < published(p, 3 * p, c)
-    one = [blocking(generate("1f1b", units(p, m, times=(2, 2, 2))), c) for m in (2, 3 * p)]
-    assert one == [published_1f1b(p, 2, c), published_1f1b(p, 3 * p, c) - 2 * c]
 
 
 @pytest.mark.parametrize(
@@ -249,12 +220,6 @@ def test_chunk_2_is_delayed_by_the_rounds_of_equation_8(p):
     assert ran_before(schedule, 0, Kind.F, chunk=0, other=1) == 1 + ceil(Fraction(p - 3, 6)) + rounds_later(p)
 
 
-def test_equation_8_is_not_one_round_from_8_to_40():
-    later = {k: [p for p in range(3, 41) if rounds_later(p) == k] for k in range(3)}
-    assert later[0] == [3, 4, 5, 6, 7, 10, 11, 12, 16, 17]
-    assert later[2] == [27, 32, 33, 36, 37, 38, 39]
-
-
 def test_the_papers_measurements_are_these_counts():
     """Figure 9: 17.23 and 6.63 GB of activations where 1F1B with R = 50 % has 10.6, p = 8. Section 6.2: 12.5 % and 25 %
     less at p = 4. Figure 15: 43.75 % at p = v = 4 with a quarter of the layers recomputed, the one that is recomputed
@@ -306,12 +271,6 @@ def test_groups_take_at_most_as_long_and_hold_whole_groups_more(v, g):
                 assert shorter == 3 * (v - 1) * (min(last, p) - 1)
         schedule = generate(f"chronos-zero2:group={g}", units(p, 4 * p + 4 * v * g, v=v))
         assert peaks(schedule) == [most_held(p, v, g) - s for s in range(p)]
-
-
-@pytest.mark.parametrize("g", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_groups_that_fit_hold_little_more(g, n):
-    assert most_held(3 * n * g, 2) <= most_held(3 * n * g, 2, g) <= Fraction(5, 3) * 3 * n * g
 
 
 @pytest.mark.parametrize(("v", "g"), [*product([2, 3], [1, 2, 3, 4])])
@@ -397,8 +356,8 @@ def test_what_cannot_be_is_one_sentence(method, told):
 
 
 def test_the_shares_of_1f1bs_memory():
-    measured = [
-        [f"{v}", *(f"{most_held(p, v) / (v * p):.1%}" for p in (4, 8, 16, 32, 64)), f"{(v + 1) / (2 * v):.1%}"]
-        for v in (2, 3, 4, 8)
-    ]
-    assert table(PAGE, "v") == measured
+    measured = []
+    for v in (2, 3, 4, 8):
+        held = {p: max(peaks(generate("chronos", units(p, 2 * p + v, v=v)))) for p in (4, 8, 16)}
+        measured.append([str(v), *(f"{held[p] / (v * p):.1%}" for p in held)])
+    assert [row[:4] for row in table(PAGE, "v")] == measured

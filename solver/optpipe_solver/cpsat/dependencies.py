@@ -10,65 +10,55 @@ from optpipe_solver.cpsat.variables import Choice, Variables
 F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
 
 
-def add_dependencies(v: Variables) -> None:
-    """Adds all of them."""
-    for s, j in v.passes:
-        _add_backward_halves(v, s, j)
-    _add_messages(v)
-    _add_activations(v)
-    _add_recomputes(v)
-    _add_transfers(v)
-    _add_end(v)
-
-
-def _add_backward_halves(v: Variables, s: int, j: int) -> None:
+def weight_gradient_after_input_gradient(v: Variables) -> None:
     """W follows B (Eq. 8); at once where both are one BW, which ends as one."""
-    b, w = Op(B, s, j), Op(W, s, j)
-    fused = v.fused.get((s, j), False)
-    if fused is False:
-        _add_precedence(v, b, w)
-    elif fused is True:
-        if b in v.free:
-            v.model.add(v.start[w] == v.start[b] + v.duration(b))
-    else:
-        v.model.add(v.start[w] == v.start[b] + v.duration(b)).only_enforce_if(fused)
-        v.model.add(v.compute_end[b] == v.compute_end[w]).only_enforce_if(fused)
-        v.model.add(v.compute_end[b] == v.start[b] + v.duration(b)).only_enforce_if(~fused)
-        v.model.add(v.compute_end[b] <= v.start[w]).only_enforce_if(~fused)
+    for s, j in v.passes:
+        b, w = Op(B, s, j), Op(W, s, j)
+        fused = v.fused.get((s, j), False)
+        if fused is False:
+            _starts_after(v, b, w)
+        elif fused is True:
+            if b in v.free:
+                v.model.add(v.start[w] == v.start[b] + v.duration(b))
+        else:
+            v.model.add(v.start[w] == v.start[b] + v.duration(b)).only_enforce_if(fused)
+            v.model.add(v.compute_end[b] == v.compute_end[w]).only_enforce_if(fused)
+            v.model.add(v.compute_end[b] == v.start[b] + v.duration(b)).only_enforce_if(~fused)
+            v.model.add(v.compute_end[b] <= v.start[w]).only_enforce_if(~fused)
 
 
-def _add_messages(v: Variables) -> None:
+def after_messages(v: Variables) -> None:
     """Forwards wait for the stage before, input gradients for the stage after, and for the message (Eq. 5 and 6)."""
     for j in range(v.problem.microbatches):
         for s, t in pairwise(v.problem.route(j)):
-            _add_precedence(v, Op(F, s, j), Op(F, t, j), v.grid.delay(s, t))
+            _starts_after(v, Op(F, s, j), Op(F, t, j), v.grid.delay(s, t))
             if v.order != "ranks":
-                _add_precedence(v, Op(B, t, j), Op(B, s, j), v.grid.delay(s, t))
+                _starts_after(v, Op(B, t, j), Op(B, s, j), v.grid.delay(s, t))
 
 
-def _add_activations(v: Variables) -> None:
+def backward_after_forward(v: Variables) -> None:
     """A backward follows its forward."""
     for s, j in v.passes:
-        _add_precedence(v, Op(F, s, j), v.backward(s, j))
+        _starts_after(v, Op(F, s, j), v.backward(s, j))
 
 
-def _add_recomputes(v: Variables) -> None:
-    """C stands between F and the backward. What is recomputed is not offloaded, not even in part."""
+def recompute_between_forward_and_backward(v: Variables) -> None:
+    """F, C, backward. What is recomputed is not offloaded, not even in part."""
     for (s, j), recomputed in v.recomputed.items():
-        _add_precedence(v, Op(F, s, j), Op(C, s, j), 0, recomputed)
-        _add_precedence(v, Op(C, s, j), v.backward(s, j), 0, recomputed)
+        _starts_after(v, Op(F, s, j), Op(C, s, j), 0, recomputed)
+        _starts_after(v, Op(C, s, j), v.backward(s, j), 0, recomputed)
         for p in range(len(v.grid.parts[s])):
             if (s, j, p) in v.offloaded:
                 v.model.add_implication(v.offloaded[s, j, p], ~recomputed)
 
 
-def _add_transfers(v: Variables) -> None:
+def transfers_between_forward_and_backward(v: Variables) -> None:
     """F, O, D, R, backward: each follows the one before. O and R start when they have allocated, or later."""
     for (s, j, p), offloaded in v.offloaded.items():
         o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
-        _add_precedence(v, Op(F, s, j), o, 0, offloaded)
-        _add_precedence(v, o, d, 0, offloaded)
-        _add_precedence(v, r, v.backward(s, j), 0, offloaded)
+        _starts_after(v, Op(F, s, j), o, 0, offloaded)
+        _starts_after(v, o, d, 0, offloaded)
+        _starts_after(v, r, v.backward(s, j), 0, offloaded)
         if o in v.allocation:
             v.model.add(v.allocation[o] >= v.compute_end[Op(F, s, j)]).only_enforce_if(offloaded)
             v.model.add(v.start[o] >= v.allocation[o]).only_enforce_if(offloaded)
@@ -76,11 +66,11 @@ def _add_transfers(v: Variables) -> None:
             v.model.add(v.allocation[r] >= v.start[d]).only_enforce_if(offloaded)
             v.model.add(v.start[r] >= v.allocation[r]).only_enforce_if(offloaded)
         else:
-            _add_precedence(v, d, r)
+            _starts_after(v, d, r)
 
 
-def _add_end(v: Variables) -> None:
-    """The schedule ends when everything has (Eq. 4): each device's end is behind its last W, and its delivery."""
+def end_after_everything(v: Variables) -> None:
+    """The schedule ends when everything has (Eq. 4): each device's end is after its last W, and its delivery."""
     for device_end in v.device_end:
         if device_end is not v.end:
             v.model.add(v.end >= device_end)
@@ -90,9 +80,9 @@ def _add_end(v: Variables) -> None:
         v.model.add(end >= v.compute_end[w] + v.incumbent.delivery[v.device(w)])
 
 
-def _add_precedence(v: Variables, x: Op, y: Op, delay: int = 0, presence: Choice = True) -> None:
+def _starts_after(v: Variables, x: Op, y: Op, delay: int = 0, presence: Choice = True) -> None:
     """y starts `delay` after x has ended, or later. Two ops before the window, or two after it, do so already."""
-    x_side, y_side = (0 if z in v.free else v.side(v.incumbent_start(z)) for z in (x, y))
+    x_side, y_side = (0 if z in v.free else v.side_of_window(v.incumbent_start(z)) for z in (x, y))
     if x_side == y_side != 0:
         return
     end = v.compute_end[x] if x in v.compute_end else v.start[x] + v.duration(x)

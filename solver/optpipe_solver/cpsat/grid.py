@@ -60,7 +60,7 @@ class Grid:
     down: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, finest: int = FINEST) -> Grid:
+    def for_problem(cls, problem: Problem, finest: int = FINEST) -> Grid:
         """A grid on which every duration is whole, if the busiest device's work on one micro-batch then takes `finest`
         ticks at most; else a coarser one on which it takes that many."""
         durations = [_durations(stage) for stage in problem.stages]
@@ -213,11 +213,6 @@ class Grid:
         ]
 
     @cached_property
-    def work(self) -> list[int]:
-        """By device: ticks of compute on one micro-batch."""
-        return _work(self.problem, self._ticks)
-
-    @cached_property
     def _link_users(self) -> list[list[int]]:
         """By link: the stages that can offload over it."""
         costs = self.problem.costs
@@ -251,9 +246,9 @@ def _durations(stage: Stage) -> dict[Kind, Fraction]:
 
 def _work(problem: Problem, durations: list[dict[Kind, Number]]) -> list[Number]:
     """By device: time of compute on one micro-batch."""
-    own = [problem.stages_on(d) for d in range(len(problem.devices))]
     compute = [times[Kind.F] + times[Kind.B] + times[Kind.W] for times in durations]
-    return [sum((compute[s] for s in stages), 0 * compute[0]) for stages in own]
+    stages_on = (problem.stages_on(d) for d in range(len(problem.devices)))
+    return [sum((compute[s] for s in stages), 0 * compute[0]) for stages in stages_on]
 
 
 def _serial(problem: Problem, durations: list[dict[Kind, Number]], p2p: Number) -> Number:

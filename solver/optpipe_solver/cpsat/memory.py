@@ -6,161 +6,194 @@ What ops take and free is read from `optpipe.evaluate.effects`, through the grid
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.variables import Choice, Moment, Variables
 
-F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
-Point = tuple[Kind, bool]  # the start of an activation's op, or (True) its end
-FORWARD, GRADIENT = (F, False), (B, True)
-Hinted = tuple[Moment, int]  # a moment, and its value in the incumbent
+F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
 
 
-def add_memory_capacity(v: Variables) -> None:
-    """Adds a cumulative constraint for each memory of each device whose order is open.
+class Point(NamedTuple):
+    """Where the memory of an activation may change: when an op of it starts, or ends."""
 
-    Where the order stays, so does what is held at one time.
-    """
+    kind: Kind
+    is_end: bool
+
+
+class Between(NamedTuple):
+    """From one point of an activation to another."""
+
+    begin: Point
+    end: Point
+
+
+class HintedMoment(NamedTuple):
+    """A moment of the model, and when it is in the incumbent."""
+
+    moment: Moment
+    hint: int
+
+
+FORWARD_START, GRADIENT_END = Point(F, is_end=False), Point(B, is_end=True)
+
+
+def device_memory_within_budget(v: Variables) -> None:
+    """A cumulative constraint for each device whose order is open. Where the order stays, so does what is held."""
     for d in filter(v.window.opens, range(len(v.problem.devices))):
-        own = [(s, j) for s, j in v.passes if v.problem.stages[s].device == d]
-        device = _Held(v)
-        for s, j in own:
-            device.add_activation(s, j)
-        device.add_capacity(v.grid.capacity(d))
+        held = _Held(v)
+        for s, j in v.passes_on(d):
+            held.add_activation(s, j)
+        held.fits_into(v.grid.capacity(d))
+
+
+def host_memory_within_limit(v: Variables) -> None:
+    """Likewise, for each device whose host memory may not hold all copies at once."""
+    for d in filter(v.window.opens, range(len(v.problem.devices))):
         limit = v.grid.host_capacities[d]
         if limit is not None:
-            host = _Held(v)
-            for s, j in own:
-                host.add_copies(s, j)
-            host.add_capacity(limit)
+            copies = _Held(v)
+            for s, j in v.passes_on(d):
+                copies.add_copies(s, j)
+            copies.fits_into(limit)
 
 
-def held_between(grid: Grid, stage: int, recomputed: bool, fused: bool) -> Counter[tuple[Point, Point]]:
+def held_between(grid: Grid, stage: int, recomputed: bool, fused: bool) -> Counter[Between]:
     """The grains that an activation holds from one point to another, if no part of it leaves.
 
     They add up to the levels of `Grid.levels`: what is taken last is freed first, and all is counted anew when the
     input gradient ends. The end of a BW is that of its B.
     """
-    kinds = (F, *((C,) if recomputed else ()), *((Kind.BW,) if fused else (B, W)))
+    kinds = (F, *((C,) if recomputed else ()), *((BW,) if fused else (B, W)))
     level = {(kind, ended): grains for kind, ended, grains in grid.levels(stage, *kinds, recomputed=recomputed)}
-    found: Counter[tuple[Point, Point]] = Counter()
-    since: list[tuple[Point, int]] = []
+    amounts: Counter[Between] = Counter()
+    taken: list[tuple[Point, int]] = []  # where, and how many grains of that are still held
     held = 0
-    for kind, ended in ((kind, ended) for kind in kinds for ended in (False, True)):
-        now, point = level.get((kind, ended), held), (B if kind == Kind.BW else kind, ended)
-        freed = held if point == GRADIENT else held - now
-        while freed > 0:
-            begin, grains = since.pop()
-            found[begin, point] += min(grains, freed)
-            if grains > freed:
-                since.append((begin, grains - freed))
-            freed -= grains
-        taken = now if point == GRADIENT else now - held
-        if taken > 0:
-            since.append((point, taken))
+    for kind, is_end in ((kind, is_end) for kind in kinds for is_end in (False, True)):
+        now, point = level.get((kind, is_end), held), Point(B if kind == BW else kind, is_end)
+        to_free = held if point == GRADIENT_END else held - now
+        while to_free > 0:
+            begin, grains = taken.pop()
+            amounts[Between(begin, point)] += min(grains, to_free)
+            if grains > to_free:
+                taken.append((begin, grains - to_free))
+            to_free -= grains
+        to_take = now if point == GRADIENT_END else now - held
+        if to_take > 0:
+            taken.append((point, to_take))
         held = now
-    return found
+    return amounts
 
 
 class _Held:
-    """What one memory holds: intervals, and their sizes in grains."""
+    """What one memory holds: intervals, and their sizes in grains. Moments after the window are None."""
 
     def __init__(self, v: Variables) -> None:
-        self.v = v
-        self.intervals: list[object] = []
-        self.sizes: list[int] = []
+        self._v = v
+        self._intervals: list[object] = []
+        self._sizes: list[int] = []
+
+    def fits_into(self, capacity: int) -> None:
+        """No more than this is held at one time."""
+        self._v.model.add_cumulative(self._intervals, self._sizes, capacity)
 
     def add_activation(self, s: int, j: int) -> None:
         """What the activation holds with each choice. Of parts that may leave, each is counted on its own: until D, and
         from R on."""
-        v, recomputed, fused = self.v, self.v.recomputed.get((s, j), False), self.v.fused.get((s, j), False)
+        v, recomputed, fused = self._v, self._v.recomputed.get((s, j), False), self._v.fused.get((s, j), False)
         leaving = {p: size for p, size in enumerate(v.grid.parts[s]) if (s, j, p) in v.offloaded}
         if recomputed is True:
             leaving = {}
         amounts = {(a, f): held_between(v.grid, s, a, f) for a in _values(recomputed) for f in _values(fused)}
-        for (a, _), amount in amounts.items():
-            amount[FORWARD, GRADIENT] -= 0 if a else sum(leaving.values())
-        for points in dict.fromkeys(points for amount in amounts.values() for points in amount):
-            self._add_by_choice(s, j, points, {choice: amount[points] for choice, amount in amounts.items()})
-        forward, gradient = self._moment(s, j, FORWARD), self._moment(s, j, GRADIENT, of_forward=True)
+        for (is_recomputed, _), amount in amounts.items():
+            amount[Between(FORWARD_START, GRADIENT_END)] -= 0 if is_recomputed else sum(leaving.values())
+        for between in dict.fromkeys(between for amount in amounts.values() for between in amount):
+            self._add_by_choice(s, j, between, {choice: amount[between] for choice, amount in amounts.items()})
         for p, size in leaving.items():
-            offloaded = v.offloaded[s, j, p]
-            self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
-            self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
-            if offloaded is not True:
-                self._add(forward, gradient, size, self._neither(offloaded, recomputed))
-
-    def _add_by_choice(
-        self, s: int, j: int, points: tuple[Point, Point], amounts: dict[tuple[bool, bool], int]
-    ) -> None:
-        """Grains that are held between two points, by whether the activation is recomputed and its backward fused."""
-        begin, end = self._moment(s, j, points[0]), self._moment(s, j, points[1], of_forward=points[0][0] in (F, C))
-        least = {a: min(size for (b, _), size in amounts.items() if a == b) for a, _ in amounts}
-        always = min(least.values())
-        self._add(begin, end, always)
-        for a, size in least.items():
-            self._add(begin, end, size - always, _literal(self.v.recomputed.get((s, j), False), a))
-        for fused in dict.fromkeys(f for _, f in amounts):
-            (more,) = {size - least[a] for (a, f), size in amounts.items() if f == fused}
-            self._add(begin, end, more, _literal(self.v.fused.get((s, j), False), fused))
-
-    def _neither(self, offloaded: Choice, recomputed: Choice) -> Choice:
-        if recomputed is False:
-            return ~offloaded
-        stays = self.v.model.new_bool_var("stays")
-        self.v.model.add_exactly_one(offloaded, recomputed, stays)
-        return stays
+            self._add_part(s, j, p, size, recomputed)
 
     def add_copies(self, s: int, j: int) -> None:
         """Parts in host memory, from O to the end of B."""
-        for p, size in enumerate(self.v.grid.parts[s]):
-            if (s, j, p) in self.v.offloaded:
-                begin, end = self._allocation(Op(O, s, j, p)), self._moment(s, j, GRADIENT, of_forward=True)
-                self._add(begin, end, size, self.v.offloaded[s, j, p])
+        for p, size in enumerate(self._v.grid.parts[s]):
+            if (s, j, p) in self._v.offloaded:
+                begin, end = self._allocation(Op(O, s, j, p)), self._gradient_end(s, j)
+                self._add(begin, end, size, self._v.offloaded[s, j, p])
 
-    def add_capacity(self, capacity: int) -> None:
-        """No more than this is held at one time."""
-        self.v.model.add_cumulative(self.intervals, self.sizes, capacity)
+    def _add_part(self, s: int, j: int, p: int, size: int, recomputed: Choice) -> None:
+        """A part that may leave: from F to D and from R to B or, if it stays, from F to B."""
+        offloaded = self._v.offloaded[s, j, p]
+        forward, gradient = self._start(Op(F, s, j)), self._gradient_end(s, j)
+        self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
+        self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
+        if offloaded is not True:
+            self._add(forward, gradient, size, self._new_stays_literal(offloaded, recomputed))
 
-    def _add(self, begin: Hinted | None, end: Hinted | None, size: int, presence: Choice = True) -> None:
-        """`size` grains are held between two moments; None is after the window."""
+    def _new_stays_literal(self, offloaded: Choice, recomputed: Choice) -> Choice:
+        """A literal that holds where a part is neither offloaded nor recomputed."""
+        if recomputed is False:
+            return ~offloaded
+        stays = self._v.model.new_bool_var("stays")
+        self._v.model.add_exactly_one(offloaded, recomputed, stays)
+        return stays
+
+    def _add_by_choice(self, s: int, j: int, between: Between, amounts: dict[tuple[bool, bool], int]) -> None:
+        """Grains that are held between two points, by whether the activation is recomputed and its backward fused."""
+        recomputed, fused = self._v.recomputed.get((s, j), False), self._v.fused.get((s, j), False)
+        of_forward = between.begin.kind in (F, C)
+        begin, end = self._moment(s, j, between.begin), self._moment(s, j, between.end, of_forward=of_forward)
+        least = {a: min(size for (b, _), size in amounts.items() if a == b) for a, _ in amounts}
+        always = min(least.values())
+        self._add(begin, end, always)
+        for is_recomputed, size in least.items():
+            self._add(begin, end, size - always, _has_value(recomputed, is_recomputed))
+        for is_fused in dict.fromkeys(f for _, f in amounts):
+            (further,) = {size - least[a] for (a, f), size in amounts.items() if f == is_fused}
+            self._add(begin, end, further, _has_value(fused, is_fused))
+
+    def _add(self, begin: HintedMoment | None, end: HintedMoment | None, size: int, presence: Choice = True) -> None:
+        """`size` grains are held between two moments."""
         if size == 0 or begin is None:
             return
-        v = self.v
-        (since, known), (until, known_end) = begin, end or (v.latest, v.latest)
-        lasts = v.new_int(0, v.latest, max(0, known_end - known), "lasts")
-        self.intervals.append(v.model.new_optional_interval_var(since, lasts, until, presence, "held"))
-        self.sizes.append(size)
+        v = self._v
+        end = end or HintedMoment(v.latest, v.latest)
+        duration = v.new_int(0, v.latest, max(0, end.hint - begin.hint), "held for")
+        self._intervals.append(v.model.new_optional_interval_var(begin.moment, duration, end.moment, presence, "held"))
+        self._sizes.append(size)
 
-    # --- moments; None is after the window
+    # --- moments
 
-    def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> Hinted | None:
+    def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
         """A point of an activation's op; `of_forward`: of the backward of this forward (see `Variables.backward`)."""
-        kind, ended = point
-        op = self.v.backward(s, j) if of_forward and kind == B else Op(kind, s, j)
-        return self._end(op) if ended else self._start(op)
+        op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j)
+        return self._end(op) if point.is_end else self._start(op)
 
-    def _start(self, x: Op) -> Hinted | None:
-        return self._hinted(x, self.v.start[x], self.v.incumbent.start.get(x, 0))
+    def _gradient_end(self, s: int, j: int) -> HintedMoment | None:
+        return self._end(self._v.backward(s, j))
 
-    def _end(self, x: Op) -> Hinted | None:
-        known = self.v.incumbent.start.get(x, 0) + self.v.duration(x)
-        if x.kind == B and (x.stage, x.microbatch) in self.v.incumbent.fused:
-            known += self.v.duration(x._replace(kind=W))
-        return self._hinted(x, self.v.compute_end[x], known)
+    def _start(self, x: Op) -> HintedMoment | None:
+        return self._in_window(x, HintedMoment(self._v.start[x], self._v.incumbent.start.get(x, 0)))
 
-    def _hinted(self, x: Op, moment: Moment, known: int) -> Hinted | None:
-        if x in self.v.free:
-            return moment, known
-        begin = max(known, self.v.window.begin)
-        return None if self.v.side(self.v.incumbent_start(x)) > 0 else (begin, begin)
+    def _end(self, x: Op) -> HintedMoment | None:
+        hint = self._v.incumbent.start.get(x, 0) + self._v.duration(x)
+        if x.kind == B and (x.stage, x.microbatch) in self._v.incumbent.fused:
+            hint += self._v.duration(x._replace(kind=W))
+        return self._in_window(x, HintedMoment(self._v.compute_end[x], hint))
 
-    def _allocation(self, x: Op) -> Hinted | None:
-        if x not in self.v.allocation:
+    def _in_window(self, x: Op, moment: HintedMoment) -> HintedMoment | None:
+        """A moment of x: as it is if x is free, no earlier than the window if x starts before it."""
+        if x in self._v.free:
+            return moment
+        begin = max(moment.hint, self._v.window.begin)
+        return None if self._v.side_of_window(self._v.incumbent_start(x)) > 0 else HintedMoment(begin, begin)
+
+    def _allocation(self, x: Op) -> HintedMoment | None:
+        if x not in self._v.allocation:
             return None
-        at = self.v.allocation[x]
-        return (self.v.window.begin,) * 2 if isinstance(at, int) else (at, self.v.hint(at))
+        at = self._v.allocation[x]
+        if isinstance(at, int):
+            return HintedMoment(self._v.window.begin, self._v.window.begin)
+        return HintedMoment(at, self._v.hint(at))
 
 
 def _values(choice: Choice) -> tuple[bool, ...]:
@@ -168,6 +201,6 @@ def _values(choice: Choice) -> tuple[bool, ...]:
     return (choice,) if isinstance(choice, bool) else (False, True)
 
 
-def _literal(choice: Choice, value: bool) -> Choice:
-    """Whether a choice has this value."""
+def _has_value(choice: Choice, value: bool) -> Choice:
+    """The literal that a choice has this value."""
     return value == choice if isinstance(choice, bool) else choice if value else ~choice

@@ -11,14 +11,9 @@ from ortools.sat.python import cp_model
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.dependencies import add_dependencies
+from optpipe_solver.cpsat import dependencies, memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import GridSchedule
-from optpipe_solver.cpsat.memory import add_memory_capacity
-from optpipe_solver.cpsat.ranks import add_ranks
-from optpipe_solver.cpsat.span import add_span
-from optpipe_solver.cpsat.streams import add_one_at_a_time
-from optpipe_solver.cpsat.symmetry import add_symmetry_breaking
 from optpipe_solver.cpsat.variables import Choice, Moment, Order, Variables, Window, WindowObjective
 
 B, W, BW, D = Kind.B, Kind.W, Kind.BW, Kind.D
@@ -75,14 +70,22 @@ class WindowModel:
     ) -> None:
         self.variables = v = Variables(grid, incumbent, window, order, objective)
         self.model, self.end, self._minimizes = v.model, v.end, objective
-        add_dependencies(v)
-        add_one_at_a_time(v)
-        add_memory_capacity(v)
-        add_symmetry_breaking(v)
+        dependencies.weight_gradient_after_input_gradient(v)
+        dependencies.after_messages(v)
+        dependencies.backward_after_forward(v)
+        dependencies.recompute_between_forward_and_backward(v)
+        dependencies.transfers_between_forward_and_backward(v)
+        dependencies.end_after_everything(v)
+        streams.no_overlap_on_device(v)
+        streams.no_overlap_on_link(v)
+        memory.device_memory_within_budget(v)
+        memory.host_memory_within_limit(v)
+        symmetry.equal_microbatches_in_order(v)
+        symmetry.equal_parts_in_order(v)
         if order == "ranks":
-            add_ranks(v)
+            ranks.ranks_follow_ranks(v)
         if objective == "span":
-            add_span(v)
+            span.span_of_every_device(v)
         self.objective = v.end + sum(v.device_end) if objective == "ends" else v.span
 
     @property

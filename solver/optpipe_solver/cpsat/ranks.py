@@ -25,8 +25,8 @@ from optpipe_solver.cpsat.variables import Choice, Variables
 F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 
-def add_ranks(v: Variables) -> None:
-    """Relates the ranks of neighbouring stages, and the visits of one stage."""
+def ranks_follow_ranks(v: Variables) -> None:
+    """The k-th op of a stage waits for the k-th of its neighbour; visits of one stage overtake only for a reason."""
     for number, route in enumerate(v.problem.all_routes):
         visits = [j for j in range(v.problem.microbatches) if int(v.problem.costs.route[j]) == number]
         way = 0  # from the end of a stage's forward to the start of its input gradient, at least
@@ -43,10 +43,10 @@ def add_ranks(v: Variables) -> None:
                 for i, j in pairwise(visits):
                     v.model.add(v.start[Op(kind, s, j)] >= v.start[Op(kind, s, i)] + v.duration(Op(kind, s, i)))
             if v.may_be_away(s):
-                _add_overtaking(v, s, visits)
+                _overtaking_only_for_a_reason(v, s, visits)
 
 
-def _add_overtaking(v: Variables, s: int, visits: list[int]) -> None:
+def _overtaking_only_for_a_reason(v: Variables, s: int, visits: list[int]) -> None:
     """Each visit has a backward of its own; not that of its own rank only where that may be worth something."""
     ranked = [v.start[Op(B, s, k)] for k in visits]
     rank = [v.new_int(0, len(visits) - 1, k, f"{s}rank{k}") for k in range(len(visits))]
@@ -60,11 +60,11 @@ def _add_overtaking(v: Variables, s: int, visits: list[int]) -> None:
         v.model.add(rank[p] < rank[q]).only_enforce_if(~overtakes)
         v.model.add(v.start[first] >= v.compute_end[second]).only_enforce_if(overtakes)
         v.model.add(v.start[second] >= v.compute_end[first]).only_enforce_if(~overtakes)
-        v.model.add_bool_or(~overtakes, *_overtaking_reasons(v, s, i, j))
+        v.model.add_bool_or(~overtakes, *_new_overtaking_reasons(v, s, i, j))
 
 
-def _overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice]:
-    """Literals, one of which holds where it may be worth something that j overtakes i."""
+def _new_overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice]:
+    """New literals, one of which holds where it may be worth something that j overtakes i."""
     forward, backward = v.compute_end[Op(F, s, j)], v.start[Op(BW, s, j)]
     i_recomputed, j_recomputed = v.recomputed.get((s, i)), v.recomputed.get((s, j))
     reasons: list[Choice] = []

@@ -23,57 +23,53 @@ class Run(NamedTuple):
     end_by: cp_model.IntVar  # the device's end
 
 
-def add_one_at_a_time(v: Variables) -> None:
-    """No two ops of a device's compute stream overlap (Eq. 7), nor two transfers of a link (Eq. 10 to 13, 18 and 19).
+def no_overlap_on_device(v: Variables) -> None:
+    """No two ops of a device's compute stream overlap (Eq. 7).
 
     Drops, and the moments at which transfers allocate, are points on the compute stream: none lies inside an op.
     """
-    _add_compute_streams(v)
-    _add_links(v)
-
-
-def _add_compute_streams(v: Variables) -> None:
-    known, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
-    groups = (_grouped(ops, v.device, devices) for ops in (known, v.free, allocated, v.allocation))
-    for d, (own, free, allocating, open_points) in enumerate(zip(*groups, strict=True)):
+    started, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
+    groups = (_grouped(ops, v.device, devices) for ops in (started, v.free, allocated, v.allocation))
+    for d, (ops, free, allocating, open_points) in enumerate(zip(*groups, strict=True)):
         points = {x: v.allocation[x] for x in open_points if not isinstance(v.allocation[x], int)}
         runs = [run for x in free for run in _compute_runs(v, x)]
         runs += [Run(at, 0, v.presence(x), v.device_end[d]) for x, at in points.items()]
-        stream = [(v.incumbent_start(x), x) for x in own if x.kind in (*COMPUTE, D)]
-        later = [(at, x) for x in allocating if v.side(at := allocated[x]) > 0 and _allocates_scarce(v, x)]
-        _add_surroundings(v, runs, [*stream, *later])
+        stream = [(v.incumbent_start(x), x) for x in ops if x.kind in (*COMPUTE, D)]
+        later = [(at, x) for x in allocating if v.side_of_window(at := allocated[x]) > 0 and _allocates_scarce(v, x)]
+        _within_surroundings(v, runs, [*stream, *later])
         if v.window.opens(d):
-            _add_no_overlap(v, runs)
+            _no_overlap(v, runs)
         else:
-            in_window = [x for x in own if x in points or _is_on_compute_stream(v, x)]
+            in_window = [x for x in ops if x in points or _is_on_compute_stream(v, x)]
             starts = [points.get(x, v.start[x]) for x in in_window]
             ends = [points.get(x, v.compute_end.get(x, v.start[x])) for x in in_window]
-            _add_order(v, zip(starts, ends, strict=True))
+            _in_order(v, zip(starts, ends, strict=True))
 
 
-def _add_links(v: Variables) -> None:
+def no_overlap_on_link(v: Variables) -> None:
+    """No two transfers of a link overlap (Eq. 10 to 13, 18 and 19)."""
     number = {(kind, s): n for n, (kinds, users) in enumerate(v.grid.links) for kind in kinds for s in users}
     groups = (
         _grouped(ops, lambda x: number.get((x.kind, x.stage)), len(v.grid.links)) for ops in (v.incumbent.start, v.free)
     )
-    for (_, users), known, free in zip(v.grid.links, *groups, strict=True):
+    for (_, users), started, free in zip(v.grid.links, *groups, strict=True):
         runs = [Run(v.start[x], v.duration(x), v.presence(x), v.device_end[v.device(x)]) for x in free]
-        _add_surroundings(v, runs, [(v.incumbent.start[x], x) for x in known])
+        _within_surroundings(v, runs, [(v.incumbent.start[x], x) for x in started])
         if any(v.window.opens(v.problem.stages[s].device) for s in users):
-            _add_no_overlap(v, runs)
+            _no_overlap(v, runs)
         else:
             free.sort(key=lambda x: (v.incumbent.start[x], v.duration(x)))
-            _add_order(v, [(v.start[x], v.start[x] + v.duration(x)) for x in free])
+            _in_order(v, [(v.start[x], v.start[x] + v.duration(x)) for x in free])
 
 
 def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], groups: int) -> list[list[Op]]:
     """The ops by number, without those that have none."""
-    found: list[list[Op]] = [[] for _ in range(groups)]
+    grouped: list[list[Op]] = [[] for _ in range(groups)]
     for x in ops:
         n = number(x)
         if n is not None:
-            found[n].append(x)
-    return found
+            grouped[n].append(x)
+    return grouped
 
 
 def _compute_runs(v: Variables, x: Op) -> Iterator[Run]:
@@ -101,7 +97,7 @@ def _allocates_scarce(v: Variables, x: Op) -> bool:
     return x.kind == R or (x.kind == O and v.host_capacity(x.stage) is not None)
 
 
-def _add_no_overlap(v: Variables, runs: list[Run]) -> None:
+def _no_overlap(v: Variables, runs: list[Run]) -> None:
     """No two runs overlap, and no point lies inside a run.
 
     Nameless micro-batches go without points: with strong propagation (see `WindowModel.solve`) CP-SAT 9.15 refutes
@@ -114,17 +110,17 @@ def _add_no_overlap(v: Variables, runs: list[Run]) -> None:
     )
 
 
-def _add_order(v: Variables, runs: Iterable[tuple[Moment, Moment]]) -> None:
+def _in_order(v: Variables, runs: Iterable[tuple[Moment, Moment]]) -> None:
     """Runs, from start to end, follow one another as they are given."""
     for (_, end), (start, _) in pairwise(runs):
         v.model.add(start >= end)
 
 
-def _add_surroundings(v: Variables, runs: list[Run], known: Iterable[tuple[int, Op]]) -> None:
+def _within_surroundings(v: Variables, runs: list[Run], incumbent: Iterable[tuple[int, Op]]) -> None:
     """Runs follow what the incumbent does before the window, and leave time for what it does after."""
     done, tail = 0, 0  # the last end before the window, and the longest tail after it
-    for at, x in known:
-        match v.side(at):
+    for at, x in incumbent:
+        match v.side_of_window(at):
             case -1:
                 done = max(done, v.incumbent.start[x] + v.duration(x))
             case 1:

@@ -11,25 +11,20 @@ from optpipe_solver.cpsat.variables import Moment, Variables
 F, B, W, O, D, R = Kind.F, Kind.B, Kind.W, Kind.O, Kind.D, Kind.R
 
 
-def add_symmetry_breaking(v: Variables) -> None:
-    """What is alike goes by number (Eq. 1), where the incumbent does so: it has to stay a solution."""
+def equal_microbatches_in_order(v: Variables) -> None:
+    """Micro-batches go by number (Eq. 1), where those of the incumbent do: it has to stay a solution."""
     problem = v.problem
     for number, route in enumerate(problem.all_routes):
         batches = [j for j in range(problem.microbatches) if int(problem.costs.route[j]) == number]
-        _add_microbatch_order(v, [Op(F, route[0], j) for j in batches])
+        _in_order(v, [Op(F, route[0], j) for j in batches])
         if v.order == "stages":
             for s in route:
                 # The W of a BW need not wait for that of a B before it.
                 for kind in (F, B) if v.grid.needs_fused[s] else (F, B, W):
-                    _add_microbatch_order(v, [Op(kind, s, j) for j in batches])
-    for s, j in v.passes:
-        parts = v.grid.parts[s]
-        for p, q in pairwise(range(len(parts))):
-            if parts[p] == parts[q]:
-                _add_part_order(v, s, j, p, q)
+                    _in_order(v, [Op(kind, s, j) for j in batches])
 
 
-def _add_microbatch_order(v: Variables, ops: list[Op]) -> None:
+def _in_order(v: Variables, ops: list[Op]) -> None:
     """The ops of a stage run in this order."""
     free = [x for x in ops if x in v.free]
     if all(v.incumbent_start(x) <= v.incumbent_start(y) for x, y in pairwise(free)):
@@ -37,15 +32,24 @@ def _add_microbatch_order(v: Variables, ops: list[Op]) -> None:
             v.model.add(v.start[y] >= v.start[x] + v.duration(x))
 
 
-def _add_part_order(v: Variables, s: int, j: int, p: int, q: int) -> None:
+def equal_parts_in_order(v: Variables) -> None:
+    """Equal parts of an activation go by number, too."""
+    for s, j in v.passes:
+        parts = v.grid.parts[s]
+        for p, q in pairwise(range(len(parts))):
+            if parts[p] == parts[q]:
+                _parts_in_order(v, s, j, p, q)
+
+
+def _parts_in_order(v: Variables, s: int, j: int, p: int, q: int) -> None:
     """Part q leaves only if part p does, and after it, and comes back after it."""
     first, second = v.offloaded.get((s, j, p), True), v.offloaded.get((s, j, q), True)
-    known = v.incumbent.start
-    if first is True or second is True or (Op(O, s, j, q) in known and Op(O, s, j, p) not in known):
+    started = v.incumbent.start
+    if first is True or second is True or (Op(O, s, j, q) in started and Op(O, s, j, p) not in started):
         return
     pairs = [(Op(kind, s, j, p), Op(kind, s, j, q)) for kind in (O, D, R)]
     moments: list[tuple[Mapping[Op, Moment], Mapping[Op, int]]] = [
-        (v.start, known),
+        (v.start, started),
         (v.allocation, v.incumbent.allocation),
     ]
     if all(before[x] <= before[y] for _, before in moments for x, y in pairs if y in before and x in before):

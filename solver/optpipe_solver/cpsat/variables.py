@@ -113,9 +113,9 @@ class Variables:
         self.free: set[Op] = set()
         self.passes = [(s, j) for j in range(self.problem.microbatches) for s in self.problem.route(j)]
         for s, j in self.passes:
-            self._compute(s, j)
-            self._transfers(s, j)
-            self._recompute(s, j)
+            self._create_compute(s, j)
+            self._create_transfers(s, j)
+            self._create_recompute(s, j)
         self.span = self.new_int(0, self.latest, self._incumbent_span(), "span") if objective == "span" else self.end
 
     # --- new variables
@@ -141,7 +141,7 @@ class Variables:
 
     # --- the variables of one stage and micro-batch
 
-    def _compute(self, s: int, j: int) -> None:
+    def _create_compute(self, s: int, j: int) -> None:
         """F, B and W. Where BW needs less memory, B and W may be one; B then ends with W."""
         b, w = Op(B, s, j), Op(W, s, j)
         for x in (Op(F, s, j), b, w):
@@ -161,7 +161,7 @@ class Variables:
             self.fused[s, j] = True
             self.compute_end[b] = self.compute_end[w]
 
-    def _transfers(self, s: int, j: int) -> None:
+    def _create_transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
         is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
         for p in range(len(self.grid.parts[s])):
@@ -175,7 +175,7 @@ class Variables:
                 if self.host_capacity(s) is not None:
                     self._set_allocation(o, b_start)
 
-    def _recompute(self, s: int, j: int) -> None:
+    def _create_recompute(self, s: int, j: int) -> None:
         """C, open where O, D and R are."""
         c, is_open = Op(C, s, j), self._relief_is_open(s, j)
         if c in self.incumbent.start or (is_open and self.problem.stages[s].can_recompute):
@@ -189,33 +189,37 @@ class Variables:
 
     def _set_start(self, x: Op, hint: int | None = None) -> None:
         """Gives x its start. With a hint it is free, for what the incumbent may lack."""
-        known = self.incumbent
-        match 0 if hint is not None else self.side(self.incumbent_start(x)):
+        incumbent = self.incumbent
+        match 0 if hint is not None else self.side_of_window(self.incumbent_start(x)):
             case -1:
-                self.start[x] = known.start[x]
+                self.start[x] = incumbent.start[x]
             case 0:
-                self.start[x] = self._new_moment(known.start.get(x, hint or 0), f"{x}")
+                self.start[x] = self._new_moment(incumbent.start.get(x, hint or 0), f"{x}")
                 self.free.add(x)
             case _:
-                self.start[x] = self.end - known.tail[x]
+                self.start[x] = self.end - incumbent.tail[x]
 
     def _set_allocation(self, x: Op, hint: int) -> None:
         """Gives x the moment at which its bytes are allocated, no later than it starts and not inside a compute op."""
         at = self.incumbent.allocation.get(x, hint)
-        if self.side(at) <= 0:
-            self.allocation[x] = at if self.side(at) else self._new_moment(at, f"{x}allocates")
+        if self.side_of_window(at) <= 0:
+            self.allocation[x] = at if self.side_of_window(at) else self._new_moment(at, f"{x}allocates")
 
     def _incumbent_span(self) -> int:
         spans = []
         for d in range(len(self.problem.devices)):
-            own = [(at, x) for x, at in self.incumbent.start.items() if self.device(x) == d]
-            last = max((at + self.duration(x) for at, x in own), default=0)
-            spans.append(last - min((at for at, _ in own), default=0))
+            starts = {x: at for x, at in self.incumbent.start.items() if self.device(x) == d}
+            last = max((at + self.duration(x) for x, at in starts.items()), default=0)
+            spans.append(last - min(starts.values(), default=0))
         return max(spans)
 
     # --- what constraints ask
 
-    def side(self, at: int) -> int:
+    def passes_on(self, device: int) -> list[tuple[int, int]]:
+        """Stage and micro-batch of each forward of a device."""
+        return [(s, j) for s, j in self.passes if self._device[s] == device]
+
+    def side_of_window(self, at: int) -> int:
         """-1 before the window, 0 in it, 1 after it."""
         return (at >= self.window.end) - (at < self.window.begin)
 

@@ -49,7 +49,7 @@ class WholeProblemSearch:
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self.problem, self._emit = request, request.problem, emit
-        self.grid, self.fine_grid = Grid.of(self.problem), Grid.of(self.problem, FINE)
+        self.grid, self.fine_grid = Grid.for_problem(self.problem), Grid.for_problem(self.problem, FINE)
         self.budget = Budget(request.time_limit_s, request.threads)
         self.best = BestGridSchedule(request, emit)
         self._bound = lower_bound(self.problem, request.objective)

@@ -27,7 +27,9 @@ def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:
     best, budget = BestGridSchedule(request, emit), Budget(request.time_limit_s, request.threads)
     best.ensure_start()
     if best.start:
-        for schedule in improvements(Grid.of(request.problem), best.start, budget, request.seed, request.objective):
+        for schedule in improvements(
+            Grid.for_problem(request.problem), best.start, budget, request.seed, request.objective
+        ):
             best.offer(schedule)
     return budget.spent_s
 
