@@ -88,15 +88,15 @@ def allocation_times(timeline: Timeline) -> Floats:
     Of a transfer, which allocates then, this is its start or, where it waits for its link, the start of the next op on
     the compute stream.
     """
-    found = timeline.start.copy()
+    moment = timeline.start.copy()
     moving, device = timeline.rows.transfer.tolist(), timeline.device.tolist()
     next_start = dict.fromkeys(device, np.inf)
-    for i in reversed(range(len(found))):
+    for i in reversed(range(len(moment))):
         if moving[i]:
-            found[i] = min(found[i], next_start[device[i]])
+            moment[i] = min(moment[i], next_start[device[i]])
         else:
-            next_start[device[i]] = found[i]
-    return found
+            next_start[device[i]] = moment[i]
+    return moment
 
 
 def split_backwards(schedule: Schedule, keep: Flags | None = None) -> Schedule:

@@ -107,7 +107,7 @@ def no_partition_fits(problem: Problem) -> str | None:
     largest = max(range(len(layers)), key=lambda k: held[k].peak)
     if held[largest].peak > max(memory):
         return f"layers[{largest}] needs {held[largest].peak} bytes and no device has more than {max(memory)}"
-    stays = sum(_residual(layer, own) for layer, own in zip(layers, held, strict=True))
+    stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
     if stays > sum(memory):
         return (
             f"one micro-batch leaves at least {stays} bytes on the devices, and all of them together have {sum(memory)}"

@@ -54,12 +54,12 @@ class _State(NamedTuple):
     @property
     def reliefs(self) -> tuple[Relief, ...]:
         """Of each of these stages, in order."""
-        found: list[Relief] = []
+        reliefs: list[Relief] = []
         state = self
         while state.before is not None:
-            found.append(state.relief)
+            reliefs.append(state.relief)
             state = state.before
-        return tuple(reversed(found))
+        return tuple(reversed(reliefs))
 
 
 def relaxed(costs: Costs) -> Costs:
@@ -117,13 +117,13 @@ def reliefs(problem: Problem, route: tuple[int, ...]) -> dict[int, Relief]:
     `infeasibility` says so beforehand.
     """
     held = stage_bytes(problem)
-    found: dict[int, Relief] = {}
+    chosen: dict[int, Relief] = {}
     for d, device in enumerate(problem.devices):
-        own = [s for s in route if problem.stages[s].device == d]
-        states, _ = _search(problem, held, own, device.host_memory_bytes, device.activation_budget_bytes)
+        stages = [s for s in route if problem.stages[s].device == d]
+        states, _ = _search(problem, held, stages, device.host_memory_bytes, device.activation_budget_bytes)
         best = min(states, key=lambda state: state.score, default=None)
-        found |= dict(zip(own, best.reliefs if best else (Relief(),) * len(own), strict=True))
-    return found
+        chosen |= dict(zip(stages, best.reliefs if best else (Relief(),) * len(stages), strict=True))
+    return chosen
 
 
 def used_routes(problem: Problem) -> list[tuple[int, ...]]:

@@ -67,18 +67,18 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     paths, ms, held = shortest_paths(problem), shortest_times(problem), stage_bytes(problem)
     work = _work(problem, (Kind.B, Kind.W))
     passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
-    own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
+    passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # route and stage
     for r, s in paths.round_trip:
-        own[problem.stages[s].device].append((r, s))
+        passes_on[problem.stages[s].device].append((r, s))
     memory, link, compute = weights()
     bounds = [deferral_bound(problem, objective)]
     for d in np.flatnonzero(paths.used).tolist():
-        stages = [(held[s], ms[:, s]) for _, s in own[d]]
-        idle, once = _idle(problem, [s for _, s in own[d]], ms)
-        for measure in measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
+        stages = [(held[s], ms[:, s]) for _, s in passes_on[d]]
+        idle, once = _idle(problem, [s for _, s in passes_on[d]], ms)
+        for measure in measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in passes_on[d]]):
             groups = [
                 (passing[r], _choices(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure))
-                for r, s in own[d]
+                for r, s in passes_on[d]
             ]
             needed = work[d] * compute + sum(count * _cheapest(choices) for count, choices in groups)
             unused = _unused(measure, stages, float(needed.max()) / 2)
@@ -100,7 +100,7 @@ def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
     ends += measure(held.weight) * float(ms[Kind.W])
-    found = [(ends + measure(held.stays) * between, 0.0, 0.0, 0.0)]
+    costs = [(ends + measure(held.stays) * between, 0.0, 0.0, 0.0)]
     if stage.can_offload:
         out, back = float(ms[Kind.O]), float(ms[Kind.R])
         busy = (out + back,) * 2 if problem.transfer_mode == "half_duplex" else (out, back)
@@ -109,12 +109,12 @@ def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float
         for n in range(1, len(there)):
             moves = sum(there[:n]) * (out + back)
             area = ends + moves + there[n] * max(0.0, between - n * (out + back))
-            found.append((area, n * busy[0], n * busy[1], 0.0))
+            costs.append((area, n * busy[0], n * busy[1], 0.0))
     if stage.can_recompute:
         again = float(ms[Kind.C])
         area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
-        found.append((area, 0.0, 0.0, again))
-    return np.array(found)
+        costs.append((area, 0.0, 0.0, again))
+    return np.array(costs)
 
 
 def _cheapest(choices: Floats) -> Floats:
@@ -154,12 +154,12 @@ def measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
         return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
 
     sizes = {size for held in stages for size in (held.stays, held.checkpoint, held.waiting)}
-    found: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
+    by_values: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
     for k in range(1, plan.MEASURES + 1 if len(stages) <= plan.MEASURE_STAGES else 1):
         measure = steps(k)
         if any(measure(size) > share(size) for size in sizes if size <= memory):
-            found.setdefault(tuple(map(measure, sizes)), measure)
-    return list(found.values())
+            by_values.setdefault(tuple(map(measure, sizes)), measure)
+    return list(by_values.values())
 
 
 def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: float) -> float:
@@ -297,7 +297,7 @@ def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     work = np.zeros(len(problem.devices))
     np.add.at(work, costs.device, factor * passes * (forward + gradient))
     for d in range(len(work)):
-        own = (costs.device == d) & (passes > 0)
-        if own.any():
-            work[d] += (1 - factor) * (forward[own].min() + gradient[own].min())
+        used = (costs.device == d) & (passes > 0)
+        if used.any():
+            work[d] += (1 - factor) * (forward[used].min() + gradient[used].min())
     return work

@@ -36,7 +36,7 @@ def stage_bytes(problem: Problem) -> list[StageBytes]:
     effects = Effects(problem)
     takes, frees = effects.takes.tolist(), effects.frees.tolist()
     again_takes, again_frees = (amounts.tolist() for amounts in effects.recomputed)
-    found = []
+    by_stage = []
     for s, stage in enumerate(problem.stages):
         forward, stays = takes[F][s], takes[F][s] - frees[F][s]
         checkpoint = again_takes[F][s] - again_frees[F][s]
@@ -48,5 +48,7 @@ def stage_bytes(problem: Problem) -> list[StageBytes]:
         again = max(peak, recompute)
         most = max(again if stage.can_recompute else peak, fused, split, waiting_peak)
         backwards = min(split, fused), waiting, min(waiting_peak, fused), waiting_peak
-        found.append(StageBytes(forward, stays, checkpoint, recompute, *backwards, peak, again, most, effects.parts[s]))
-    return found
+        by_stage.append(
+            StageBytes(forward, stays, checkpoint, recompute, *backwards, peak, again, most, effects.parts[s])
+        )
+    return by_stage

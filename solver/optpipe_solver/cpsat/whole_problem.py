@@ -90,8 +90,8 @@ class WholeProblemSearch:
         until, grid = self.budget.left() - seconds, self.fine_grid.relaxed
         least = ceil(lower_bound(grid.rounded) * (1 - FLOAT_NOISE))
         model = self._model(grid, "ranks")
-        known = model.variables.incumbent.end
-        most = known - 1
+        shortest = model.variables.incumbent.end
+        most = shortest - 1
         step = max(1, (most - least) // STEPS)
         end = least + step - 1
         decided = False
@@ -110,7 +110,7 @@ class WholeProblemSearch:
             else:
                 return decided
             decided = True
-            if most < known - 1 and most - least < known // NEAR:
+            if most < shortest - 1 and most - least < shortest // NEAR:
                 break
             model = self._model(grid, "ranks")
         return True

@@ -15,5 +15,5 @@ def generate(method: str, problem: Problem, objective: Objective = "makespan") -
     """Return a heuristic's best schedule with little effort."""
     passes = len(problem.stages) * problem.microbatches
     tries = min(plan.GENERATE_TRIES, max(2, plan.GENERATE_OPS // (3 * passes)))
-    found = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
-    return min(found, key=lambda schedule: length_ms(schedule, objective))
+    schedules = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
+    return min(schedules, key=lambda schedule: length_ms(schedule, objective))

@@ -33,6 +33,6 @@ def join_pairs(schedule: Schedule) -> Schedule | None:
     for i in np.flatnonzero(fit).tolist():
         if i > joined + 1:
             table[i, JOINED], joined = 1, i
-    found = replace(schedule, programs=tuple(Program(table[device == d]) for d in range(len(problem.devices))))
+    paired = replace(schedule, programs=tuple(Program(table[device == d]) for d in range(len(problem.devices))))
     # Ops that ran one after the other may wait for each other now.
-    return None if joined < 0 or check(problem, found) else found
+    return None if joined < 0 or check(problem, paired) else paired

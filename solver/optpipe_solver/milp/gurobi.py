@@ -64,8 +64,8 @@ class _GurobiRun:
             self._task.on_solution(np.array(self._model.getAttr(GRB.Attr.X, self._vars)))
         if self._model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
             self._bound(self._model.ObjBound)
-        known = self._best if self._best > -np.inf else None
-        return Outcome(NAME, ENDINGS.get(self._model.Status, "ended"), known, int(self._model.NodeCount))
+        bound = self._best if self._best > -np.inf else None
+        return Outcome(NAME, ENDINGS.get(self._model.Status, "ended"), bound, int(self._model.NodeCount))
 
     def _callback(self, model: gp.Model, where: int) -> None:
         if where == GRB.Callback.MIPSOL:

@@ -57,8 +57,8 @@ def _completed(task: Task) -> Floats | None:
     highs.setOptionValue("mip_max_nodes", MOST_NODES)
     highs.changeColsBounds(len(values), np.array(list(task.start), dtype=np.int32), values, values)
     highs.run()
-    found = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return np.array(highs.getSolution().col_value) if found else None
+    is_feasible = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return np.array(highs.getSolution().col_value) if is_feasible else None
 
 
 def _highs(rows: Rows, objective: int, limits: Limits) -> highspy.Highs:

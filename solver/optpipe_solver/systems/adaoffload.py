@@ -75,10 +75,10 @@ def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
         drop = next((i for i in range(forward + 1, back) if compute[i].kind == Kind.F), back)
         for kind, at in ((Kind.O, forward + 1), (Kind.D, drop), (Kind.R, back)):
             before[at] += [Op(kind, s, j, part) for part in range(problem.stages[s].offload_parts)]
-    found = []
+    ops: list[Op] = []
     for i, op in enumerate(compute):
-        found += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
-    return found
+        ops += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
+    return ops
 
 
 SYSTEMS = (System("algorithm-1", "OptPipe, Algorithm 1 as printed", algorithm_1, parameters=("tolerance",)),)

@@ -46,9 +46,9 @@ def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedul
     moved instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
     """
     table, slot = slots(block, launches)
-    if found := collisions(problem, block, table, slot):
-        a, b = Program(table[list(found[0])]).ops()
-        raise ValueError(f"block: {a} and {b} collide in slot {slot[found[0][1]]:g}")
+    for pair in collisions(problem, block, table, slot):
+        a, b = Program(table[list(pair)]).ops()
+        raise ValueError(f"block: {a} and {b} collide in slot {slot[pair[1]]:g}")
     return by_slot(problem, table, slot)
 
 
@@ -151,7 +151,7 @@ def _needs(problem: Problem, table: Table) -> Ints:
     kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
     row[kind, stage, microbatch] = np.arange(len(table))
     row[Kind.B, -1] = row[Kind.F, -2]  # behind the last stage stands its own forward
-    found: Ints = np.where(
+    needs: Ints = np.where(
         kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch]
     )
-    return found
+    return needs

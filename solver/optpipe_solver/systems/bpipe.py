@@ -116,13 +116,13 @@ def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
 def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
     """Return the peer's accept for each eviction, in order, with the load before it; None for the first accepts."""
     free: deque[Op | None] = deque([None] * rooms)
-    found = []
+    accepts: list[tuple[Op, Op | None]] = []
     for op in ops:
         if op.kind == Kind.E:
-            found.append((op._replace(kind=Kind.A), free.popleft()))
+            accepts.append((op._replace(kind=Kind.A), free.popleft()))
         elif op.kind == Kind.L:
             free.append(op)
-    return found
+    return accepts
 
 
 def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places: dict[Op, int]) -> list[Op]:

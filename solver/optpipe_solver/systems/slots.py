@@ -90,11 +90,11 @@ def fill(
         An activation that would not be away for so long (ms) stays.
     """
     leaves = [offloads.take(offloads.within(begin, begin + patience + offloads.length)) for begin, _ in stays]
-    found: list[tuple[float, float] | None] = []
+    slots: list[tuple[float, float] | None] = []
     for (_, end), leaving in zip(reversed(stays), reversed(leaves), strict=True):
         both = None
         if leaving is not None:
             returning = reloads.take(reversed(reloads.within(leaving + offloads.length + away, end)))
             both = None if returning is None else (leaving, returning)
-        found.append(both)
-    return found[::-1]
+        slots.append(both)
+    return slots[::-1]

@@ -47,8 +47,8 @@ class System:
 
         None if it runs on the problem's own stages, unless these are fewer than it would take and it may choose.
         """
-        own = self._own_chunks(problem)
-        if own and (placements == "keep" or own >= self.chunks):
+        chunks = self._own_chunks(problem)
+        if chunks and (placements == "keep" or chunks >= self.chunks):
             return None
         if placements == "keep":
             hint = " (with all placements it is given them)" if len(problem.all_routes) == 1 else ""
@@ -61,7 +61,7 @@ class System:
         try:
             return Placement.balanced(problem, self.chunks, self.shape)
         except InputError:  # fewer layers than stages
-            if own:
+            if chunks:
                 return None
             raise
 
@@ -70,12 +70,12 @@ class System:
 
         Which micro-batch takes which route is free.
         """
-        own, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
-        length, chunks = len(own) // ways, len(own) // ways // len(set(own))
+        devices, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
+        length, chunks = len(devices) // ways, len(devices) // ways // len(set(devices))
         rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))
         if problem.all_routes != rows or not self.least <= chunks <= (self.most or MOST_CHUNKS):
             return None
-        return chunks if own == Placement(chunks=chunks, shape=self.shape).along(own[:length]) else None
+        return chunks if devices == Placement(chunks=chunks, shape=self.shape).along(devices[:length]) else None
 
     def _stages(self) -> str:
         if self.shape == "bidirectional":

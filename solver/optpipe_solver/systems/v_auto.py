@@ -24,7 +24,7 @@ SLOWEST = 5  # slots to the next device; with one slot back it holds as much as 
 TURNS = 3  # of the devices from which on slots are fewer, the last ones that memory admits
 LONGEST = 9  # slots of the three ends together
 TRIES = 8  # blocks that are repeated,
-OPS = 10_000  # with so many ops in all, about 0.1 s; at least one block
+OPS = 10_000  # of all of these blocks, about 0.1 s; at least one block is repeated
 
 
 def v_auto(problem: Problem) -> Schedule:
@@ -33,8 +33,8 @@ def v_auto(problem: Problem) -> Schedule:
     The blocks with the shortest ends are tried first, of these those that hold most.
     """
     tries = min(TRIES, max(1, OPS // (3 * len(problem.stages) * problem.microbatches)))
-    found = (repeated(problem, block) for block in islice(_fitting_blocks(problem), tries))
-    fitting = [schedule for schedule in found if not check(problem, schedule)]
+    schedules = (repeated(problem, block) for block in islice(_fitting_blocks(problem), tries))
+    fitting = [schedule for schedule in schedules if not check(problem, schedule)]
     return min(fitting, key=lambda schedule: schedule.makespan_ms) if fitting else v_min(problem)
 
 
@@ -44,14 +44,14 @@ def _fitting_blocks(problem: Problem) -> Iterator[Block]:
     for length, alike in groupby(sorted(product(steps, steps, steps), key=sum), key=sum):
         if length > LONGEST:
             return
-        found = dict[tuple[int, ...], tuple[float, Block]]()
+        fitting = dict[tuple[int, ...], tuple[float, Block]]()
         for ends in alike:
             for there in _ways(memory, back, ends):
                 if not _collides(problem, v_path(there, back, ends)):
                     block = v_block(problem, there, back, ends)
                     if (share := memory.share(block)) <= 1.0:
-                        found[*there, *ends] = share, block
-        yield from (block for _, block in sorted(found.values(), key=lambda each: -each[0]))
+                        fitting[*there, *ends] = share, block
+        yield from (block for _, block in sorted(fitting.values(), key=lambda each: -each[0]))
 
 
 def _ways(memory: _Memory, back: list[int], ends: Ends) -> Iterator[list[int]]:

@@ -26,8 +26,8 @@ def is_system(method: str) -> bool:
         return False
     name = method.partition(":")[0]
     if name not in SYSTEMS:
-        known = dict.fromkeys((*METHODS, *SYSTEMS))
-        raise InputError(f"method = {method!r}: the methods are {', '.join(known)}{did_you_mean(name, known, '; ')}")
+        names = dict.fromkeys((*METHODS, *SYSTEMS))
+        raise InputError(f"method = {method!r}: the methods are {', '.join(names)}{did_you_mean(name, names, '; ')}")
     parse(method)
     return True
 
