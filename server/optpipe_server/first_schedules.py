@@ -9,8 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -19,18 +21,20 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe.options import SolveOptions
-from optpipe.process.protocol import Programs, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Programs, Refused, Request
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule, check
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
-from optpipe_server.first_schedule_process import Answer, FirstScheduleProcess
 from optpipe_server.metrics import CACHE, REJECTED
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.warm_process import WarmProcess
 
 log = structlog.get_logger("optpipe.server")
 
+MODULE = "optpipe_solver.first"
+INCUMBENTS_KEPT = 3  # of an answer: the last one is the best, the others replace it if it is not valid
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
 LARGE = 2**16  # activation parts: a problem this large takes seconds, so it gets a process of its own
 MOST_LARGE = 4  # large problems that are handled or wait at a time
@@ -45,15 +49,16 @@ class FirstSchedules:
 
     def __init__(self, settings: Settings, caches: TenantCaches) -> None:
         self._settings, self._caches = settings, caches
-        self._idle: queue.Queue[FirstScheduleProcess] = queue.Queue()
-        self._processes = [FirstScheduleProcess() for _ in range(max(1, settings.first_schedule_processes))]
+        self._idle: queue.Queue[WarmProcess] = queue.Queue()
+        self._processes = [WarmProcess(MODULE) for _ in range(max(1, settings.first_schedule_processes))]
         for process in self._processes:
+            process.ensure_running()  # so that it is ready for the first submission
             self._idle.put(process)
         self._one_large = threading.Lock()  # held while a large problem is handled
         self._large_slots = threading.Semaphore(MOST_LARGE)  # for the one that is handled and those that wait
         self._lock = threading.Lock()  # guards the three fields below
         self._large_of: Counter[str] = Counter()  # tenants: their part of the slots
-        self._large: FirstScheduleProcess | None = None
+        self._large: WarmProcess | None = None
         self._closed = False
         _warm_up()
 
@@ -123,51 +128,77 @@ class FirstSchedules:
 
     def _made(self, tenant: str, request: Request, deadline: float) -> Result:
         """What a process finds; `unknown` if none is free in time."""
+        answer = Answer()
         if size(request.problem) > LARGE:
-            return self._made_for_large(tenant, request, deadline)
+            self._ask_for_large(tenant, request, deadline, answer)
+        else:
+            self._ask_idle(request, deadline, answer)
+        return _verified(request, answer)
+
+    def _ask_idle(self, request: Request, deadline: float, answer: Answer) -> None:
         try:
             process = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            return _verified(request, Answer())
+            return
         try:
-            answer = process.request(request, deadline)
+            process.ask(request, deadline, answer.add)
         finally:
             process.ensure_running()  # so that it is ready for the next submission if it had to be ended
             self._idle.put(process)
-        return _verified(request, answer)
 
-    def _made_for_large(self, tenant: str, request: Request, deadline: float) -> Result:
-        """Use a process of its own, one at a time: each takes this process seconds to verify, and much memory.
+    def _ask_for_large(self, tenant: str, request: Request, deadline: float, answer: Answer) -> None:
+        """Ask a process of its own, one at a time: each takes this process seconds to verify, and much memory."""
+        with self._large_slot(tenant) as free:
+            if not free or not self._one_large.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return
+            try:
+                with self._lock:
+                    if self._closed:
+                        return
+                    process = self._large = WarmProcess(MODULE)
+                with closing(process):
+                    process.ask(request, deadline, answer.add)
+            finally:
+                self._one_large.release()
 
-        A few may wait, of each tenant at most half of them. More would take the threads of submissions with small
-        problems.
+    @contextmanager
+    def _large_slot(self, tenant: str) -> Iterator[bool]:
+        """Yield whether one more large problem of the tenant may wait.
+
+        A few may, of each tenant at most half of them. More would take the threads of submissions with small problems.
         """
         with self._lock:
             free = tenant == LOCAL or self._large_of[tenant] < max(1, MOST_LARGE // 2)
-            if not free or not self._large_slots.acquire(blocking=False):
-                return _verified(request, Answer())
-            self._large_of[tenant] += 1
+            free = free and self._large_slots.acquire(blocking=False)
+            self._large_of[tenant] += free
         try:
-            return self._made_alone(request, deadline)
+            yield free
         finally:
-            with self._lock:
-                self._large_of[tenant] -= 1
-                self._large_of += Counter()  # without those that have none
-            self._large_slots.release()
+            if free:
+                with self._lock:
+                    self._large_of[tenant] -= 1
+                    self._large_of += Counter()  # without those that have none
+                self._large_slots.release()
 
-    def _made_alone(self, request: Request, deadline: float) -> Result:
-        if not self._one_large.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return _verified(request, Answer())
-        try:
-            with self._lock:
-                process = self._large = None if self._closed else FirstScheduleProcess()
-            try:
-                return _verified(request, process.request(request, deadline) if process else Answer())
-            finally:
-                if process:
-                    process.close()
-        finally:
-            self._one_large.release()
+
+@dataclass
+class Answer:
+    """What a process answered to one request."""
+
+    lower_bound_ms: float | None = None
+    infeasible: str | None = None
+    incumbents: deque[Incumbent] = field(default_factory=lambda: deque(maxlen=INCUMBENTS_KEPT))
+
+    def add(self, frame: Frame) -> None:
+        """Add one frame of the answer. Raises `InputError` if the process refused the request."""
+        if isinstance(frame, Refused):
+            raise InputError(frame.reason)
+        if isinstance(frame, Bound):
+            self.lower_bound_ms = max(frame.lower_bound_ms, self.lower_bound_ms or 0.0)
+        elif isinstance(frame, Infeasible):
+            self.infeasible = frame.reason
+        elif isinstance(frame, Incumbent):
+            self.incumbents.append(frame)
 
 
 def size(problem: Problem) -> int:

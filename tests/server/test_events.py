@@ -115,22 +115,6 @@ def test_a_purged_job_ends_the_streams(client: httpx.Client) -> None:
 
 
 @on_sqlite
-def test_the_number_of_streams_is_limited(serving: Serving, settings: Settings, fake_solver: None) -> None:
-    client = serving(replace(settings, streams=2))
-    job = submit(client, method="hang")
-    with client.stream("GET", f"{job['url']}/events") as one, client.stream("GET", f"{job['url']}/events") as two:
-        streams = [events(one), events(two)]  # a stream that nobody holds is closed
-        assert [next(stream)["id"] for stream in streams] == ["1", "1"]
-        for refused in (client.get(f"{job['url']}/events"), client.get(job["url"], params={"wait": 5})):
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert client.get(job["url"]).status_code == 200
-    until = time.monotonic() + 60
-    while (reply := client.get(job["url"], params={"wait": 0.01})).status_code == 503:
-        assert time.monotonic() < until, "who hung up still counts"
-    assert reply.status_code == 200
-
-
-@on_sqlite
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
     with (
         running(replace(settings, ping_s=600.0)) as (url, server),

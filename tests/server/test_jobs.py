@@ -57,25 +57,12 @@ def test_better_schedules_are_appended(client: httpx.Client) -> None:
     assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]]
 
 
-def test_a_proof_ends_as_optimal(client: httpx.Client) -> None:
-    job = until_over(client, submit(client, method="prove"))
-    assert (job["state"], job["status"], job["gap"]) == ("done", "optimal", 0.0)
-    assert job["lower_bound_ms"] == gpipe(chain()).makespan_ms
-
-
 def test_an_infeasible_problem_is_a_state(client: httpx.Client) -> None:
     job = submit(client, method="infeasible")
     assert (job["state"], job["status"], job["best"]) == ("infeasible", "infeasible", None)
     assert job["reason"] == "device 0 needs 2000 bytes and has 1000"
     assert client.get(f"{job['url']}/incumbents/best").status_code == 404
     assert client.get(f"{job['url']}/timeline").status_code == 404
-
-
-def test_a_crash_is_a_state(client: httpx.Client) -> None:
-    job = until_over(client, submit(client, method="crash"))
-    assert (job["state"], job["status"], job["best"]) == ("failed", "unknown", None)
-    assert job["crashes"] >= 1
-    assert any("boom" in line["text"] for line in client.get(f"{job['url']}/log").json()["lines"])
 
 
 def test_a_first_schedule_may_come_from_the_search(client: httpx.Client) -> None:
@@ -115,25 +102,6 @@ def test_cancel_keeps_the_best_and_ends_the_process(client: httpx.Client, tmp_pa
     assert (again.status_code, again.json()) == (202, over)
 
 
-def test_a_cancel_after_the_end_changes_nothing(client: httpx.Client) -> None:
-    job = until_over(client, submit(client))
-    assert client.post(f"{job['url']}/cancel").json() == job
-
-
-@on_sqlite
-def test_the_highest_priority_is_next(serving: Serving, settings: Settings, fake_solver: None) -> None:
-    client = serving(settings)
-    first = until_running(client, submit(client, method="hang"))
-    second = submit(client, chain(forward=2.0), method="hang")
-    third = submit(client, chain(forward=3.0), method="plain", priority=1)
-    assert [job["state"] for job in (first, second, third)] == ["running", "queued", "queued"]
-    assert all(job["best"]["method"] == "naive" for job in (second, third))
-    client.post(f"{first['url']}/cancel")
-    assert until_over(client, third)["best"]["method"] == "gpipe"
-    assert client.post(f"{second['url']}/cancel").status_code == 202
-    assert until_over(client, second)["state"] == "cancelled"
-
-
 @on_sqlite
 def test_a_full_queue_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(replace(settings, queue=1))
@@ -167,10 +135,3 @@ def test_a_warm_start_that_fits_is_the_first_schedule(client: httpx.Client) -> N
     assert (job["best"]["source"], job["best"]["makespan_ms"]) == ("warm_start", gpipe(chain()).makespan_ms)
     tight = submit(client, chain(memory=1), method="hang", warm_start=given)
     assert (tight["best"]["source"], tight["best"]["method"]) == ("heuristic", "naive")
-
-
-def test_span_is_an_objective_of_its_own(client: httpx.Client) -> None:
-    job = until_over(client, submit(client, method="prove", objective="span"))
-    assert job["options"]["objective"] == "span"
-    assert job["best"]["span_ms"] == gpipe(chain()).span_ms
-    assert submit(client, method="plain")["best"]["source"] == "heuristic"

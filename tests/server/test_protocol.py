@@ -10,7 +10,6 @@ import httpx
 from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
-from optpipe.model.problem import Problem
 from optpipe.results import Result
 from optpipe.schedule import ScheduleFile, certify
 from optpipe_server.database import InitialResult, NewJob
@@ -36,23 +35,6 @@ def test_the_same_key_and_body_are_the_same_job(client: httpx.Client) -> None:
     )
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "b"}).json()["id"] != first.json()["id"]
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "x" * 256}).status_code == 422
-
-
-def test_concurrent_requests_with_one_key_make_one_job(client: httpx.Client) -> None:
-    body = {"problem": chain().to_dict(), "method": "hang"}
-    found: list[tuple[int, str]] = []
-
-    def send() -> None:
-        reply = client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "a"})
-        found.append((reply.status_code, reply.json()["id"]))
-
-    senders = [threading.Thread(target=send) for _ in range(8)]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join(60)
-    assert sorted(status for status, _ in found) == [200] * 7 + [201]
-    assert len({job for _, job in found}) == 1
 
 
 def test_pages_of_the_list(client: httpx.Client) -> None:
@@ -150,15 +132,6 @@ def test_other_costs(client: httpx.Client) -> None:
     assert until_over(client, job)["state"] == "done"
 
 
-def test_a_running_search_continues_with_other_costs(client: httpx.Client) -> None:
-    job = until_running(client, submit(client, method="hang"))
-    posed = client.post(f"{job['url']}/problem", json={"problem": chain(forward=1.5).to_dict()}).json()
-    assert (posed["state"], posed["best"]["source"], posed["best"]["problem_version"]) == ("running", "carried", 2)
-    client.post(f"{job['url']}/cancel")
-    over = until_over(client, job)
-    assert (over["state"], over["best"]["schedule"]) == ("cancelled", posed["best"]["schedule"])
-
-
 def test_another_problem_is_another_job(client: httpx.Client) -> None:
     job = submit(client, method="hang")
     alone = {**chain().to_dict(), "devices": [{"activation_budget_bytes": 9000}] * 3}
@@ -168,13 +141,6 @@ def test_another_problem_is_another_job(client: httpx.Client) -> None:
     client.post(f"{job['url']}/cancel")
     until_over(client, job)
     assert client.post(f"{job['url']}/problem", json={"problem": chain(forward=2.0).to_dict()}).status_code == 409
-
-
-def test_a_schedule_that_no_longer_fits_is_not_the_best(client: httpx.Client) -> None:
-    job = until_over(client, submit(client))
-    tight = Problem.from_dict({**chain().to_dict(), "devices": [{"activation_budget_bytes": 1000}] * 2})
-    posed = client.post(f"{job['url']}/problem", json={"problem": tight.to_dict()}).json()
-    assert (posed["best"]["method"], posed["best"]["problem_version"]) == ("naive", 2), "gpipe needs memory for two"
 
 
 def test_adoptions_are_recorded(client: httpx.Client) -> None:

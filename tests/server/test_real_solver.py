@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 
 import httpx
@@ -13,9 +12,7 @@ from support.databases import on_sqlite
 from support.rest import until_cached
 from support.service import events
 
-from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, check
-from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
 
 Serving = Callable[[Settings], httpx.Client]
@@ -76,31 +73,3 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
     assert end["state"] == "infeasible"
     assert "1000" in end["reason"]
     assert "999" in end["reason"]
-
-
-@on_sqlite
-def test_published_schedules_are_methods(client: httpx.Client) -> None:
-    problem = chain(memory=4, m=4)
-    job = client.post(
-        "/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": "gis:group=2"}
-    ).json()
-    assert job["best"]["method"] == "gis:group=2"
-    for method, told in (
-        ("zb-v", "zb-v needs 2 V-shaped stages a device"),
-        ("zb-w", "method = 'zb-w': the methods are auto, naive"),
-    ):
-        refused = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": method})
-        assert refused.status_code == 422
-        assert refused.json()["detail"].startswith(told)
-
-
-@on_sqlite
-def test_a_training_follows(client: httpx.Client) -> None:
-    problem = Problem.from_dict({**chain(memory=1, m=4, offload=None).to_dict(), "p2p_ms": 0.0})
-    with ScheduleClient(str(client.base_url), problem, time_limit_s=4.0) as following:
-        offer = None
-        while offer is None and following._thread.is_alive():
-            time.sleep(0.01)
-            offer = following.poll()
-    assert offer is not None
-    assert check(problem, offer.schedule) == []

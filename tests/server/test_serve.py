@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,15 +18,15 @@ from support.service import events
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe_server import Settings, create_app
+from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 from optpipe_server.http.server import listen, make_server
 
 START = """
-import optpipe.anytime, optpipe_server.first_schedule_process
+import optpipe.anytime, optpipe_server.first_schedules
 optpipe.anytime.SOLVER = "support.fake_solver"
-optpipe_server.first_schedule_process.MODULE = "support.fake_first_process"
+optpipe_server.first_schedules.MODULE = "support.fake_first_process"
 optpipe_server.serve(optpipe_server.Settings({!r}, pack=None), port={!r})
 """
 
@@ -128,25 +127,3 @@ def test_the_error_for_a_port_in_use_is_one_sentence() -> None:
         listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(InputError, match="port = 70000"):
         listen("127.0.0.1", 70000)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
-def test_this_machine_may_ask(host: str) -> None:
-    with listen(host, 0) as listener:
-        assert listener.family == socket.AF_INET
-
-
-@pytest.mark.parametrize(
-    "database",
-    ["nonsense", "sqlite://", "postgresql://localhost:1/x", "sqlite:////proc/none/jobs.sqlite", "other:///x"],
-)
-def test_the_error_for_a_wrong_database_is_one_sentence(database: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="database") as raised:
-        create_app(Settings(database=database, cache=tmp_path / "cache.sqlite"))
-    assert "\n" not in str(raised.value)
-
-
-def test_the_error_for_a_file_that_is_not_a_database_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("not a database " * 1000)
-    with pytest.raises(InputError, match="not a database"):
-        create_app(Settings(database=f"sqlite:///{tmp_path / 'text'}", cache=tmp_path / "cache.sqlite"))

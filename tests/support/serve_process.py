@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START = """
-import sys, optpipe.anytime, optpipe_server.first_schedule_process
-database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedule_process.MODULE = sys.argv[1:]
+import sys, optpipe.anytime, optpipe_server.first_schedules
+database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedules.MODULE = sys.argv[1:]
 optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
 """
 FAKES = ("support.fake_solver", "support.fake_first_process")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import optpipe.anytime
-import optpipe_server.first_schedule_process
+import optpipe_server.first_schedules
 from optpipe_server import Settings
 from optpipe_server.http.server import Server, listen, make_server
 
@@ -65,7 +65,7 @@ def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use `support.fake_solver` and `support.fake_first_process`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
-    monkeypatch.setattr(optpipe_server.first_schedule_process, "MODULE", "support.fake_first_process")
+    monkeypatch.setattr(optpipe_server.first_schedules, "MODULE", "support.fake_first_process")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -28,8 +28,7 @@ const LANES = 4; // compute, outward, to the device, on the host
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f8: Float64Array };
 
 /** The document with its arrays, each schedule with its lanes and with what waits for each op.
- * @param {string} json
- * @returns {Document} */
+ * @param {string} json @returns {Document} */
 export function read(json) {
   const found = JSON.parse(json, (_, value) => (value && value.base64 !== undefined ? unpacked(value) : value));
   found.schedules.forEach((/** @type {Schedule} */ schedule, /** @type {number} */ index) => {
@@ -43,9 +42,7 @@ export function read(json) {
 }
 
 /** The document of some of its schedules, in this order.
- * @param {Document} found
- * @param {number[]} indices
- * @returns {Document} */
+ * @param {Document} found @param {number[]} indices @returns {Document} */
 export function pick(found, indices) {
   const schedules = indices.map((i, index) => ({ ...found.schedules[i], index }));
   setBeside(schedules);
@@ -70,8 +67,7 @@ function unpacked({ type, base64 }) {
 }
 
 /** Of each device, the rows on each of its lanes by start; the ops of a pair share the first.
- * @param {Schedule} schedule
- * @returns {Int32Array[][]} */
+ * @param {Schedule} schedule @returns {Int32Array[][]} */
 function laneRows({ ops, devices }) {
   /** @type {number[][][]} */
   const lanes = devices.map(() => Array.from({ length: LANES }, () => []));
@@ -83,8 +79,7 @@ function laneRows({ ops, devices }) {
   );
 }
 
-/** @param {Ops} ops
- * @returns {Followers} */
+/** @param {Ops} ops @returns {Followers} */
 function followersOf({ waited_for }) {
   const begins = new Int32Array(waited_for.length + 1);
   for (const row of waited_for) if (row >= 0) begins[row + 1]++;
@@ -98,15 +93,13 @@ function followersOf({ waited_for }) {
 }
 
 /** The rows that started because this one had ended.
- * @param {Schedule} schedule
- * @param {number} row */
+ * @param {Schedule} schedule @param {number} row */
 export function followers({ followers: { begins, rows } }, row) {
   return Array.from(rows.subarray(begins[row], begins[row + 1]));
 }
 
 /** The first index from which on `test` holds, in a range in which it holds from some index on.
- * @param {number} length
- * @param {(index: number) => boolean} test */
+ * @param {number} length @param {(index: number) => boolean} test */
 export function firstIndex(length, test) {
   let low = 0;
   let high = length;
@@ -119,10 +112,7 @@ export function firstIndex(length, test) {
 }
 
 /** The rows of a lane that reach into a time, from an index to another one; ops of one lane do not overlap.
- * @param {Schedule} schedule
- * @param {Int32Array} rows
- * @param {number} from
- * @param {number} to
+ * @param {Schedule} schedule @param {Int32Array} rows @param {number} from @param {number} to
  * @returns {[number, number]} */
 export function reaching({ ops }, rows, from, to) {
   return [
@@ -133,8 +123,7 @@ export function reaching({ ops }, rows, from, to) {
 
 /** The ops that a gap waited for, one after the other: from the op that ends it back to one that ran as it began. As
  * optpipe.evaluate.causes.Causes.chain.
- * @param {Schedule} schedule
- * @param {number} gap */
+ * @param {Schedule} schedule @param {number} gap */
 export function chainOf({ ops, gaps, makespan_ms }, gap) {
   const chain = [gaps.row[gap]];
   const begin = gaps.begin[gap] + 1e-9 * (1 + makespan_ms);
@@ -144,9 +133,7 @@ export function chainOf({ ops, gaps, makespan_ms }, gap) {
 }
 
 /** The gap of a device at a time, or -1.
- * @param {Schedule} schedule
- * @param {number} device
- * @param {number} ms */
+ * @param {Schedule} schedule @param {number} device @param {number} ms */
 export function gapAt({ gaps }, device, ms) {
   const after = firstIndex(
     gaps.row.length,

@@ -29,12 +29,7 @@ import { bytes, ms, percent } from "./words.js";
  * @typedef {{range: [number, number], chosen: Chosen | null, critical: boolean, changes: boolean, device: number}} View
  */
 
-const CONFIG = {
-  displaylogo: false,
-  doubleClick: false,
-  showTips: false,
-  displayModeBar: false,
-};
+const CONFIG = { displaylogo: false, doubleClick: false, showTips: false, displayModeBar: false };
 
 /** The latest end of all schedules.
  * @param {Schedule[]} schedules */
@@ -43,24 +38,15 @@ export function latestEnd(schedules) {
 }
 
 /** Draws everything; resolves to where it lies.
- * @param {HTMLElement} element
- * @param {Schedule[]} schedules
- * @param {View} view
- * @returns {Promise<Frame>} */
+ * @param {HTMLElement} element @param {Schedule[]} schedules @param {View} view @returns {Promise<Frame>} */
 export async function draw(element, schedules, view) {
   const frame = frameOf(schedules, Math.max(280, element.clientWidth));
   const colours = theme();
   const fine = schedules.map((schedule) => countVisible(schedule, view.range) * schedules.length <= MOST_DRAWN);
   const grid = fine.every(Boolean); // plotly draws it over images
   const layout = plotlyLayout(schedules, frame, view.range, latestEnd(schedules), view.device, colours, grid);
-  /** @type {object[]} */
-  const traces = [];
-  /** @type {object[]} */
-  const written = []; // above all lines
-  /** @type {object[]} */
-  const images = [];
-  /** @type {object[]} */
-  const notes = [];
+  /** @type {{traces: object[], written: object[], images: object[], notes: object[]}} */
+  const { traces, written, images, notes } = { traces: [], written: [], images: [], notes: [] }; // written: above lines
   schedules.forEach((schedule, i) => {
     const axis = `y${i + 2}`;
     const panel = frame.panels[i];
@@ -78,19 +64,9 @@ export async function draw(element, schedules, view) {
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);
       const size = [Math.round(pixels * dense), Math.round(panel.height * dense)];
-      images.push({
-        source: raster(schedule, view.range, size[0], size[1]),
-        xref: "x",
-        yref: axis,
-        x: view.range[0],
-        y: 0,
-        sizex: view.range[1] - view.range[0],
-        sizey: panel.devices,
-        xanchor: "left",
-        yanchor: "top",
-        sizing: "stretch",
-        layer: "below",
-      });
+      const place = { xref: "x", yref: axis, x: view.range[0], y: 0, xanchor: "left", yanchor: "top", layer: "below" };
+      const stretched = { sizex: view.range[1] - view.range[0], sizey: panel.devices, sizing: "stretch" };
+      images.push({ source: raster(schedule, view.range, size[0], size[1]), ...place, ...stretched });
     }
     const changed = view.changes ? rows.filter((row) => schedule.ops.changed?.[row]) : [];
     if (changed.length <= MOST_DRAWN) traces.push(...changeTraces(schedule, changed, axis, colours));
@@ -106,40 +82,25 @@ export async function draw(element, schedules, view) {
   return frame;
 }
 
-/** @param {Schedule} schedule
- * @param {number} i
- * @param {Schedule[]} schedules */
+/** @param {Schedule} schedule @param {number} i @param {Schedule[]} schedules */
 function headline(schedule, i, schedules) {
   const role = schedules.length > 1 && schedule.ops.changed ? (i ? "After: " : "Before: ") : "";
   return `${role}${schedule.method || "schedule"} · ${ms(schedule.makespan_ms)} · bubble ${percent(schedule.bubble)}`;
 }
 
-/** @param {Path} path
- * @param {string} yaxis
- * @param {string} fill
- * @param {object} line
- * @param {string} name
- * @param {object} [pattern] */
-function filled(path, yaxis, fill, line, name, pattern) {
-  return {
-    type: "scatter",
-    mode: "lines",
-    x: path.x,
-    y: path.y,
-    yaxis,
-    fill: "toself",
-    fillcolor: fill,
-    name,
-    line: { simplify: false, ...line },
-    hoverinfo: "skip",
-    ...(pattern ? { fillpattern: pattern } : {}),
-  };
+/** @param {{x: (number | null)[], y: (number | null)[]}} path @param {string} yaxis @param {object} line */
+function lines({ x, y }, yaxis, line) {
+  return { type: "scatter", mode: "lines", x, y, yaxis, hoverinfo: "skip", line };
 }
 
-/** @param {Schedule} schedule
- * @param {number[]} gaps
- * @param {string} axis
- * @param {Theme} colours */
+/** @param {Path} path @param {string} yaxis @param {string} fill @param {object} line @param {string} name
+ * @param {object} [pattern] */
+function filled(path, yaxis, fill, line, name, pattern) {
+  const filling = { fill: "toself", fillcolor: fill, ...(pattern ? { fillpattern: pattern } : {}) };
+  return { ...lines(path, yaxis, { simplify: false, ...line }), ...filling, name };
+}
+
+/** @param {Schedule} schedule @param {number[]} gaps @param {string} axis @param {Theme} colours */
 function gapTraces(schedule, gaps, axis, colours) {
   const { device, transfer, start, end } = gapBoxes(schedule, gaps);
   const hatched = { shape: "/", size: 6, solidity: 0.16, fgcolor: colours.hatch, bgcolor: colours.wait };
@@ -152,27 +113,14 @@ function gapTraces(schedule, gaps, axis, colours) {
   ];
 }
 
-/** @param {import("./shapes.js").Labels} found
- * @param {string} yaxis */
+/** @param {import("./shapes.js").Labels} found @param {string} yaxis */
 function texts({ x, y, text, colour, size }, yaxis) {
-  return {
-    type: "scatter",
-    mode: "text",
-    x,
-    y,
-    yaxis,
-    text,
-    textfont: { color: colour, size },
-    hoverinfo: "skip",
-    cliponaxis: true,
-  };
+  const textfont = { color: colour, size };
+  return { type: "scatter", mode: "text", x, y, yaxis, text, textfont, hoverinfo: "skip", cliponaxis: true };
 }
 
 /** A bar along the top of each op that moved, and around each that only this schedule has.
- * @param {Schedule} schedule
- * @param {number[]} rows
- * @param {string} axis
- * @param {Theme} colours */
+ * @param {Schedule} schedule @param {number[]} rows @param {string} axis @param {Theme} colours */
 function changeTraces(schedule, rows, axis, colours) {
   const { changed } = schedule.ops;
   if (!changed) return [];
@@ -188,10 +136,7 @@ function changeTraces(schedule, rows, axis, colours) {
   ];
 }
 
-/** @param {Schedule} schedule
- * @param {Chosen} chosen
- * @param {string} axis
- * @param {Theme} colours */
+/** @param {Schedule} schedule @param {Chosen} chosen @param {string} axis @param {Theme} colours */
 function chosenTraces(schedule, { gap, row }, axis, colours) {
   if (gap < 0) {
     const path = emptyPath();
@@ -209,69 +154,37 @@ function chosenTraces(schedule, { gap, row }, axis, colours) {
 }
 
 /** A line through ops, on a ground that sets it off from their colours.
- * @param {Schedule} schedule
- * @param {number[]} rows
- * @param {string} yaxis
- * @param {string} color
+ * @param {Schedule} schedule @param {number[]} rows @param {string} yaxis @param {string} color
  * @param {Theme} colours */
 function through(schedule, rows, yaxis, color, colours) {
-  const { x, y } = pathThrough(schedule, rows);
-  const line = { type: "scatter", mode: "lines", x, y, yaxis, hoverinfo: "skip" };
+  const path = pathThrough(schedule, rows);
   return [
-    { ...line, line: { color: colours.ground, width: 5, simplify: false } },
-    { ...line, line: { color, width: 2.5, simplify: false }, name: "path" },
+    lines(path, yaxis, { color: colours.ground, width: 5, simplify: false }),
+    { ...lines(path, yaxis, { color, width: 2.5, simplify: false }), name: "path" },
   ];
 }
 
-/** @param {Schedule[]} schedules
- * @param {View} view
- * @param {Frame} frame
- * @param {Theme} colours */
+/** @param {Schedule[]} schedules @param {View} view @param {Frame} frame @param {Theme} colours */
 function memoryTraces(schedules, { device, range }, frame, colours) {
   const last = schedules.length - 1;
   /** @type {object[]} */
   const traces = schedules.flatMap((schedule, i) => {
     if (device >= schedule.devices.length) return [];
     const steps = memorySteps(schedule, device, range, frame.right - frame.left);
-    const line = {
-      shape: "hv",
-      simplify: false,
-      color: i === last ? colours.accent : colours.quiet,
-      width: 1.4,
-      dash: i === last ? "solid" : "dot",
-    };
-    return [
-      {
-        type: "scatter",
-        mode: "lines",
-        ...steps,
-        yaxis: "y",
-        line,
-        hoverinfo: "skip",
-        name: `memory ${i}`,
-        ...(i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {}),
-      },
-    ];
+    const [color, dash] = i === last ? [colours.accent, "solid"] : [colours.quiet, "dot"];
+    const filling = i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {};
+    const trace = lines(steps, "y", { shape: "hv", simplify: false, width: 1.4, color, dash });
+    return [{ ...trace, ...filling, name: `memory ${i}` }];
   });
   const { limit, peak } = schedules[last].devices[Math.min(device, schedules[last].devices.length - 1)];
-  const level = (/** @type {number} */ y, /** @type {string} */ color, /** @type {string} */ dash) => ({
-    type: "scatter",
-    mode: "lines",
-    x: range,
-    y: [y, y],
-    yaxis: "y",
-    hoverinfo: "skip",
-    line: { color, width: 1.4, dash },
-  });
+  const level = (/** @type {number} */ y, /** @type {string} */ color, /** @type {string} */ dash) =>
+    lines({ x: range, y: [y, y] }, "y", { color, width: 1.4, dash });
   traces.push(level(peak, colours.ink, "dot"));
   if (limit <= 3 * peak) traces.push({ ...level(limit, colours.limit, "dash"), name: "limit" });
   return traces;
 }
 
-/** @param {Schedule[]} schedules
- * @param {View} view
- * @param {Frame} frame
- * @param {Theme} colours */
+/** @param {Schedule[]} schedules @param {View} view @param {Frame} frame @param {Theme} colours */
 function memoryNotes(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
   const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
@@ -285,23 +198,11 @@ function memoryNotes(schedules, { device }, frame, colours) {
 }
 
 /** A line of text above a panel.
- * @param {string} text
- * @param {number} top
- * @param {Frame} frame
- * @param {Theme} colours */
+ * @param {string} text @param {number} top @param {Frame} frame @param {Theme} colours */
 function note(text, top, frame, colours) {
-  return {
-    text: plain(text),
-    showarrow: false,
-    xref: "paper",
-    yref: "paper",
-    x: 0,
-    xanchor: "left",
-    align: "left",
-    y: 1 - (top - 6) / (frame.memory.top + frame.memory.height),
-    yanchor: "bottom",
-    font: { size: 12.5, color: colours.ink },
-  };
+  const y = 1 - (top - 6) / (frame.memory.top + frame.memory.height);
+  const place = { xref: "paper", yref: "paper", x: 0, y, xanchor: "left", yanchor: "bottom", align: "left" };
+  return { text: plain(text), showarrow: false, ...place, font: { size: 12.5, color: colours.ink } };
 }
 
 /** Text for plotly, which reads some tags and entities in it.

@@ -21,9 +21,7 @@ const MOST_ROW = 62;
 const LEAST_ROW = 7;
 
 /** All places, in pixels.
- * @param {Schedule[]} schedules
- * @param {number} width
- * @returns {Frame} */
+ * @param {Schedule[]} schedules @param {number} width @returns {Frame} */
 export function frameOf(schedules, width) {
   const rows = schedules.reduce((sum, { devices }) => sum + devices.length, 0);
   const row = Math.max(LEAST_ROW, Math.min(MOST_ROW, ALL_ROWS / rows));
@@ -38,9 +36,7 @@ export function frameOf(schedules, width) {
 }
 
 /** The top and the bottom of an op within its device's row, which is from 0 to 1.
- * @param {Schedule} schedule
- * @param {number} lane
- * @returns {[number, number]} */
+ * @param {Schedule} schedule @param {number} lane @returns {[number, number]} */
 export function within({ beside }, lane) {
   const share = beside.length === 1 ? 0.26 : 0.19;
   const bottom = beside.length ? 0.9 - share * beside.length : 0.94;
@@ -52,13 +48,9 @@ export function within({ beside }, lane) {
 }
 
 /** Plotly's layout of a frame, for the time from `from` to `to`.
- * @param {Schedule[]} schedules
- * @param {Frame} frame
- * @param {[number, number]} range
- * @param {number} latest
+ * @param {Schedule[]} schedules @param {Frame} frame @param {[number, number]} range @param {number} latest
  * @param {number} device whose memory is drawn
- * @param {Theme} theme
- * @param {boolean} grid */
+ * @param {Theme} theme @param {boolean} grid */
 export function plotlyLayout(schedules, frame, range, latest, device, theme, grid) {
   const domain = (/** @type {{top: number, height: number}} */ { top, height }) => [
     Math.max(0, 1 - (top + height) / (frame.height - AXIS)),
@@ -78,26 +70,13 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     hovermode: false,
     dragmode: "zoom",
     xaxis: {
-      range,
-      minallowed: 0,
-      maxallowed: latest,
-      anchor: "y",
-      zeroline: false,
-      gridcolor: theme.line,
-      ticksuffix: " ms",
-      tickfont: { size: 11 },
-      ticklabelstandoff: 4,
-      nticks: 12,
-      showgrid: grid,
+      ...{ range, minallowed: 0, maxallowed: latest, anchor: "y", zeroline: false },
+      ...{ gridcolor: theme.line, showgrid: grid },
+      ...{ ticksuffix: " ms", tickfont: { size: 11 }, ticklabelstandoff: 4, nticks: 12 },
     },
     yaxis: {
-      ...axis,
-      domain: domain(frame.memory),
-      range: [0, tallest * 1.08],
-      nticks: 4,
-      tickformat: ".3~s",
-      ticksuffix: "B",
-      gridcolor: theme.line,
+      ...{ ...axis, domain: domain(frame.memory), range: [0, tallest * 1.08], gridcolor: theme.line },
+      ...{ nticks: 4, tickformat: ".3~s", ticksuffix: "B" },
     },
   };
   frame.panels.forEach((panel, i) => {
@@ -118,8 +97,7 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
   return layout;
 }
 
-/** @param {Schedule} schedule
- * @param {number} device */
+/** @param {Schedule} schedule @param {number} device */
 function tallestOf({ devices }, device) {
   if (device >= devices.length) return 0;
   const { limit, peak } = devices[device];
@@ -127,10 +105,7 @@ function tallestOf({ devices }, device) {
 }
 
 /** What lies at a point of the picture: the schedule, the time, and the device with the place in its row.
- * @param {Frame} frame
- * @param {[number, number]} range
- * @param {number} x
- * @param {number} y */
+ * @param {Frame} frame @param {[number, number]} range @param {number} x @param {number} y */
 export function placeAt(frame, [from, to], x, y) {
   if (x < frame.left || x > frame.right) return null;
   const time = from + ((x - frame.left) / (frame.right - frame.left)) * (to - from);

@@ -13,18 +13,49 @@ const MOST_STEPS = 14; // of a chain that are listed
 const MOST_WAITS = 9; // that are listed
 
 /** @param {string} tag
- * @param {string} className
+ * @param {string | Record<string, string | number>} given its class, or its attributes
  * @param {...(Node | string)} children */
-export function element(tag, className, ...children) {
+export function element(tag, given, ...children) {
   const made = document.createElement(tag);
-  if (className) made.className = className;
+  const attributes = typeof given === "string" ? (given ? { class: given } : {}) : given;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, String(value));
   made.append(...children);
   return made;
 }
 
-/** @param {string} text
- * @param {() => void} act
- * @param {string} [className] */
+/** A part of a page that scrolls, which the keyboard reaches, too.
+ * @param {string} className @param {string} label @param {...(Node | string)} children */
+export function region(className, label, ...children) {
+  return element("div", { class: className, tabindex: 0, role: "region", "aria-label": label }, ...children);
+}
+
+/** @param {string} className @param {string[]} head @param {(Node | string)[][]} rows
+ * @param {(row: HTMLElement, index: number) => void} [made] is told each row */
+export function table(className, head, rows, made) {
+  const body = element("tbody", "");
+  rows.forEach((cells, index) => {
+    const row = element("tr", "", ...cells.map((cell) => element("td", "", cell)));
+    made?.(row, index);
+    body.append(row);
+  });
+  const heads = head.map((text) => element(text ? "th" : "td", "", text));
+  return element("table", className, element("thead", "", element("tr", "", ...heads)), body);
+}
+
+/** A bar that is filled by a share of its width.
+ * @param {string} className @param {number} share @param {string} [inner] the class of what fills it */
+export function filledBar(className, share, inner = "") {
+  const fill = element("i", { class: inner, style: `width: ${100 * Math.min(1, share)}%` });
+  return element("span", className, fill);
+}
+
+/** The largest share of a device's memory that a schedule uses.
+ * @param {Schedule} schedule */
+export function fullest({ devices }) {
+  return Math.max(...devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
+}
+
+/** @param {string} text @param {() => void} act @param {string} [className] */
 export function button(text, act, className = "") {
   const made = /** @type {HTMLButtonElement} */ (element("button", className, text));
   made.type = "button";
@@ -32,9 +63,7 @@ export function button(text, act, className = "") {
   return made;
 }
 
-/** @param {string} text
- * @param {boolean} on
- * @param {(on: boolean) => void} act */
+/** @param {string} text @param {boolean} on @param {(on: boolean) => void} act */
 export function toggle(text, on, act) {
   const made = button(text, () => {
     const now = made.getAttribute("aria-pressed") !== "true";
@@ -50,36 +79,24 @@ export function toggle(text, on, act) {
 export function heading({ title, schedules, lower_bound_ms, gap }) {
   const after = schedules[schedules.length - 1];
   const before = schedules.length > 1 ? schedules[0] : null;
-  const fullest = Math.max(...after.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
+  const full = fullest(after);
+  const changed = before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`;
+  const ofLimit = full > 1 ? "of the limit: does not fit" : "of the limit, fullest device";
   const tiles = [
-    tile(
-      "Makespan",
-      ms(after.makespan_ms),
-      before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`,
-    ),
+    tile("Makespan", ms(after.makespan_ms), changed),
     tile("Bubble", percent(after.bubble), before ? `from ${percent(before.bubble)}` : "of the devices' time"),
-    tile(
-      "Memory",
-      percent(fullest),
-      fullest > 1 ? "of the limit: does not fit" : "of the limit, fullest device",
-      fullest > 1 ? "wrong" : "",
-    ),
+    tile("Memory", percent(full), ofLimit, full > 1 ? "wrong" : ""),
   ];
   if (lower_bound_ms !== null && gap !== null) {
     tiles.push(tile("Gap", gap ? percent(gap) : "none", gap ? `bound ${ms(lower_bound_ms)}` : "proven optimal"));
   }
   const size = `${after.devices.length} devices, ${after.stages.length} stages, ${after.microbatches} micro-batches`;
-  const names = element(
-    "div",
-    "names",
-    element("h1", "", title),
-    element("p", "", [after.method, size].filter(Boolean).join(" · ")),
-  );
+  const about = element("p", "", [after.method, size].filter(Boolean).join(" · "));
+  const names = element("div", "names", element("h1", "", title), about);
   return element("header", "", names, element("div", "tiles", ...tiles));
 }
 
-/** @param {number} now
- * @param {number} then */
+/** @param {number} now @param {number} then */
 function change(now, then) {
   const share = now / then - 1;
   return Math.abs(share) < 5e-4
@@ -87,18 +104,11 @@ function change(now, then) {
     : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
 }
 
-/** @param {string} name
- * @param {string} value
- * @param {string} more
- * @param {string} [className] */
-function tile(name, value, more, className = "") {
-  return element(
-    "div",
-    `tile ${className}`,
-    element("span", "", name),
-    element("strong", "", value),
-    element("span", "", more),
-  );
+/** A figure with its name above and more about it below.
+ * @param {string} name @param {string | Node} value @param {string} more @param {string} [className] */
+export function tile(name, value, more, className = "") {
+  const parts = [element("span", "", name), element("strong", "", value), element("span", "", more)];
+  return element("div", `tile ${className}`.trim(), ...parts);
 }
 
 /** @param {Document} found */
@@ -112,10 +122,7 @@ export function legend({ kinds, schedules }) {
   return element("ul", "legend", ...entries);
 }
 
-/** @param {string} letter
- * @param {string} name
- * @param {string} colour
- * @param {string} text
+/** @param {string} letter @param {string} name @param {string} colour @param {string} text
  * @param {string} [className] */
 function entry(letter, name, colour, text, className = "") {
   const mark = element("span", `mark ${className}`, letter);
@@ -124,31 +131,20 @@ function entry(letter, name, colour, text, className = "") {
 }
 
 /** All devices' time: what they compute, and what they wait for.
- * @param {Document} found
- * @param {Schedule} schedule
- * @param {boolean} named */
+ * @param {Document} found @param {Schedule} schedule @param {boolean} named */
 export function shares({ kinds }, schedule, named) {
   const whole = schedule.devices.length * schedule.makespan_ms || 1;
-  const parts = kinds.map(({ name, colour, letter }) => ({
-    name,
-    colour,
-    className: "",
-    ms: busy(schedule, letter),
-  }));
+  const parts = kinds.map(({ name, colour, letter }) => ({ name, colour, className: "", ms: busy(schedule, letter) }));
   /** @type {Record<string, number>} */
   const waits = Object.fromEntries(Object.keys(WAITS).map((wait) => [wait, 0]));
   schedule.gaps.row.forEach(
     (_, gap) => (waits[waitOf(schedule, gap)] += schedule.gaps.end[gap] - schedule.gaps.begin[gap]),
   );
   for (const [wait, name] of Object.entries(WAITS)) {
-    parts.push({
-      name,
-      colour: "",
-      className: wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle",
-      ms: waits[wait],
-    });
+    const className = wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle";
+    parts.push({ name, colour: "", className, ms: waits[wait] });
   }
-  const bar = element("div", "bar");
+  const bar = element("div", { class: "bar", role: "img", "aria-label": "shares of the devices' time, as listed below" });
   const list = element("ul", "shares");
   for (const { name, colour, className, ms: time } of parts) {
     if (time <= 1e-9 * whole) continue;
@@ -159,8 +155,6 @@ export function shares({ kinds }, schedule, named) {
     bar.append(piece);
     list.append(element("li", "", mark, element("span", "", name), element("b", "", percent(time / whole))));
   }
-  bar.setAttribute("role", "img");
-  bar.setAttribute("aria-label", "shares of the devices' time, as listed below");
   const title = named ? `Where the time goes: ${schedule.method}` : "Where the time goes";
   return element("section", "", element("h2", "", title), bar, list, element("p", "hint", criticalPath(schedule)));
 }
@@ -180,8 +174,7 @@ function criticalPath({ ops, critical_path, makespan_ms }) {
 }
 
 /** The compute time of a kind; transfers run beside it and take none.
- * @param {Schedule} schedule
- * @param {string} letter */
+ * @param {Schedule} schedule @param {string} letter */
 function busy({ ops, letters }, letter) {
   const kind = letters.indexOf(letter);
   let sum = 0;
@@ -194,8 +187,7 @@ function busy({ ops, letters }, letter) {
 }
 
 /** What devices wait for between their first op and their last, as buttons that lead to the longest such wait.
- * @param {Schedule} schedule
- * @param {(chosen: Chosen) => void} choose */
+ * @param {Schedule} schedule @param {(chosen: Chosen) => void} choose */
 export function listOfWaits(schedule, choose) {
   const { gaps } = schedule;
   const length = (/** @type {number} */ gap) => gaps.end[gap] - gaps.begin[gap];
@@ -223,10 +215,15 @@ export function listOfWaits(schedule, choose) {
   return element("div", "", element("h2", "", "Where devices wait"), element("ol", "", ...items));
 }
 
+/** An op in a list: what is said of it leads to it, and when it runs.
+ * @param {Schedule} schedule @param {number} row @param {string} text @param {(chosen: Chosen) => void} choose */
+function opItem(schedule, row, text, choose) {
+  const go = button(text, () => choose({ schedule: schedule.index, gap: -1, row }), "link");
+  return element("li", "", go, element("small", "", when(schedule, row)));
+}
+
 /** Why a device waits in a gap.
- * @param {Schedule} schedule
- * @param {number} gap
- * @param {(chosen: Chosen) => void} choose */
+ * @param {Schedule} schedule @param {number} gap @param {(chosen: Chosen) => void} choose */
 export function whyGap(schedule, gap, choose) {
   const { gaps, ready, ops } = schedule;
   const [begin, end, device] = [gaps.begin[gap], gaps.end[gap], gaps.device[gap]];
@@ -246,14 +243,7 @@ export function whyGap(schedule, gap, choose) {
     const text = isLast
       ? `${opName(schedule, row)} ${ops.start[row] < begin ? "runs as the wait begins" : "starts as the wait begins"}`
       : reason(schedule, row);
-    steps.append(
-      element(
-        "li",
-        "",
-        button(text, () => choose({ schedule: schedule.index, gap: -1, row }), "link"),
-        element("small", "", when(schedule, row)),
-      ),
-    );
+    steps.append(opItem(schedule, row, text, choose));
   }
   made.append(element("h3", "", gaps.last[gap] ? "The schedule ends later because" : "It waits because"), steps);
   const others = [];
@@ -266,18 +256,9 @@ export function whyGap(schedule, gap, choose) {
 }
 
 /** What an op waited for, and what waited for it.
- * @param {Schedule} schedule
- * @param {number} row
- * @param {(chosen: Chosen) => void} choose */
+ * @param {Schedule} schedule @param {number} row @param {(chosen: Chosen) => void} choose */
 export function aboutOp(schedule, row, choose) {
   const { ops } = schedule;
-  const other = (/** @type {number} */ each) =>
-    element(
-      "li",
-      "",
-      button(reason(schedule, each), () => choose({ schedule: schedule.index, gap: -1, row: each }), "link"),
-      element("small", "", when(schedule, each)),
-    );
   const made = element(
     "div",
     "",
@@ -287,7 +268,7 @@ export function aboutOp(schedule, row, choose) {
   made.append(element("h3", "", "It starts when it does because"), element("p", "", `${reason(schedule, row)}.`));
   const next = followers(schedule, row);
   made.append(element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."));
-  if (next.length) made.append(element("ul", "", ...next.map(other)));
+  if (next.length) made.append(element("ul", "", ...next.map((each) => opItem(schedule, each, reason(schedule, each), choose))));
   const before = ops.waited_for[row];
   if (before >= 0)
     made.append(
@@ -297,28 +278,17 @@ export function aboutOp(schedule, row, choose) {
 }
 
 /** The devices' memory as a table; a row shows its device in the picture.
- * @param {Document} found
- * @param {(device: number) => void} show */
+ * @param {Document} found @param {(device: number) => void} show */
 export function deviceTable({ schedules }, show) {
   const after = schedules[schedules.length - 1];
+  const rows = after.devices.map(({ limit, peak, host_peak, busy_ms }, device) => [
+    button(`device ${device}`, () => show(device), "link"),
+    bytes(peak),
+    bytes(limit),
+    percent(peak / Math.max(1, limit)),
+    bytes(host_peak),
+    percent(busy_ms / (after.makespan_ms || 1)),
+  ]);
   const head = ["device", "certified peak", "limit", "used", "host peak", "computes"];
-  const table = element(
-    "table",
-    "",
-    element("thead", "", element("tr", "", ...head.map((name) => element("th", "", name)))),
-  );
-  const body = element("tbody", "");
-  after.devices.forEach(({ limit, peak, host_peak, busy_ms }, device) => {
-    const cells = [
-      bytes(peak),
-      bytes(limit),
-      percent(peak / Math.max(1, limit)),
-      bytes(host_peak),
-      percent(busy_ms / (after.makespan_ms || 1)),
-    ];
-    const name = button(`device ${device}`, () => show(device), "link");
-    body.append(element("tr", "", element("td", "", name), ...cells.map((text) => element("td", "", text))));
-  });
-  table.append(body);
-  return element("section", "", element("h2", "", "Devices"), element("div", "scrolls", table));
+  return element("section", "", element("h2", "", "Devices"), element("div", "scrolls", table("", head, rows)));
 }

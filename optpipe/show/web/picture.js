@@ -16,23 +16,17 @@ import { onThemeChange } from "./theme.js";
  */
 
 /** Shows a document in an element.
- * @param {HTMLElement} place
- * @param {Document} found
+ * @param {HTMLElement} place @param {Document} found
  * @param {(chosen: Chosen | null) => void} [chose] is told what is chosen
  * @returns {Promise<Shown>} */
 export async function show(place, found, chose = () => {}) {
   let { schedules } = found;
   let latest = latestEnd(schedules);
   /** @type {View} */
-  const view = { range: [0, latest], chosen: null, critical: false, changes: true, device: fullest(found) };
-  const plot = element("div", "plot");
-  plot.tabIndex = 0;
-  plot.setAttribute("role", "application");
-  plot.setAttribute("aria-label", "Gantt chart. Arrow keys go from op to op, plus and minus zoom, Escape clears.");
-  const details = element("aside", "");
-  details.setAttribute("aria-live", "polite");
-  details.setAttribute("aria-label", "What is chosen");
-  details.tabIndex = 0; // it scrolls
+  const view = { range: [0, latest], chosen: null, critical: false, changes: true, device: fullestDevice(found) };
+  const keys = "Gantt chart. Arrow keys go from op to op, plus and minus zoom, Escape clears.";
+  const plot = element("div", { class: "plot", tabindex: 0, role: "application", "aria-label": keys });
+  const details = element("aside", { tabindex: 0, "aria-live": "polite", "aria-label": "What is chosen" }); // it scrolls
 
   /** @type {import("./layout.js").Frame} */
   let frame;
@@ -79,10 +73,7 @@ export async function show(place, found, chose = () => {}) {
     }
     const schedule = schedules[chosen.schedule];
     const told = chosen.gap >= 0 ? whyGap(schedule, chosen.gap, choose) : aboutOp(schedule, chosen.row, choose);
-    details.replaceChildren(
-      told,
-      button("back", () => choose(null), "back"),
-    );
+    details.replaceChildren(told, button("back", () => choose(null), "back"));
   };
 
   const showDevice = (/** @type {number} */ device) => {
@@ -146,7 +137,7 @@ export async function show(place, found, chose = () => {}) {
       latest = latestEnd(schedules);
       view.range = all || from >= latest ? [0, latest] : [from, Math.min(to, latest)];
       view.chosen = null;
-      if (!sameDevices) view.device = fullest(found);
+      if (!sameDevices) view.device = fullestDevice(found);
       around();
       await redraw();
     },
@@ -160,7 +151,7 @@ export async function show(place, found, chose = () => {}) {
 
 /** The device with the largest share of its memory in use.
  * @param {Document} found */
-function fullest({ schedules }) {
+function fullestDevice({ schedules }) {
   const share = schedules[schedules.length - 1].devices.map(({ peak, limit }) => peak / Math.max(1, limit));
   return share.indexOf(Math.max(...share));
 }

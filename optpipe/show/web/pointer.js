@@ -14,8 +14,7 @@ import { WAITS, ms, opName, reason, waitOf, when } from "./words.js";
 const STILL = 4; // pixels within which a press is a click
 
 /** What lies at a place of a panel: an op, a gap or nothing.
- * @param {Schedule} schedule
- * @param {{time: number, device: number, within: number}} place
+ * @param {Schedule} schedule @param {{time: number, device: number, within: number}} place
  * @returns {Chosen | null} */
 export function hit(schedule, { time, device, within: height }) {
   const { ops } = schedule;
@@ -35,28 +34,18 @@ export function hit(schedule, { time, device, within: height }) {
 }
 
 /** The lines that the pointer shows.
- * @param {Schedule} schedule
- * @param {Chosen} found
- * @returns {string[]} */
+ * @param {Schedule} schedule @param {Chosen} found @returns {string[]} */
 export function hints(schedule, { gap, row }) {
   if (gap >= 0) {
     const { gaps } = schedule;
     const chain = chainOf(schedule, gap);
     const wait = gaps.last[gap] ? "done" : WAITS[waitOf(schedule, gap)];
-    const why = gaps.last[gap]
-      ? []
-      : [reason(schedule, chain[0]), ...chain.slice(1, 3).map((each) => reason(schedule, each))];
-    return [
-      `device ${gaps.device[gap]}: ${wait}, ${ms(gaps.end[gap] - gaps.begin[gap])}`,
-      ...why,
-      "click: the whole chain",
-    ];
+    const why = gaps.last[gap] ? [] : chain.slice(0, 3).map((each) => reason(schedule, each));
+    const length = ms(gaps.end[gap] - gaps.begin[gap]);
+    return [`device ${gaps.device[gap]}: ${wait}, ${length}`, ...why, "click: the whole chain"];
   }
   const next = followers(schedule, row).filter((each) => schedule.ops.lane[each] !== NOWHERE);
-  const named = next
-    .slice(0, 6)
-    .map((each) => opName(schedule, each))
-    .join(", ");
+  const named = Array.from(next.slice(0, 6), (each) => opName(schedule, each)).join(", ");
   return [
     `${opName(schedule, row)} on device ${schedule.ops.device[row]}`,
     `${when(schedule, row)} (${ms(schedule.ops.end[row] - schedule.ops.start[row])})`,
@@ -147,10 +136,7 @@ export function listen(plot, picture, signal) {
 }
 
 /** A time shorter or longer by a factor, around a moment where that is in it.
- * @param {[number, number]} range
- * @param {number} factor
- * @param {number | null} at
- * @returns {[number, number]} */
+ * @param {[number, number]} range @param {number} factor @param {number | null} at @returns {[number, number]} */
 function scaled([from, to], factor, at) {
   const middle = at !== null && at > from && at < to ? at : (from + to) / 2;
   const half = ((to - from) / 2) * factor;
@@ -158,8 +144,7 @@ function scaled([from, to], factor, at) {
 }
 
 /** The middle of an op or a gap.
- * @param {Schedule[]} schedules
- * @param {Chosen | null} chosen */
+ * @param {Schedule[]} schedules @param {Chosen | null} chosen */
 function timeOf(schedules, chosen) {
   if (!chosen) return null;
   const { ops, gaps } = schedules[chosen.schedule];
@@ -168,10 +153,7 @@ function timeOf(schedules, chosen) {
 }
 
 /** What an arrow key leads to: the op before or behind, or the one at that time on the device above or below.
- * @param {Schedule[]} schedules
- * @param {Chosen | null} chosen
- * @param {string} key
- * @returns {Chosen | null} */
+ * @param {Schedule[]} schedules @param {Chosen | null} chosen @param {string} key @returns {Chosen | null} */
 function moved(schedules, chosen, key) {
   if (!key.startsWith("Arrow")) return null;
   const index = chosen ? chosen.schedule : 0;
@@ -203,10 +185,7 @@ function middleOf(schedule) {
   return (top + bottom) / 2;
 }
 
-/** @param {Schedule} schedule
- * @param {Int32Array} lane
- * @param {number} time
- * @returns {Chosen | null} */
+/** @param {Schedule} schedule @param {Int32Array} lane @param {number} time @returns {Chosen | null} */
 function nearest({ ops, index }, lane, time) {
   if (!lane.length) return null;
   const place = firstIndex(lane.length, (i) => ops.end[lane[i]] > time);

@@ -20,57 +20,38 @@ export function emptyPath() {
   return { x: [], y: [] };
 }
 
-/** @param {Path} path
- * @param {number} x0
- * @param {number} x1
- * @param {number} y0
- * @param {number} y1 */
+/** @param {Path} path @param {number} x0 @param {number} x1 @param {number} y0 @param {number} y1 */
 export function addBox(path, x0, x1, y0, y1) {
   path.x.push(x0, x1, x1, x0, x0, null);
   path.y.push(y0, y0, y1, y1, y0, null);
 }
 
 /** The corners of an op: times, and heights on its panel's axis, where device d lies from -d down to -d - 1.
- * @param {Schedule} schedule
- * @param {number} row
- * @returns {[number, number, number, number]} */
+ * @param {Schedule} schedule @param {number} row @returns {[number, number, number, number]} */
 export function boxOf(schedule, row) {
   const { ops } = schedule;
   const [top, bottom] = within(schedule, ops.lane[row]);
   return [ops.start[row], ops.end[row], -ops.device[row] - top, -ops.device[row] - bottom];
 }
 
-/** The rows that a time shows, on all lanes.
- * @param {Schedule} schedule
- * @param {[number, number]} range */
-export function visibleRows(schedule, [from, to]) {
-  /** @type {number[]} */
-  const rows = [];
-  for (const lanes of schedule.lanes) {
-    for (const lane of lanes) {
-      const [begin, end] = reaching(schedule, lane, from, to);
-      for (let i = begin; i < end; i++) rows.push(lane[i]);
-    }
-  }
-  return rows;
+/** Of each lane the rows that a time shows.
+ * @param {Schedule} schedule @param {[number, number]} range */
+function visibleParts(schedule, [from, to]) {
+  return schedule.lanes.flat().map((lane) => lane.subarray(...reaching(schedule, lane, from, to)));
+}
+
+/** @param {Schedule} schedule @param {[number, number]} range */
+export function visibleRows(schedule, range) {
+  return visibleParts(schedule, range).flatMap((rows) => Array.from(rows));
 }
 
 /** How many ops a time shows.
- * @param {Schedule} schedule
- * @param {[number, number]} range */
-export function countVisible(schedule, [from, to]) {
-  let count = 0;
-  for (const lanes of schedule.lanes) {
-    for (const lane of lanes) {
-      const [begin, end] = reaching(schedule, lane, from, to);
-      count += end - begin;
-    }
-  }
-  return count;
+ * @param {Schedule} schedule @param {[number, number]} range */
+export function countVisible(schedule, range) {
+  return visibleParts(schedule, range).reduce((sum, { length }) => sum + length, 0);
 }
 
-/** @param {Schedule} schedule
- * @param {[number, number]} range */
+/** @param {Schedule} schedule @param {[number, number]} range */
 export function visibleGaps({ gaps }, [from, to]) {
   /** @type {number[]} */
   const found = [];
@@ -79,9 +60,7 @@ export function visibleGaps({ gaps }, [from, to]) {
 }
 
 /** The boxes of ops by colour.
- * @param {Schedule} schedule
- * @param {number[]} rows
- * @returns {Map<number, Path>} */
+ * @param {Schedule} schedule @param {number[]} rows @returns {Map<number, Path>} */
 export function boxesByColour(schedule, rows) {
   /** @type {Map<number, Path>} */
   const paths = new Map();
@@ -95,8 +74,7 @@ export function boxesByColour(schedule, rows) {
 }
 
 /** The boxes of gaps by what is waited for.
- * @param {Schedule} schedule
- * @param {number[]} gaps
+ * @param {Schedule} schedule @param {number[]} gaps
  * @returns {Record<keyof typeof import("./words.js").WAITS, Path>} */
 export function gapBoxes(schedule, gaps) {
   const paths = { device: emptyPath(), transfer: emptyPath(), start: emptyPath(), end: emptyPath() };
@@ -111,12 +89,8 @@ export function gapBoxes(schedule, gaps) {
 
 /** Labels where there is room: the micro-batch; where most ops have more, with the kind, and with the stage in front
  * where devices have several.
- * @param {Schedule} schedule
- * @param {number[]} rows
- * @param {[number, number]} range
- * @param {number} pixelsPerMs
- * @param {number} rowHeight
- * @returns {Labels} */
+ * @param {Schedule} schedule @param {number[]} rows @param {[number, number]} range @param {number} pixelsPerMs
+ * @param {number} rowHeight @returns {Labels} */
 export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
   const { ops, colours, letters, stages, devices } = schedule;
   /** @type {Labels} */
@@ -150,10 +124,7 @@ export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
 }
 
 /** One panel as an image, `width` by `height` pixels, as a data URL.
- * @param {Schedule} schedule
- * @param {[number, number]} range
- * @param {number} width
- * @param {number} height */
+ * @param {Schedule} schedule @param {[number, number]} range @param {number} width @param {number} height */
 export function raster(schedule, [from, to], width, height) {
   const canvas = document.createElement("canvas");
   canvas.width = width;
@@ -192,10 +163,7 @@ export function raster(schedule, [from, to], width, height) {
 }
 
 /** The strongest colour of a column, as opaque as all of them together are wide; as the canvas stores it.
- * @param {number[]} colours
- * @param {Float32Array} shares
- * @param {number} width
- * @param {number} x */
+ * @param {number[]} colours @param {Float32Array} shares @param {number} width @param {number} x */
 function mixed(colours, shares, width, x) {
   let [best, most, all] = [0, 0, 0];
   for (let i = 0; i < colours.length; i++) {
@@ -208,10 +176,7 @@ function mixed(colours, shares, width, x) {
 }
 
 /** A device's memory as steps, thinned to the least and the most of each pixel where there are more.
- * @param {Schedule} schedule
- * @param {number} device
- * @param {[number, number]} range
- * @param {number} width */
+ * @param {Schedule} schedule @param {number} device @param {[number, number]} range @param {number} width */
 export function memorySteps({ memory, makespan_ms }, device, [from, to], width) {
   const begin = memory.begins[device];
   const moments = memory.moment.subarray(begin, memory.begins[device + 1]);
@@ -244,9 +209,7 @@ export function memorySteps({ memory, makespan_ms }, device, [from, to], width) 
 }
 
 /** A line through ops in the order of time: along the foot of each of them, and on to the next.
- * @param {Schedule} schedule
- * @param {number[]} rows
- * @returns {Path} */
+ * @param {Schedule} schedule @param {number[]} rows @returns {Path} */
 export function pathThrough(schedule, rows) {
   const path = emptyPath();
   for (const row of rows) {

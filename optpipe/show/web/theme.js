@@ -15,8 +15,7 @@ export function theme() {
 }
 
 /** Calls back when the reader's preference between light and dark changes.
- * @param {() => void} changed
- * @param {AbortSignal} signal ends it */
+ * @param {() => void} changed @param {AbortSignal} signal ends it */
 export function onThemeChange(changed, signal) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed, { signal });
 }

@@ -36,16 +36,14 @@ export function percent(share) {
 }
 
 /** An op as everywhere else: stage, kind, micro-batch.
- * @param {Schedule} schedule
- * @param {number} row */
+ * @param {Schedule} schedule @param {number} row */
 export function opName({ ops, letters }, row) {
   const part = ops.part[row] ? `.${ops.part[row]}` : "";
   return `${ops.stage[row]}${letters[ops.kind[row]]}${ops.microbatch[row]}${part}`;
 }
 
 /** Each device's program as texts; a pair is one of them.
- * @param {Schedule} schedule
- * @returns {string[][]} */
+ * @param {Schedule} schedule @returns {string[][]} */
 export function programsOf(schedule) {
   const { ops, devices } = schedule;
   /** @type {string[][]} */
@@ -58,15 +56,13 @@ export function programsOf(schedule) {
   return programs;
 }
 
-/** @param {Schedule} schedule
- * @param {number} row */
+/** @param {Schedule} schedule @param {number} row */
 export function when({ ops }, row) {
   return `${Number(ops.start[row].toPrecision(6))} – ${ms(ops.end[row])}`;
 }
 
 /** Why an op started when it did.
- * @param {Schedule} schedule
- * @param {number} row */
+ * @param {Schedule} schedule @param {number} row */
 export function reason(schedule, row) {
   const { ops } = schedule;
   const before = ops.waited_for[row];
@@ -91,17 +87,14 @@ export function reason(schedule, row) {
   }
 }
 
-/** @param {Schedule} schedule
- * @param {number} row */
+/** @param {Schedule} schedule @param {number} row */
 function streamOf({ ops }, row) {
   const device = `device ${ops.device[row]}`;
   return ops.lane[row] >= OUTWARD && ops.lane[row] !== NOWHERE ? `the link of ${device}` : device;
 }
 
 /** What a device waits for in a gap: a name in `WAITS`.
- * @param {Schedule} schedule
- * @param {number} gap
- * @returns {keyof typeof WAITS} */
+ * @param {Schedule} schedule @param {number} gap @returns {keyof typeof WAITS} */
 export function waitOf({ ops, gaps }, gap) {
   if (gaps.last[gap]) return "end";
   let row = gaps.row[gap];
@@ -113,8 +106,7 @@ export function waitOf({ ops, gaps }, gap) {
 }
 
 /** What speaks against an op that stood ready in a gap.
- * @param {Schedule} schedule
- * @param {number} index of `ready` */
+ * @param {Schedule} schedule @param {number} index of `ready` */
 export function hindrance(schedule, index) {
   const { ready, ops, devices } = schedule;
   const row = ready.row[index];

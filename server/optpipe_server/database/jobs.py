@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select, text
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -23,20 +23,11 @@ from optpipe_server.database.incumbents import (
     update_job,
 )
 from optpipe_server.database.job_queries import JobQueries
-from optpipe_server.database.job_statements import (
-    LOCK_TENANT,
-    NEW_JOB,
-)
-from optpipe_server.database.tables import (
-    OPEN,
-    Source,
-    State,
-    adoptions,
-    idempotency,
-    incumbents,
-    jobs,
-    problems,
-)
+from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, problems
+
+# Built once: that costs more than to run them.
+_LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
+_NEW_JOB = insert(jobs).inline()  # does not return the number
 
 CANCELLED = "the job was cancelled"
 CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
@@ -105,7 +96,6 @@ class Jobs(JobQueries):
         queue: int,
         key: str | None = None,
         body_sha256: str = "",
-        at: str | None = None,
     ) -> tuple[str, bool]:
         """Store a job with its first incumbent, if there is one.
 
@@ -115,8 +105,6 @@ class Jobs(JobQueries):
             Jobs of the tenant that may wait.
         key, body_sha256
             The idempotency key and the hash of the body: the same key and body mean the same job.
-        at
-            Time of submission as ISO text; now by default.
 
         Returns
         -------
@@ -136,7 +124,7 @@ class Jobs(JobQueries):
             self._one_at_a_time(db, tenant)
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
                 return known_id, False
-            state, at = initial.state(job.options), at or now()
+            state, at = initial.state(job.options), now()
             if state == "queued":
                 _check_queue(db, tenant, queue)
             row = dict(
@@ -156,7 +144,7 @@ class Jobs(JobQueries):
             )
             with self._database.pipelined(db):
                 # The values are apart from the statement, so that it is compiled only once.
-                db.execute(NEW_JOB, row)
+                db.execute(_NEW_JOB, row)
                 db.execute(insert(problems), {**problem_row, "created_at": at})
                 if key is not None:
                     db.execute(
@@ -178,7 +166,7 @@ class Jobs(JobQueries):
         Otherwise two of them could both take the last free place in the queue, or both be the first with their key.
         """
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
-            db.execute(LOCK_TENANT, {"tenant": tenant})
+            db.execute(_LOCK_TENANT, {"tenant": tenant})
 
     def cancel(self, tenant: str, job_id: str) -> None:
         """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as

@@ -66,10 +66,7 @@ async def _run_process(compare: CompareRequest, limit_s: float) -> str:
     mark = process_tree.new_mark()
     with tempfile.TemporaryFile() as errors:
         process = await anyio.open_process(
-            [sys.executable, "-m", MODULE],
-            stderr=errors,
-            env=process_tree.environment(mark),
-            start_new_session=True,
+            [sys.executable, "-m", MODULE], stderr=errors, env=process_tree.environment(mark), start_new_session=True
         )
         assert process.stdin
         assert process.stdout

@@ -14,8 +14,6 @@ from optpipe_server.http.replies import problem_document
 
 ARRIVES_S = 30.0  # for a request to arrive in full, from the beginning of the connection or of the wait for another
 READ_S = 30.0  # how long a client may leave what it is sent unread
-# Bytes of a request. A body that is too long is read up to here and refused, so that its sender can read why.
-MOST_ARRIVING = 2**26
 LONGEST_HEAD = 2**14  # bytes of a request's first line and headers
 OTHERS = 1000  # connections besides event streams
 FILES = 300  # files that the process needs besides its connections
@@ -47,7 +45,6 @@ class Connection(H11Protocol):
 
     _arriving: asyncio.TimerHandle | None = None
     _leaving: asyncio.TimerHandle | None = None
-    _arrived = 0  # bytes of the incomplete request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,10 +54,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._arrived += len(data)
         self._watch()
-        if self._arrived > MOST_ARRIVING:
-            self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -83,7 +77,6 @@ class Connection(H11Protocol):
         """Start or stop the timer for the arrival of a request."""
         if not self._incomplete:
             self.waiting.pop(self, None)
-            self._arrived = 0
             if self._arriving is not None:
                 self._arriving.cancel()
                 self._arriving = None

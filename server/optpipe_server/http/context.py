@@ -76,11 +76,7 @@ class RequestContext:
         return incumbent
 
     def job_reply(
-        self,
-        job_id: str,
-        status: int = 200,
-        headers: Mapping[str, str] | None = None,
-        if_none_match: str | None = None,
+        self, job_id: str, status: int = 200, headers: Mapping[str, str] | None = None, if_none_match: str | None = None
     ) -> Response:
         """Return the reply that shows a job with its best schedule, or 304. Raises `MissingError`."""
         found = self.service.jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else None

@@ -177,7 +177,6 @@ def _drawable(incumbent: Row[Any]) -> Schedule:
     """Raise `ReplyError` (409) for a schedule that is too large to be drawn here."""
     if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
         raise ReplyError(
-            409,
-            f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it.",
+            409, f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it."
         )
     return stored_schedule(incumbent)

@@ -17,8 +17,7 @@ const AGAIN_MS = 1000;
 
 /** A request that was answered by an error. */
 export class Refused extends Error {
-  /** @param {number} status
-   * @param {string} detail */
+  /** @param {number} status @param {string} detail */
   constructor(status, detail) {
     super(detail);
     this.status = status;
@@ -48,8 +47,7 @@ export function hasKey() {
 }
 
 /** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
- * @param {string} method
- * @param {string} path
+ * @param {string} method @param {string} path
  * @param {{body?: unknown, text?: string, headers?: Record<string, string>, signal?: AbortSignal}} [more]
  * @returns {Promise<Response>} */
 export async function ask(method, path, { body, text, headers = {}, signal } = {}) {
@@ -86,25 +84,18 @@ async function sentence(reply) {
   }
 }
 
-/** @param {string} path
- * @param {AbortSignal} [signal]
- * @returns {Promise<any>} */
+/** @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */
 export async function get(path, signal) {
   return (await ask("GET", path, { signal })).json();
 }
 
-/** @param {string} path
- * @param {unknown} body
- * @param {AbortSignal} [signal]
- * @returns {Promise<any>} */
+/** @param {string} path @param {unknown} body @param {AbortSignal} [signal] @returns {Promise<any>} */
 export async function post(path, body, signal) {
   return (await ask("POST", path, { body, signal })).json();
 }
 
 /** Resolves after a time, or when the signal comes.
- * @param {number} ms
- * @param {AbortSignal} signal
- * @returns {Promise<void>} */
+ * @param {number} ms @param {AbortSignal} signal @returns {Promise<void>} */
 export function pause(ms, signal) {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, ms);
@@ -113,8 +104,7 @@ export function pause(ms, signal) {
 }
 
 /** Resolves once the tab is seen: a hidden one keeps no connection.
- * @param {AbortSignal} signal
- * @returns {Promise<void>} */
+ * @param {AbortSignal} signal @returns {Promise<void>} */
 export async function seen(signal) {
   while (document.hidden && !signal.aborted)
     await new Promise((resolve) => {
@@ -126,8 +116,7 @@ export async function seen(signal) {
 
 /** Runs a step again and again until the signal comes or it returns true. While the service is away or about to end it
  * is tried every second.
- * @param {AbortSignal} signal
- * @param {() => Promise<boolean | void>} step */
+ * @param {AbortSignal} signal @param {() => Promise<boolean | void>} step */
 export async function repeat(signal, step) {
   while (!signal.aborted) {
     try {
@@ -143,9 +132,7 @@ export async function repeat(signal, step) {
 
 /** Follows a job: calls back with it at once and after each change, until it is over, and on if it is opened again.
  * What was missed while the service was away comes with the next change.
- * @param {string} url
- * @param {AbortSignal} signal
- * @param {(job: Job) => Promise<void>} changed */
+ * @param {string} url @param {AbortSignal} signal @param {(job: Job) => Promise<void>} changed */
 export async function follow(url, signal, changed) {
   let etag = "";
   await repeat(signal, async () => {

@@ -4,7 +4,7 @@ import { button, element } from "/page/picture/panel.js";
 import { Refused, hasKey, onConnection, setKey } from "./api.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
-import { empty, field, link } from "./parts.js";
+import { empty, field, input, link } from "./parts.js";
 import { showSubmit } from "./submit.js";
 import { showWorkbench } from "./workbench.js";
 
@@ -63,16 +63,11 @@ function failed(error) {
 }
 
 function askForKey() {
-  const input = document.createElement("input");
-  input.type = "password";
-  input.autocomplete = "off";
-  input.spellcheck = false;
-  const form = document.createElement("form");
-  const go = element("button", "primary", "Go on");
-  form.append(field("Key", input), go);
+  const key = input({ type: "password", autocomplete: "off", spellcheck: "false" });
+  const form = element("form", "", field("Key", key), element("button", "primary", "Go on"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    setKey(input.value.trim());
+    setKey(key.value.trim());
     route();
   });
   const title = hasKey() ? "This key is not valid" : "This service needs a key";

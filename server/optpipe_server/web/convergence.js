@@ -9,8 +9,7 @@ import { ms } from "/page/picture/words.js";
 const HEIGHT = 230;
 
 /** Draws incumbents as a line of steps, and the bound.
- * @param {HTMLElement} plot
- * @param {Incumbent[]} incumbents of the job's current problem
+ * @param {HTMLElement} plot @param {Incumbent[]} incumbents of the job's current problem
  * @param {Bound[]} bounds of it
  * @param {number} until in s since `since`
  * @param {number} since ms, as `Date.parse` has it

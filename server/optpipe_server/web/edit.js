@@ -14,8 +14,7 @@ import { opName } from "/page/picture/words.js";
 const HELD = 5; // pixels from which on a press is a drag
 
 /** Programs after a move.
- * @param {string[][]} programs
- * @param {Move} move */
+ * @param {string[][]} programs @param {Move} move */
 export function after(programs, { device, from, to }) {
   const changed = programs.slice();
   changed[device] = programs[device].slice();
@@ -24,8 +23,7 @@ export function after(programs, { device, from, to }) {
 }
 
 /** The place of an op in a program, also of one of a pair.
- * @param {string[]} program
- * @param {string} name */
+ * @param {string[]} program @param {string} name */
 export function placeIn(program, name) {
   return program.findIndex((text) => text.split("+").includes(name));
 }
@@ -34,8 +32,7 @@ export function placeIn(program, name) {
  * @param {Schedule} schedule what is drawn
  * @param {string[]} program of the op's device
  * @param {number} row the op
- * @param {number} time
- * @returns {Move} */
+ * @param {number} time @returns {Move} */
 export function target(schedule, program, row, time) {
   const { ops } = schedule;
   const device = ops.device[row];

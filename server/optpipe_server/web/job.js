@@ -2,7 +2,7 @@
 // One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
 // adopted, and its log.
 import { read } from "/page/picture/data.js";
-import { button, element } from "/page/picture/panel.js";
+import { button, element, filledBar, fullest, region, table, tile } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
@@ -35,20 +35,18 @@ const OPEN = ["queued", "running"];
 const LINES = 1000; // of a log in one reply
 const BEST = "best";
 
-/** @param {HTMLElement} place
- * @param {string} id
- * @param {AbortSignal} signal */
+/** @param {HTMLElement} place @param {string} id @param {AbortSignal} signal */
 export async function showJob(place, id, signal) {
   const url = `/v1/jobs/${id}`;
   const head = element("div", "title");
   const said = element("div", "");
   const figures = element("div", "tiles");
   const curve = element("div", "curve");
-  const found = element("div", "scrolls");
+  const found = region("scrolls", "Incumbents");
   const drawing = element("div", "drawing-place");
   const adopted = element("div", "");
   const lines = element("ol", "");
-  const log = element("div", "log", lines);
+  const log = element("div", { class: "log", tabindex: 0, role: "log", "aria-label": "Log" }, lines);
   const failed = element("div", "");
   /** @type {{job: Job | null, incumbents: Incumbent[], bounds: Bound[], drawn: string, lastLine: number,
    *   shown: import("/page/picture/picture.js").Shown | null}} */
@@ -63,12 +61,6 @@ export async function showJob(place, id, signal) {
     drawing,
   );
   schedule.classList.add("wide");
-  log.tabIndex = 0;
-  log.setAttribute("role", "log");
-  log.setAttribute("aria-label", "Log");
-  found.tabIndex = 0;
-  found.setAttribute("role", "region");
-  found.setAttribute("aria-label", "Incumbents");
   place.replaceChildren(
     head,
     said,
@@ -90,7 +82,8 @@ export async function showJob(place, id, signal) {
     if (address === state.drawn) return;
     state.drawn = address;
     if (!address) {
-      drawing.replaceChildren(element("p", "quiet", OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found."));
+      const none = OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found.";
+      drawing.replaceChildren(element("p", "quiet", none));
       return;
     }
     await trying(failed, async () => {
@@ -99,19 +92,16 @@ export async function showJob(place, id, signal) {
       if (state.drawn !== address || signal.aborted) return;
       if (state.shown) await state.shown.update(document);
       else state.shown = await show(drawing, document);
-      const bubble = document.schedules[document.schedules.length - 1].bubble;
       const last = document.schedules[document.schedules.length - 1];
-      const full = Math.max(...last.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
-      place.dataset.bubble = percent(bubble);
-      place.dataset.memory = percent(full);
+      place.dataset.bubble = percent(last.bubble);
+      place.dataset.memory = percent(fullest(last));
       if (state.job) fillFigures(state.job, incumbents);
       place.dataset.seq = String(seq);
       place.dataset.before = other ? beside.value : "";
     });
   }
 
-  /** @param {Job} job
-   * @param {Incumbent[]} incumbents */
+  /** @param {Job} job @param {Incumbent[]} incumbents */
   function fillFigures(job, incumbents) {
     const own = incumbents.filter(({ problem_version }) => problem_version === job.problem_version);
     const first = own.length ? own[0].value_ms : null;
@@ -139,7 +129,7 @@ export async function showJob(place, id, signal) {
       return;
     }
     const ofProblem = (/** @type {{problem_version: number}} */ each) => each.problem_version === job.problem_version;
-    const since = sinceOf(job);
+    const since = Date.parse(job.created_at);
     const until = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - since) / 1000;
     const seq = which.value === BEST ? (job.best?.seq ?? null) : Number(which.value);
     await drawConvergence(curve, incumbents.filter(ofProblem), bounds.filter(ofProblem), until, since, seq);
@@ -181,16 +171,9 @@ export async function showJob(place, id, signal) {
     const open = OPEN.includes(job.state);
     const told = element("div", "");
     const act = (/** @type {string} */ method, /** @type {string} */ path) => () =>
-      trying(told, async () => {
-        await ask(method, url + path, {});
-      });
+      trying(told, async () => void (await ask(method, url + path)));
     const actions = element("div", "actions");
-    if (open) {
-      actions.append(
-        button("Give more time", () => extend(job), ""),
-        button("Cancel", act("POST", "/cancel"), ""),
-      );
-    }
+    if (open) actions.append(button("Give more time", () => extend(job)), button("Cancel", act("POST", "/cancel")));
     actions.append(downloads(job, told), button("Delete", () => purge(job), "danger"));
     const asked = job.options.objective === "span" ? "shortest span" : "shortest makespan";
     const about = element(
@@ -233,8 +216,7 @@ export async function showJob(place, id, signal) {
     });
   }
 
-  /** @param {Job} job
-   * @param {HTMLElement} told */
+  /** @param {Job} job @param {HTMLElement} told */
   function downloads(job, told) {
     const name = nameOf(job);
     const file = (/** @type {string} */ text, /** @type {string} */ path, /** @type {string} */ end, pick = (/** @type {string} */ all) => all) =>
@@ -268,46 +250,37 @@ export async function showJob(place, id, signal) {
     return menu;
   }
 
-  /** @param {Job} job
-   * @param {Incumbent[]} incumbents */
+  /** @param {Job} job @param {Incumbent[]} incumbents */
   function fillIncumbents(job, incumbents) {
     const newest = incumbents.slice().reverse();
     const label = (/** @type {Incumbent} */ each) => `#${each.seq} · ${ms(each.value_ms)} · ${each.method}`;
     const options = newest.map((each) => /** @type {[string, string]} */ ([String(each.seq), label(each)]));
     fill(which, [[BEST, "the best, as it changes"], ...options], which.value);
     fill(beside, [["", "nothing"], ...options], beside.value);
-    const since = sinceOf(job);
-    const body = element("tbody", "");
-    for (const each of newest) {
-      const go = button(`#${each.seq}`, () => {
-        which.value = String(each.seq);
-        draw();
-        redrawCurve();
-      }, "link");
-      const old = each.problem_version === job.problem_version ? "" : "old";
-      body.append(
-        element(
-          "tr",
-          old,
-          element("td", "", go),
-          element("td", "", ms(each.value_ms)),
-          element("td", "", each.method || each.source),
-          element("td", "", `${old ? "earlier costs" : `after ${duration((Date.parse(each.found_at) - since) / 1000)}`}`),
-        ),
-      );
-    }
-    const heads = ["", "time", "found by", ""].map((text) => element(text ? "th" : "td", "", text));
-    const table = element("table", "left", element("thead", "", element("tr", "", ...heads)), body);
-    found.replaceChildren(incumbents.length ? table : element("p", "quiet", "None."));
+    const choose = (/** @type {number} */ seq) => {
+      which.value = String(seq);
+      draw();
+      redrawCurve();
+    };
+    const isOld = (/** @type {Incumbent} */ each) => each.problem_version !== job.problem_version;
+    const seconds = (/** @type {Incumbent} */ each) => (Date.parse(each.found_at) - Date.parse(job.created_at)) / 1000;
+    const rows = newest.map((each) => [
+      button(`#${each.seq}`, () => choose(each.seq), "link"),
+      ms(each.value_ms),
+      each.method || each.source,
+      isOld(each) ? "earlier costs" : `after ${duration(seconds(each))}`,
+    ]);
+    const listed = table("left", ["", "time", "found by", ""], rows, (row, index) =>
+      row.classList.toggle("old", isOld(newest[index])),
+    );
+    found.replaceChildren(incumbents.length ? listed : element("p", "quiet", "None."));
   }
 
   /** @param {Incumbent[]} incumbents */
   function fillAdoptions(incumbents) {
     const rows = incumbents.filter(({ adoption }) => adoption);
     if (!rows.length) {
-      adopted.replaceChildren(
-        element("p", "quiet", "No training has reported that it runs one of these schedules."),
-      );
+      adopted.replaceChildren(element("p", "quiet", "No training has reported that it runs one of these schedules."));
       return;
     }
     const most = Math.max(...rows.map(({ makespan_ms, adoption }) => Math.max(makespan_ms, adoption?.measured_iteration_ms ?? 0)));
@@ -328,25 +301,8 @@ export async function showJob(place, id, signal) {
   await follow(url, signal, changed);
 }
 
-/** Since when a job's present problem is searched, as far as it is known.
- * @param {Job} job */
-function sinceOf(job) {
-  return Date.parse(job.created_at);
-}
-
-/** @param {string} name
- * @param {string | Node} value
- * @param {string} more */
-function tile(name, value, more) {
-  return element("div", "tile", element("span", "", name), element("strong", "", value), element("span", "", more));
-}
-
-/** @param {string} name
- * @param {number} value
- * @param {number} most
- * @param {string} text */
+/** @param {string} name @param {number} value @param {number} most @param {string} text */
 function bar(name, value, most, text) {
-  const inner = element("i", name);
-  inner.style.width = `${(100 * value) / (most || 1)}%`;
-  return element("div", "measure", element("span", "", name), element("span", "track", inner), element("span", "", text));
+  const track = filledBar("track", value / (most || 1), name);
+  return element("div", "measure", element("span", "", name), track, element("span", "", text));
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // All jobs with state, age and gap, and the queue.
-import { button, element } from "/page/picture/panel.js";
+import { button, element, filledBar, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
 import { get, pause, repeat } from "./api.js";
 import { age, badge, card, duration, empty, link, nameOf } from "./parts.js";
@@ -10,8 +10,7 @@ import { age, badge, card, duration, empty, link, nameOf } from "./parts.js";
 const AGAIN_MS = 2000;
 const LISTED = 50;
 
-/** @param {HTMLElement} place
- * @param {AbortSignal} signal */
+/** @param {HTMLElement} place @param {AbortSignal} signal */
 export async function showJobs(place, signal) {
   const list = element("div", "");
   const aside = element("div", "side");
@@ -31,7 +30,7 @@ export async function showJobs(place, signal) {
         more += 1;
         step();
       });
-      list.replaceChildren(found.jobs.length ? table(found.jobs) : none());
+      list.replaceChildren(found.jobs.length ? jobTable(found.jobs) : none());
       if (found.next) list.append(element("div", "actions", older));
       aside.replaceChildren(queueCard(queue, found.jobs));
       if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`a[href="${focused}"]`))?.focus();
@@ -45,9 +44,7 @@ export async function showJobs(place, signal) {
 }
 
 /** The newest jobs, as many pages as asked for.
- * @param {number} count
- * @param {AbortSignal} signal
- * @returns {Promise<{jobs: Job[], next: string | null}>} */
+ * @param {number} count @param {AbortSignal} signal @returns {Promise<{jobs: Job[], next: string | null}>} */
 async function pages(count, signal) {
   /** @type {Job[]} */
   const jobs = [];
@@ -71,45 +68,29 @@ function none() {
 }
 
 /** @param {Job[]} jobs */
-function table(jobs) {
-  const head = ["Job", "State", "Best", "Gap", "Search", "Submitted"];
-  const body = element("tbody", "");
-  for (const job of jobs) {
-    const name = link(`#/jobs/${job.id}`, nameOf(job), "job");
-    const cells = [
-      element("span", "two", name, element("small", "", job.id.slice(0, 8))),
-      badge(job),
-      job.value_ms === null ? "–" : ms(job.value_ms),
-      gapBar(job.gap),
-      `${job.options.method} · ${duration(job.options.time_limit_s)}`,
-      age(job.created_at),
-    ];
-    const row = element("tr", "", ...cells.map((cell) => element("td", "", cell)));
+function jobTable(jobs) {
+  const rows = jobs.map((job) => [
+    element("span", "two", link(`#/jobs/${job.id}`, nameOf(job), "job"), element("small", "", job.id.slice(0, 8))),
+    badge(job),
+    job.value_ms === null ? "–" : ms(job.value_ms),
+    gapBar(job.gap),
+    `${job.options.method} · ${duration(job.options.time_limit_s)}`,
+    age(job.created_at),
+  ]);
+  const made = table("jobs", ["Job", "State", "Best", "Gap", "Search", "Submitted"], rows, (row, index) =>
     row.addEventListener("click", (event) => {
-      if (!(event.target instanceof HTMLAnchorElement) && !String(getSelection())) location.hash = name.hash;
-    });
-    body.append(row);
-  }
-  const made = element(
-    "table",
-    "jobs",
-    element("thead", "", element("tr", "", ...head.map((text) => element("th", "", text)))),
-    body,
+      const text = event.target instanceof HTMLAnchorElement || String(getSelection());
+      if (!text) location.hash = `#/jobs/${jobs[index].id}`;
+    }),
   );
-  const scrolls = element("div", "scrolls-x", made);
-  scrolls.tabIndex = 0;
-  scrolls.setAttribute("role", "region");
-  scrolls.setAttribute("aria-label", "Jobs");
-  return scrolls;
+  return region("scrolls-x", "Jobs", made);
 }
 
 /** A gap as a number and a bar, of which a tenth is the whole width.
  * @param {number | null} gap */
 export function gapBar(gap) {
   if (gap === null) return "–";
-  const inner = element("i", "");
-  inner.style.width = `${Math.min(1, gap / 0.1) * 100}%`;
-  return element("span", "gap", element("span", "", gap ? percent(gap) : "proven"), element("span", "gap-bar", inner));
+  return element("span", "gap", element("span", "", gap ? percent(gap) : "proven"), filledBar("gap-bar", gap / 0.1));
 }
 
 /** @param {{waiting: number, ahead: number, most_waiting: number, running: number, solves: number,
@@ -122,23 +103,14 @@ function queueCard(queue, jobs) {
     ["before yours, of others", String(queue.ahead)],
     ["searches at a time here", queue.solves ? String(queue.solves) : "none: workers search"],
   ];
-  const list = element(
-    "dl",
-    "figures",
-    ...figures.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]),
-  );
+  const entries = figures.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]);
+  const list = element("dl", "figures", ...entries);
   const names = new Map(jobs.map((job) => [job.id, nameOf(job)]));
-  const workers = queue.workers.map(({ worker, jobs: ids }) =>
-    element(
-      "li",
-      "",
-      element("strong", "", worker),
-      ...ids.map((id) => link(`#/jobs/${id}`, names.get(id) ?? `job ${id.slice(0, 8)}`)),
-    ),
-  );
-  const made = card("Queue", list, element("h3", "", "Workers with your jobs"));
-  made.append(
-    workers.length ? element("ul", "workers", ...workers) : element("p", "quiet", "None searches at the moment."),
-  );
-  return made;
+  const workers = queue.workers.map(({ worker, jobs: ids }) => {
+    const links = ids.map((id) => link(`#/jobs/${id}`, names.get(id) ?? `job ${id.slice(0, 8)}`));
+    return element("li", "", element("strong", "", worker), ...links);
+  });
+  const none = element("p", "quiet", "None searches at the moment.");
+  const held = workers.length ? element("ul", "workers", ...workers) : none;
+  return card("Queue", list, element("h3", "", "Workers with your jobs"), held);
 }

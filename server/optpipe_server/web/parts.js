@@ -2,68 +2,49 @@
 // Pieces that several pages have: cards, notices, fields, ages, downloads. All text is text.
 import { button, element } from "/page/picture/panel.js";
 
-/** @param {string} href
- * @param {string} text
- * @param {string} [className] */
+/** @param {string} href @param {string} text @param {string} [className] */
 export function link(href, text, className = "") {
-  const made = /** @type {HTMLAnchorElement} */ (element("a", className, text));
-  made.href = href;
-  return made;
+  return /** @type {HTMLAnchorElement} */ (element("a", { class: className, href }, text));
 }
 
 /** A part of a page with a heading of its own.
- * @param {string} title
- * @param {...(Node | string)} children */
+ * @param {string} title @param {...(Node | string)} children */
 export function card(title, ...children) {
   return element("section", "card", element("h2", "", title), ...children);
 }
 
 /** What is said in place of something that is not there.
- * @param {string} title
- * @param {string} text
- * @param {...Node} actions */
+ * @param {string} title @param {string} text @param {...Node} actions */
 export function empty(title, text, ...actions) {
-  return element(
-    "div",
-    "empty",
-    element("h2", "", title),
-    element("p", "", text),
-    element("div", "actions", ...actions),
-  );
+  const said = [element("h2", "", title), element("p", "", text)];
+  return element("div", "empty", ...said, element("div", "actions", ...actions));
 }
 
 /** A sentence that stands out. `kind` is wrong, good or plain.
- * @param {string} kind
- * @param {string} text */
+ * @param {string} kind @param {string} text */
 export function notice(kind, text) {
-  const made = element("p", `notice ${kind}`, text);
-  made.setAttribute("role", kind === "wrong" ? "alert" : "status");
-  return made;
+  return element("p", { class: `notice ${kind}`, role: kind === "wrong" ? "alert" : "status" }, text);
 }
 
-/** @param {string} label
- * @param {HTMLElement} input
- * @param {string} [hint] */
+/** @param {string} label @param {HTMLElement} input @param {string} [hint] */
 export function field(label, input, hint) {
   const made = element("label", "field", element("span", "", label), input);
   if (hint) made.append(element("small", "", hint));
   return made;
 }
 
-/** @param {{value: string | number, min?: number, max?: number, step?: number | "any"}} of */
+/** @param {Record<string, string | number>} attributes */
+export function input(attributes) {
+  return /** @type {HTMLInputElement} */ (element("input", attributes));
+}
+
+/** @param {{value: string | number, min: number, max: number, step?: number | "any"}} of */
 export function number({ value, min, max, step = 1 }) {
-  const made = document.createElement("input");
-  made.type = "number";
-  made.value = String(value);
-  if (min !== undefined) made.min = String(min);
-  if (max !== undefined) made.max = String(max);
-  made.step = String(step);
-  return made;
+  return input({ type: "number", value, min, max, step });
 }
 
 /** @param {[string, string][]} options values and texts
- * @param {string} chosen
- * @param {(value: string) => void} [changed] */
+ * @param {string} chosen @param {(value: string) => void} [changed] */
 export function choice(options, chosen, changed) {
   const made = document.createElement("select");
   fill(made, options, chosen);
@@ -72,21 +53,12 @@ export function choice(options, chosen, changed) {
 }
 
 /** Gives a choice other options; what the reader has open stays as it is if they are the same.
- * @param {HTMLSelectElement} select
- * @param {[string, string][]} options
- * @param {string} chosen */
+ * @param {HTMLSelectElement} select @param {[string, string][]} options @param {string} chosen */
 export function fill(select, options, chosen) {
   const known = JSON.stringify(options);
   if (select.dataset.options !== known) {
     select.dataset.options = known;
-    select.replaceChildren(
-      ...options.map(([value, text]) => {
-        const option = document.createElement("option");
-        option.value = value;
-        option.textContent = text;
-        return option;
-      }),
-    );
+    select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
   }
   select.value = chosen;
 }
@@ -124,13 +96,10 @@ export function duration(seconds) {
 }
 
 /** How long ago a moment was; it is kept up to date.
- * @param {string} at
- * @param {string} [after] */
+ * @param {string} at @param {string} [after] */
 export function age(at, after = " ago") {
-  const made = document.createElement("time");
-  made.dateTime = at;
-  made.title = new Date(at).toLocaleString();
-  made.dataset.after = after;
+  const attributes = { datetime: at, title: new Date(at).toLocaleString(), "data-after": after };
+  const made = /** @type {HTMLTimeElement} */ (element("time", attributes));
   tick(made);
   return made;
 }
@@ -147,8 +116,7 @@ setInterval(() => {
 }, 1000);
 
 /** Hands the reader a file.
- * @param {string} name
- * @param {BlobPart} content */
+ * @param {string} name @param {BlobPart} content */
 export function download(name, content) {
   const address = URL.createObjectURL(new Blob([content]));
   const hidden = link(address, "");
@@ -158,47 +126,48 @@ export function download(name, content) {
 }
 
 /** Asks something in a dialog; `act` is done if the reader agrees, and its error is told there.
- * @param {string} title
- * @param {Node[]} content
- * @param {string} agree
- * @param {() => Promise<void>} act */
+ * @param {string} title @param {Node[]} content @param {string} agree @param {() => Promise<void>} act */
 export function dialog(title, content, agree, act) {
-  const made = document.createElement("dialog");
+  const made = /** @type {HTMLDialogElement} */ (element("dialog", { "aria-label": title }));
   const told = element("div", "");
-  const go = button(
-    agree,
-    async () => {
-      go.disabled = true;
-      try {
-        await act();
-        made.close();
-      } catch (error) {
-        told.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
-        go.disabled = false;
-      }
-    },
-    "primary",
-  );
-  made.append(
-    element("h2", "", title),
-    ...content,
-    told,
-    element("div", "actions", button("Back", () => made.close()), go),
-  );
-  made.setAttribute("aria-label", title);
+  const agreed = async () => {
+    go.disabled = true;
+    await trying(told, async () => {
+      await act();
+      made.close();
+    });
+    go.disabled = false;
+  };
+  const go = button(agree, agreed, "primary");
+  const actions = element("div", "actions", button("Back", () => made.close()), go);
+  made.append(element("h2", "", title), ...content, told, actions);
   made.addEventListener("close", () => made.remove());
   document.body.append(made);
   made.showModal();
 }
 
 /** Shows what an action answers if it fails.
- * @param {HTMLElement} place
- * @param {() => Promise<void>} act */
+ * @param {HTMLElement} place @param {() => Promise<void>} act */
 export async function trying(place, act) {
   place.replaceChildren();
   try {
     await act();
   } catch (error) {
-    place.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+    place.replaceChildren(fault(error));
   }
+}
+
+/** What an error says.
+ * @param {unknown} error */
+export function fault(error) {
+  return notice("wrong", String(/** @type {Error} */ (error).message));
+}
+
+/** Gives a signal at each call, and ends the one before: of requests, of which the last one counts. */
+export function onlyLast() {
+  let latest = new AbortController();
+  return {
+    next: () => (latest.abort(), (latest = new AbortController()).signal),
+    stop: () => latest.abort(),
+  };
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // All schedules of a problem, small, on one time scale: the shortest first, then those that need more memory.
-import { button, element } from "/page/picture/panel.js";
+import { button, element, filledBar, fullest } from "/page/picture/panel.js";
 import { raster } from "/page/picture/shapes.js";
 import { ms, percent } from "/page/picture/words.js";
 
@@ -14,44 +14,31 @@ const HEIGHT = 62;
 const WIDTH = 300;
 const LONGEST = 1.5; // times the shortest: what is longer is cut off
 
-/** @param {Row[]} rows
- * @param {Document} found
- * @param {string} chosen
- * @param {(method: string) => void} choose */
+/** @param {Row[]} rows @param {Document} found @param {string} chosen @param {(method: string) => void} choose */
 export function sketches(rows, found, chosen, choose) {
   const drawn = rows.filter(({ drawn }) => drawn !== null);
   const times = drawn.map(({ drawn }) => found.schedules[/** @type {number} */ (drawn)].makespan_ms);
   const latest = Math.min(Math.max(...times, 1e-9), LONGEST * Math.min(...times));
-  const made = element("div", "sketches");
-  made.setAttribute("role", "group");
-  made.setAttribute("aria-label", "Schedules");
+  const made = element("div", { class: "sketches", role: "group", "aria-label": "Schedules" });
   const best = drawn.find(({ fits }) => fits);
   for (const row of drawn) made.append(sketch(row, found, latest, row === best, row.method === chosen, choose));
   return made;
 }
 
-/** @param {Row} row
- * @param {Document} found
- * @param {number} latest
- * @param {boolean} best
- * @param {boolean} chosen
+/** @param {Row} row @param {Document} found @param {number} latest @param {boolean} best @param {boolean} chosen
  * @param {(method: string) => void} choose */
 function sketch(row, found, latest, best, chosen, choose) {
   const schedule = found.schedules[/** @type {number} */ (row.drawn)];
   const dense = Math.min(2, window.devicePixelRatio || 1);
-  const image = document.createElement("img");
-  image.src = raster(schedule, [0, latest], WIDTH * dense, HEIGHT * dense);
-  image.alt = "";
-  const full = Math.max(...schedule.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
-  const fill = element("i", "");
-  fill.style.width = `${Math.min(1, full) * 100}%`;
+  const image = element("img", { src: raster(schedule, [0, latest], WIDTH * dense, HEIGHT * dense), alt: "" });
+  const full = fullest(schedule);
   const stages = row.placement ? " · other stages" : "";
   const more = row.fits ? `bubble ${percent(schedule.bubble)}` : "does not fit";
   const made = button("", () => choose(row.method), `sketch ${row.fits ? "" : "over"} ${best ? "best" : ""}`);
   made.replaceChildren(
     element("span", "head", element("strong", "", row.method), element("b", "", ms(schedule.makespan_ms))),
     image,
-    element("span", "fills", fill),
+    filledBar("fills", full),
     element("small", "", `${more} · ${percent(full)} of the memory${stages}${best ? " · shortest that fits" : ""}`),
   );
   made.dataset.method = row.method;

@@ -10,6 +10,11 @@ import { ms } from "/page/picture/words.js";
 const NO_LINK = 3;
 const ACTIVATION = 1e9; // bytes of one micro-batch on one device
 
+/** @param {number} k */
+function linkText(k) {
+  return k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`;
+}
+
 /** @type {Slider[]} */
 export const SLIDERS = [
   { key: "p", name: "Devices", min: 2, max: 16, step: 1, value: 4, text: String },
@@ -19,15 +24,7 @@ export const SLIDERS = [
   { key: "b", name: "B, input gradient", min: 1, max: 20, step: 0.5, value: 10, text: ms },
   { key: "w", name: "W, weight gradient", min: 1, max: 20, step: 0.5, value: 8, text: ms },
   { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (value) => `${value}% of what 1F1B needs` },
-  {
-    key: "k",
-    name: "Link",
-    min: 0.1,
-    max: NO_LINK,
-    step: 0.05,
-    value: 0.6,
-    text: (k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`),
-  },
+  { key: "k", name: "Link", min: 0.1, max: NO_LINK, step: 0.05, value: 0.6, text: linkText },
   { key: "p2p", name: "Messages", min: 0, max: 5, step: 0.1, value: 1, text: ms },
 ];
 

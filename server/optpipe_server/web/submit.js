@@ -3,29 +3,23 @@
 import { button, element } from "/page/picture/panel.js";
 import { bytes, ms } from "/page/picture/words.js";
 import { get, post } from "./api.js";
-import { card, choice, field, notice, number, trying } from "./parts.js";
+import { card, choice, fault, field, input, number, onlyLast, trying } from "./parts.js";
 
 const ESTIMATE_AFTER_MS = 250;
 
-/** @param {HTMLElement} place
- * @param {AbortSignal} signal */
+/** @param {HTMLElement} place @param {AbortSignal} signal */
 export async function showSubmit(place, signal) {
   const { models, gpus } = await get("/v1/presets", signal);
   const limit = number({ value: 60, min: 1, max: 3600 });
-  const objective = choice(
-    [
-      ["makespan", "makespan, of the whole iteration"],
-      ["span", "span, of the busiest device"],
-    ],
-    "makespan",
-  );
-  const stages = choice(
-    [
-      ["keep", "the stages as they are"],
-      ["all", "any stages of the same layers"],
-    ],
-    "keep",
-  );
+  const lengths = { makespan: "makespan, of the whole iteration", span: "span, of the busiest device" };
+  const objective = choice(Object.entries(lengths), "makespan");
+  const changeable = { keep: "the stages as they are", all: "any stages of the same layers" };
+  const stages = choice(Object.entries(changeable), "keep");
+  const options = [
+    field("Time limit in s", limit),
+    field("What is to be short", objective),
+    field("May be changed", stages),
+  ];
   const told = element("div", "");
   const submit = async (/** @type {any} */ problem) => {
     const options = { time_limit_s: Number(limit.value), objective: objective.value, placements: stages.value };
@@ -37,26 +31,14 @@ export async function showSubmit(place, signal) {
     element("div", "title", element("h1", "", "Submit a problem")),
     told,
     element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal)),
-    card(
-      "How it is searched",
-      element(
-        "div",
-        "controls",
-        field("Time limit in s", limit),
-        field("What is to be short", objective),
-        field("May be changed", stages),
-      ),
-    ),
+    card("How it is searched", element("div", "controls", ...options)),
   );
   place.dataset.drawn = "true";
 }
 
-/** @param {(problem: any) => Promise<void>} submit
- * @param {HTMLElement} told */
+/** @param {(problem: any) => Promise<void>} submit @param {HTMLElement} told */
 function fromFile(submit, told) {
-  const input = document.createElement("input");
-  input.type = "file";
-  input.accept = ".json,application/json";
+  const chosen = input({ type: "file", accept: ".json,application/json" });
   const about = element("p", "quiet", "A problem as optpipe profile, optpipe model or optpipe example write it.");
   /** @type {any} */
   let problem = null;
@@ -70,8 +52,8 @@ function fromFile(submit, told) {
       about.textContent = `${problem.name || file.name}: ${problem.devices?.length} devices, ${problem.stages?.length} stages, ${problem.microbatches} micro-batches`;
       go.disabled = false;
     });
-  input.addEventListener("change", () => take(input.files?.[0]));
-  const drop = element("label", "drop", element("span", "", "Choose a file, or drop it here"), input);
+  chosen.addEventListener("change", () => take(chosen.files?.[0]));
+  const drop = element("label", "drop", element("span", "", "Choose a file, or drop it here"), chosen);
   drop.addEventListener("dragover", (event) => {
     event.preventDefault();
     drop.classList.add("over");
@@ -86,8 +68,7 @@ function fromFile(submit, told) {
 }
 
 /** The problem in a file: itself, or that of a schedule or a submission.
- * @param {string} text
- * @param {string} name */
+ * @param {string} text @param {string} name */
 function problemIn(text, name) {
   let found;
   try {
@@ -101,23 +82,13 @@ function problemIn(text, name) {
   return problem;
 }
 
-/** @param {any[]} models
- * @param {any[]} gpus
- * @param {(problem: any) => Promise<void>} submit
+/** @param {any[]} models @param {any[]} gpus @param {(problem: any) => Promise<void>} submit
  * @param {AbortSignal} signal */
 function fromPreset(models, gpus, submit, signal) {
   const model = choice(models.map(({ name }) => [name, name]), "llama-3-8b", () => ask());
   const gpu = choice(gpus.map(({ name, memory_bytes }) => [name, `${name}, ${bytes(memory_bytes)}`]), "H100", () => ask());
-  const recompute = choice(
-    [
-      ["none", "nothing"],
-      ["selective", "attention's scores"],
-      ["cheap", "what is cheap"],
-      ["full", "whole layers"],
-    ],
-    "none",
-    () => ask(),
-  );
+  const recomputed = { none: "nothing", selective: "attention's scores", cheap: "what is cheap", full: "whole layers" };
+  const recompute = choice(Object.entries(recomputed), "none", () => ask());
   const sizes = {
     pp: number({ value: 4, min: 1, max: 64 }),
     tp: number({ value: 2, min: 1, max: 64 }),
@@ -126,25 +97,21 @@ function fromPreset(models, gpus, submit, signal) {
     microbatches: number({ value: 16, min: 1, max: 512 }),
     size: number({ value: 1, min: 1, max: 64 }),
   };
-  for (const input of Object.values(sizes)) input.addEventListener("input", () => ask());
-  const told = element("div", "estimate");
-  told.setAttribute("aria-live", "polite");
+  for (const size of Object.values(sizes)) size.addEventListener("input", () => ask());
+  const told = element("div", { class: "estimate", "aria-live": "polite" });
   const wrong = element("div", "");
   /** @type {any} */
   let problem = null;
   const go = button("Submit the estimate", () => trying(wrong, () => submit(problem)), "primary");
   go.disabled = true;
-  /** @type {AbortController | null} */
-  let asking = null;
+  const asking = onlyLast();
   let timer = 0;
   const ask = () => {
     clearTimeout(timer);
     timer = window.setTimeout(estimate, ESTIMATE_AFTER_MS);
   };
   const estimate = async () => {
-    asking?.abort();
-    asking = new AbortController();
-    const own = asking.signal;
+    const own = asking.next();
     const value = (/** @type {keyof typeof sizes} */ name) => Number(sizes[name].value);
     const parallelism = { pp: value("pp"), tp: value("tp"), dp: value("dp"), chunks: value("chunks"), zero: 1 };
     const run = { microbatches: value("microbatches"), microbatch_size: value("size"), recompute: recompute.value };
@@ -157,10 +124,10 @@ function fromPreset(models, gpus, submit, signal) {
       if (own.aborted) return;
       problem = null;
       go.disabled = true;
-      told.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+      told.replaceChildren(fault(error));
     }
   };
-  signal.addEventListener("abort", () => (clearTimeout(timer), asking?.abort()));
+  signal.addEventListener("abort", () => (clearTimeout(timer), asking.stop()));
   estimate();
   return card(
     "From a model and a GPU",
@@ -188,33 +155,28 @@ function short(value) {
   return ms(Number(value.toPrecision(3)));
 }
 
+const KINDS = {
+  state: "weights, gradients, optimizer",
+  workspace: "workspace",
+  reserved: "driver",
+  budget: "left for activations",
+};
+
 /** What an estimate says.
  * @param {any} found */
 function estimated({ problem, parameters, state_bytes, workspace_bytes, reserved_bytes }) {
   const stage = problem.stages[Math.floor(problem.stages.length / 2)];
   const rows = problem.devices.map((/** @type {any} */ { activation_budget_bytes }, /** @type {number} */ d) => {
-    const parts = [
-      ["state", "weights, gradients, optimizer", state_bytes[d]],
-      ["workspace", "workspace", workspace_bytes[d]],
-      ["reserved", "driver", reserved_bytes[d]],
-      ["budget", "left for activations", activation_budget_bytes],
-    ];
-    const bar = element("span", "stack");
-    for (const [kind, , size] of parts) {
-      const piece = element("i", String(kind));
-      piece.style.flexGrow = String(Number(size) / 1e6);
-      bar.append(piece);
-    }
-    return element("li", "", element("span", "", `device ${d}`), bar, element("span", "", bytes(activation_budget_bytes)));
+    const sizes = [state_bytes[d], workspace_bytes[d], reserved_bytes[d], activation_budget_bytes];
+    const parts = Object.keys(KINDS).map((kind, i) => element("i", { class: kind, style: `flex-grow: ${sizes[i] / 1e6}` }));
+    const budget = element("span", "", bytes(activation_budget_bytes));
+    return element("li", "", element("span", "", `device ${d}`), element("span", "stack", ...parts), budget);
   });
   const billions = `${Number((parameters / 1e9).toPrecision(3))} billion parameters`;
   const times = `a stage's F ${short(stage.forward_ms)}, B ${short(stage.backward_input_ms)}, W ${short(stage.backward_weight_ms)}`;
   return [
     element("p", "", `${billions}; ${times}; an activation has ${bytes(stage.activation_bytes)}.`),
     element("ul", "memory", ...rows),
-    element("p", "legend-line", ...["state", "workspace", "reserved", "budget"].flatMap((kind) => [
-      element("i", kind),
-      { state: "weights, gradients, optimizer", workspace: "workspace", reserved: "driver", budget: "left for activations" }[kind] ?? "",
-    ])),
+    element("p", "legend-line", ...Object.entries(KINDS).flatMap(([kind, name]) => [element("i", kind), name])),
   ];
 }

@@ -8,7 +8,7 @@ import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { ask, follow, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
-import { card, choice, dialog, download, field, fill, notice, trying } from "./parts.js";
+import { card, choice, dialog, download, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
 import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
 
@@ -24,9 +24,7 @@ const SEARCH_S = 10;
 const SEARCHED = "the search";
 const MOST_FORWARDS = 512; // stages times micro-batches
 
-/** @param {HTMLElement} place
- * @param {URLSearchParams} query
- * @param {AbortSignal} signal */
+/** @param {HTMLElement} place @param {URLSearchParams} query @param {AbortSignal} signal */
 export async function showWorkbench(place, query, signal) {
   const values = valuesOf(query);
   let own = query.get("stages") !== "given"; // whether each schedule has the stages that it is for
@@ -51,13 +49,10 @@ export async function showWorkbench(place, query, signal) {
    *   made: number, listening: AbortController} | null} */
   let edited = null;
 
-  const overview = element("div", "overview");
-  overview.setAttribute("aria-live", "off");
-  const told = element("div", "");
-  told.setAttribute("role", "status");
+  const overview = element("div", { class: "overview", "aria-live": "off" });
+  const told = element("div", { role: "status" });
   const failed = element("div", "");
-  const verdict = element("div", "verdict");
-  verdict.setAttribute("aria-live", "assertive");
+  const verdict = element("div", { class: "verdict", "aria-live": "assertive" });
   const drawing = element("div", "drawing-place");
   const beside = choice([["", "nothing"]], query.get("beside") ?? "", () => drawLarge());
   const which = choice([["", ""]], "", (value) => choose(value));
@@ -71,12 +66,7 @@ export async function showWorkbench(place, query, signal) {
     startEdit();
   });
   const search = button(`Search ${SEARCH_S} s`, () => trying(failed, startSearch), "primary");
-  const controls = element(
-    "div",
-    "controls",
-    field("Schedule", which),
-    field("beside", beside),
-  );
+  const controls = element("div", "controls", field("Schedule", which), field("beside", beside));
   const actions = element(
     "div",
     "actions",
@@ -96,7 +86,7 @@ export async function showWorkbench(place, query, signal) {
   );
   signal.addEventListener("abort", () => {
     clearTimeout(timer);
-    asking?.abort();
+    asking.stop();
     edited?.listening.abort();
     shown?.close();
   });
@@ -106,25 +96,21 @@ export async function showWorkbench(place, query, signal) {
     const made = card("Pipeline");
     made.classList.add("sliders");
     for (const { key, name, min, max, step, text } of SLIDERS) {
-      const input = document.createElement("input");
-      Object.assign(input, { type: "range", min, max, step });
-      input.value = String(values[key]);
-      const output = element("span", "value");
-      output.setAttribute("aria-hidden", "true"); // the slider says it
+      const slider = input({ type: "range", min, max, step, value: values[key] });
+      const output = element("span", { class: "value", "aria-hidden": "true" }); // the slider says it
       const tell = () => {
         output.textContent = text(values[key], values);
-        input.setAttribute("aria-valuetext", output.textContent ?? "");
+        slider.setAttribute("aria-valuetext", output.textContent ?? "");
       };
       tell();
-      input.addEventListener("input", () => {
-        values[key] = Number(input.value);
+      slider.addEventListener("input", () => {
+        values[key] = Number(slider.value);
         tell();
         changed();
       });
-      made.append(element("label", "slider", element("span", "", name), output, input));
+      made.append(element("label", "slider", element("span", "", name), output, slider));
     }
-    const box = document.createElement("input");
-    box.type = "checkbox";
+    const box = input({ type: "checkbox" });
     box.checked = own;
     box.addEventListener("change", () => {
       own = box.checked;
@@ -146,20 +132,17 @@ export async function showWorkbench(place, query, signal) {
   }
 
   async function copyLink() {
-    const link = location.origin + location.pathname + address();
+    const shared = location.origin + location.pathname + address();
     try {
-      await navigator.clipboard.writeText(link);
+      await navigator.clipboard.writeText(shared);
       told.replaceChildren(notice("good", "The link is in the clipboard."));
     } catch {
-      const text = document.createElement("input");
-      text.value = link;
-      text.readOnly = true;
+      const text = input({ value: shared, readonly: "" });
       dialog("Link to this workbench", [field("Address", text)], "Done", async () => {});
     }
   }
 
-  /** @type {AbortController | null} */
-  let asking = null;
+  const asking = onlyLast();
   let timer = 0;
   /** The problem is another one. */
   function changed() {
@@ -172,9 +155,7 @@ export async function showWorkbench(place, query, signal) {
   }
 
   async function refresh() {
-    asking?.abort();
-    asking = new AbortController();
-    const { signal: current } = asking;
+    const current = asking.next();
     history.replaceState(null, "", address());
     place.classList.add("pending");
     if (values.p * values.v * values.m > MOST_FORWARDS) {
@@ -192,7 +173,7 @@ export async function showWorkbench(place, query, signal) {
       told.replaceChildren();
     } catch (error) {
       if (current.aborted) return;
-      told.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+      told.replaceChildren(fault(error));
       if (!place.dataset.drawn) throw error;
       await pause(1000, current);
       if (!current.aborted) refresh(); // a service that was away comes back
@@ -297,16 +278,11 @@ export async function showWorkbench(place, query, signal) {
     await check(current.programs, true);
   }
 
-  /** @type {AbortController | null} */
-  let checking = null;
+  const checking = onlyLast();
   /** Tells what is wrong with programs; draws them if they are to stay.
-   * @param {string[][]} programs
-   * @param {boolean} stay
-   * @param {string} [name] the op that was moved */
+   * @param {string[][]} programs @param {boolean} stay @param {string} [name] the op that was moved */
   async function check(programs, stay, name) {
-    checking?.abort();
-    checking = new AbortController();
-    const { signal: own } = checking;
+    const own = checking.next();
     const current = edited;
     const row = everything().rows.find((each) => each.method === method);
     if (!current || !row || !shown) return;
@@ -337,12 +313,11 @@ export async function showWorkbench(place, query, signal) {
       }
       place.dataset.edits = String(moves.length);
     } catch (error) {
-      if (!own.aborted) verdict.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+      if (!own.aborted) verdict.replaceChildren(fault(error));
     }
   }
 
-  /** @param {{wrong: string[], figure: any}} reply
-   * @param {number} made the makespan of the schedule as it was made
+  /** @param {{wrong: string[], figure: any}} reply @param {number} made the makespan of the schedule as it was made
    * @param {boolean} stay */
   function tellVerdict({ wrong, figure }, made, stay) {
     const takes = figure ? figure.schedules[0].makespan_ms : null;
@@ -356,8 +331,7 @@ export async function showWorkbench(place, query, signal) {
     const list = element("ul", "", ...wrong.slice(0, 4).map((text) => element("li", "", text.split("\n")[0])));
     if (wrong.length > 4) list.append(element("li", "", `and ${wrong.length - 4} more`));
     const title = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
-    const made_ = element("div", "notice wrong", element("strong", "", title), list);
-    verdict.replaceChildren(made_);
+    verdict.replaceChildren(element("div", "notice wrong", element("strong", "", title), list));
   }
 
   /** A search is a job; what it finds stands beside the others as it comes. */
@@ -376,18 +350,15 @@ export async function showWorkbench(place, query, signal) {
         if (over || JSON.stringify(problemOf(values)) !== problem) stop.abort();
         if (!job.best || job.best.seq === drawn || JSON.stringify(problemOf(values)) !== problem) return;
         drawn = job.best.seq;
-        const text = await (await ask("GET", `${url}/figure?seq=${drawn}`, { signal })).text();
-        const found = read(text);
+        const found = read(await (await ask("GET", `${url}/figure?seq=${drawn}`, { signal })).text());
         const placement = job.best.schedule.placement ?? null;
         searched = {
           found,
           row: { method: SEARCHED, fits: true, reason: null, drawn: 0, placement, lower_bound_ms: job.lower_bound_ms },
         };
         const gap = job.gap === null ? "" : job.gap ? `, at most ${percent(job.gap)} from the shortest there is` : ", proven";
-        const to = element("a", "", "its job");
-        /** @type {HTMLAnchorElement} */ (to).href = `#/jobs/${id}`;
         const said = notice("good", `The search has found ${ms(job.best.makespan_ms)}${gap}: `);
-        said.append(to);
+        said.append(link(`#/jobs/${id}`, "its job"));
         told.replaceChildren(said);
         fillOverview();
         if (method === SEARCHED) drawLarge();

@@ -7,7 +7,6 @@ or away, and the second never does.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -15,7 +14,8 @@ import structlog
 
 from optpipe_server.database import Leases
 from optpipe_server.database.leases import Claim
-from optpipe_server.database.retry import DATABASE_AWAY, first_line
+from optpipe_server.database.retry import DATABASE_AWAY
+from optpipe_server.work.rounds import Rounds
 from optpipe_server.work.solve import Solve
 
 log = structlog.get_logger("optpipe.work")
@@ -27,47 +27,27 @@ STUCK_S = 60.0  # a solve that has not ended its search so long after it was lat
 Running = Callable[[], Collection[Solve]]
 
 
-class Heartbeat(threading.Thread):
+class Heartbeat(Rounds):
     """Renews the leases of all running jobs every `every_s` seconds; reads the clients' requests, and tells bounds,
     more often."""
 
     def __init__(self, leases: Leases, running: Running, every_s: float) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self._leases, self._running, self._every_s = leases, running, every_s
-        self._stopping = threading.Event()
+        super().__init__("heartbeat", "leases cannot be renewed", min(CHANGES_S, every_s))
+        self._leases, self._running, self._renew_s = leases, running, every_s
         self._renewed = 0.0  # monotonic clock
-        self.last_round = self.last_answer = time.monotonic()
-
-    def stop(self, timeout_s: float) -> None:
-        self._stopping.set()
-        self.join(timeout_s)
-
-    def run(self) -> None:
-        away = False
-        while not self._stopping.wait(min(CHANGES_S, self._every_s)):
-            self.last_round = time.monotonic()
-            try:
-                self._look()
-            except DATABASE_AWAY as error:
-                if not away:
-                    log.warning("leases cannot be renewed: the database is away", error=first_line(error))
-                away = True
-            except Exception:
-                log.exception("a heartbeat failed")
-            else:
-                away = False
+        self.last_answer = time.monotonic()
 
     def held(self) -> dict[Solve, Claim]:
         """Return the solves that are not stuck, with their claims: their leases are kept."""
         now = time.monotonic()
         return {solve: claim for solve in self._running() if (claim := solve.claim) and now < solve.until + STUCK_S}
 
-    def _look(self) -> None:
+    def act(self) -> None:
         began, held = time.monotonic(), self.held()
         if not held:
             return
         lost: set[str] = set()
-        if began - self._renewed >= self._every_s:
+        if began - self._renewed >= self._renew_s:
             lost = self._leases.renew([(claim, solve.spent_s) for solve, claim in held.items()])
             self._renewed = began
         changes = self._leases.requested_changes({claim.job_id: claim.attempt for claim in held.values()})
@@ -83,24 +63,16 @@ class Heartbeat(threading.Thread):
                 log.exception("a bound was not told")
 
 
-class Watchdog(threading.Thread):
+class Watchdog(Rounds):
     """Ends searches that are late or hold too much memory."""
 
     def __init__(self, running: Running) -> None:
-        super().__init__(name="watch", daemon=True)
+        super().__init__("watch", "a search cannot be watched", WATCH_S)
         self._running = running
-        self._stopping = threading.Event()
-        self.last_round = time.monotonic()
 
-    def stop(self) -> None:
-        self._stopping.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._stopping.wait(WATCH_S):
-            self.last_round = time.monotonic()
-            for solve in self._running():
-                try:
-                    solve.watch()
-                except Exception:
-                    log.exception("a watch failed")
+    def act(self) -> None:
+        for solve in self._running():
+            try:
+                solve.watch()
+            except Exception:
+                log.exception("a watch failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 
 import structlog
@@ -11,15 +10,14 @@ from optpipe_cache import Retention
 from optpipe_cache.retention import KEEP_ALL
 from optpipe_server import metrics
 from optpipe_server.database import Database, prune, prune_schedules, reap
-from optpipe_server.database.retry import DATABASE_AWAY, first_line
+from optpipe_server.work.rounds import Rounds
 
 log = structlog.get_logger("optpipe.work")
 
 EVERY_S = 2.0
-STOPPING_S = 2.0
 
 
-class Reaper:
+class Reaper(Rounds):
     """A thread that looks for expired leases every `every_s` seconds, except those of the jobs `held` by its own
     process. It deletes jobs that are over and schedules in the database where `kept` says so, the latter by days only.
 
@@ -34,35 +32,22 @@ class Reaper:
         every_s: float = EVERY_S,
         kept: Retention = KEEP_ALL,
     ) -> None:
-        self._database, self._held, self._every_s, self._kept = database, held, every_s, kept
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+        super().__init__("reaper", "lost jobs cannot be looked for", every_s)
+        self._database, self._held, self._kept = database, held, kept
 
     def start(self) -> None:
         if self._database.sqlite:
             self._reap(everything=True)
-        self._thread.start()
+        super().start()
 
-    def stop(self) -> None:
-        """Stop the thread, without waiting for a database that hangs."""
-        self._stopping.set()
-        self._thread.join(STOPPING_S)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._every_s):
-            try:
-                self._reap()
-            except Exception:
-                log.exception("looking for lost jobs failed")
+    def act(self) -> None:
+        self._reap()
 
     def _reap(self, everything: bool = False) -> None:
-        try:
-            for job_id in reap(self._database, everything, self._held()):
-                metrics.REAPED.inc()
-                log.warning("its worker is gone", job=job_id)
-            if self._kept.limited and (old := prune(self._database, self._kept)):
-                log.info("deleted jobs that were over", jobs=old, keep=self._kept.keep, days=self._kept.days)
-            if self._kept.days is not None and (unused := prune_schedules(self._database, self._kept)):
-                log.info("deleted schedules that were not used", schedules=unused, days=self._kept.days)
-        except DATABASE_AWAY as error:
-            log.warning("the database is away", error=first_line(error))
+        for job_id in reap(self._database, everything, self._held()):
+            metrics.REAPED.inc()
+            log.warning("its worker is gone", job=job_id)
+        if self._kept.limited and (old := prune(self._database, self._kept)):
+            log.info("deleted jobs that were over", jobs=old, keep=self._kept.keep, days=self._kept.days)
+        if self._kept.days is not None and (unused := prune_schedules(self._database, self._kept)):
+            log.info("deleted schedules that were not used", schedules=unused, days=self._kept.days)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import structlog
@@ -30,7 +29,7 @@ from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
 from optpipe_server.database.tables import Level, State
 from optpipe_server.settings import within
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work.memory_limit import MemoryLimit, Unlimited, memory_limit, solver_memory_mib
+from optpipe_server.work.memory_limit import memory_exceeded, solver_memory_mib
 
 log = structlog.get_logger("optpipe.work")
 
@@ -53,7 +52,6 @@ class SolveEnvironment:
     leases: Leases
     caches: TenantCaches
     memory_mib: int | None  # for each
-    groups: Path | None  # folder of the cgroups (see `cgroup`)
     stopping: threading.Event
 
 
@@ -66,7 +64,7 @@ class Solve:
         self._search: Search | None = None
         self._why: Why | None = None
         self._message = ""  # what was wrong, if that ended the search
-        self._memory_limit: MemoryLimit = Unlimited()
+        self._memory_mib: int | None = None  # the limit of the search
         self.until = _NOT_RUNNING  # by the monotonic clock; a search that still runs then is late
         self.claim: Claim | None  # None while the attempt changes: the old one is not lost
         self._continue_from(claim)
@@ -111,7 +109,7 @@ class Solve:
             return
         if time.monotonic() > self.until:
             self.end("late", of=search)
-        elif message := self._memory_limit.exceeded(search.mark):
+        elif message := memory_exceeded(search.mark, self._memory_mib):
             self.end("crashed", message, of=search)
 
     def tell_bound(self, claim: Claim) -> None:
@@ -182,28 +180,16 @@ class Solve:
             if self._why is not None or self._environment.stopping.is_set():
                 return iter(())
             remaining_s = claim.options.time_limit_s - claim.spent_s
-            memory_mib = within(claim.options.memory_mib, self._environment.memory_mib)
-            self._memory_limit = memory_limit(memory_mib, self._environment.groups)
+            self._memory_mib = within(claim.options.memory_mib, self._environment.memory_mib)
             self._began = time.monotonic()
             self.until = self._began + remaining_s + LATE_S
             asked = claim.options.arguments()
             asked["time_limit_s"] = remaining_s
             asked["threads"] = self._threads
-            asked["memory_mib"] = solver_memory_mib(memory_mib)
+            asked["memory_mib"] = solver_memory_mib(self._memory_mib)
             asked["seed"] = (claim.options.seed + claim.attempt - 1) % 2**31
-            self._search = improve(claim.problem, warm_start=claim.best, admit=self._admit, **asked)
+            self._search = improve(claim.problem, warm_start=claim.best, admit=_yield_to_the_service, **asked)
             return self._search
-
-    def _admit(self, pid: int) -> None:
-        """Set the limits of the solver's process before it gets the request.
-
-        The service's own requests go before it, and the kernel ends it first if the machine's memory is out.
-        """
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
-        with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
-            file.write(str(FIRST_TO_GO))
-        self._memory_limit.admit(pid)
 
     def _end_search(self) -> None:
         """Make sure that no process of the search is left."""
@@ -213,9 +199,6 @@ class Solve:
         if search is not None:
             search.cancel()
             process_tree.end(search.mark)
-        limit, self._memory_limit = self._memory_limit, Unlimited()
-        if message := limit.close():
-            self.end("crashed", message)
 
     def _commit(self, claim: Claim, result: Result) -> None:
         """Commit the result if it is better, and end the search if the gap is reached."""
@@ -299,3 +282,11 @@ class Solve:
 
     def _retry(self, call: Callable[[], T]) -> T:
         return retry_while_away(call, self._environment.stopping)
+
+
+def _yield_to_the_service(pid: int) -> None:
+    """Let the service's own requests go before a solver's process, and the kernel end it first if memory is out."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        file.write(str(FIRST_TO_GO))

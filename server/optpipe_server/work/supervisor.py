@@ -12,11 +12,10 @@ import structlog
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
-from optpipe_server.database.retry import DATABASE_AWAY, first_line
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work.cgroup import delegated_group
 from optpipe_server.work.heartbeat import Heartbeat, Watchdog
+from optpipe_server.work.rounds import Rounds
 from optpipe_server.work.solve import Solve, SolveEnvironment
 from optpipe_server.work.thread_budget import ThreadBudget
 
@@ -34,7 +33,7 @@ def default_worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"[:128]
 
 
-class Supervisor:
+class Supervisor(Rounds):
     """Solves up to `settings.solves` jobs at a time. Its children end with `stop`, and with this process however that
     ends.
 
@@ -45,29 +44,23 @@ class Supervisor:
     """
 
     def __init__(self, settings: Settings, database: Database, caches: TenantCaches, name: str) -> None:
-        self._settings, self._name = settings, name
+        super().__init__("claims", "jobs cannot be claimed", LOOK_S)
+        self._settings, self._worker = settings, name
         self._leases = Leases(database, name, settings.lease_s)
         self._threads = ThreadBudget(settings.threads, settings.solves)
         self._solves: dict[Solve, threading.Thread] = {}
         self._lock = threading.Lock()  # guards `_solves`
-        self._wake = threading.Event()  # set when a job may wait or a slot is free
-        self._stopping = threading.Event()
-        groups = delegated_group() if settings.memory_mib is not None else None
-        self._environment = SolveEnvironment(self._leases, caches, settings.memory_mib, groups, self._stopping)
-        self._claims = threading.Thread(target=self._claim_all, name="claims", daemon=True)
+        self._environment = SolveEnvironment(self._leases, caches, settings.memory_mib, self.stopping)
         self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
         self._watchdog = Watchdog(self.running)
-        self._last_round = self._last_answer = time.monotonic()  # of the claiming thread, and of the database to it
+        self._last_answer = time.monotonic()
 
     def start(self) -> None:
         if self._settings.solves:
             self._kill_on_exit = process_tree.KillOnExit()
-            for thread in (self._claims, self._heartbeat, self._watchdog):
-                thread.start()
-
-    def nudge(self) -> None:
-        """Look for a waiting job now."""
-        self._wake.set()
+            super().start()
+            self._heartbeat.start()
+            self._watchdog.start()
 
     def running(self) -> list[Solve]:
         with self._lock:
@@ -83,7 +76,7 @@ class Supervisor:
     def health(self) -> dict[str, str | int]:
         """Report whether the threads run, whether they reach the database, and how many jobs they have."""
         now = time.monotonic()
-        running = min(self._last_round, self._heartbeat.last_round, self._watchdog.last_round) > now - HANGS_S
+        running = min(self.last_round, self._heartbeat.last_round, self._watchdog.last_round) > now - HANGS_S
         reached = max(self._last_answer, self._heartbeat.last_answer) > now - AWAY_S
         return {
             "status": "ok" if running else "hangs",
@@ -91,14 +84,12 @@ class Supervisor:
             "solves": len(self._solves),
         }
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = STOPPING_S) -> None:
         """End all children and give the jobs back; if the database is away, their leases expire instead."""
         if not self._settings.solves:
             return
-        until = time.monotonic() + STOPPING_S
-        self._stopping.set()
-        self._wake.set()
-        self._claims.join(STOPPING_S)
+        until = time.monotonic() + timeout_s
+        super().stop(timeout_s)
         with self._lock:
             solves = dict(self._solves)
         for solve in solves:
@@ -109,26 +100,9 @@ class Supervisor:
         self._watchdog.stop()
         self._kill_on_exit.cancel()
 
-    def _claim_all(self) -> None:
-        away = False
-        while not self._stopping.is_set():
-            self._last_round = time.monotonic()
-            self._wake.clear()
-            try:
-                self._claim_some()
-            except DATABASE_AWAY as error:
-                if not away:
-                    log.warning("jobs cannot be claimed: the database is away", error=first_line(error))
-                away = True
-            except Exception:
-                log.exception("a claim failed")
-            else:
-                away = False
-            self._wake.wait(LOOK_S)
-
-    def _claim_some(self) -> None:
+    def act(self) -> None:
         """Claim as many jobs as there are free slots, or as wait."""
-        while len(self._solves) < self._settings.solves and not self._stopping.is_set():
+        while len(self._solves) < self._settings.solves and not self.stopping.is_set():
             claim = self._leases.claim()
             self._last_answer = time.monotonic()
             if claim is None:
@@ -149,14 +123,14 @@ class Supervisor:
                 solve.run()
             finally:
                 over()
-                self._wake.set()
+                self.nudge()
 
         thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
         log.info(
             "claimed",
             job=claim.job_id,
             attempt=claim.attempt,
-            worker=self._name,
+            worker=self._worker,
             threads=threads,
             spent_s=round(claim.spent_s, 3),
         )

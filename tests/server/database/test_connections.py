@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def end_connection_of(db: Connection, postgres: Postgres) -> None:
     postgres.run(f"select pg_terminate_backend({pid}, 10000)")
 
 
-def test_a_connection_lost_in_a_transaction_is_replaced(postgres: Postgres, postgres_url: str) -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_connection_lost_in_a_transaction_is_replaced(postgres: Postgres, postgres_url: str, pipelined: bool) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
 
@@ -106,6 +108,8 @@ def test_a_connection_lost_in_a_transaction_is_replaced(postgres: Postgres, post
         with database.write() as db:
             db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
             end_connection_of(db, postgres)
+            with database.pipelined(db) if pipelined else nullcontext():
+                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
 
     with pytest.raises(OperationalError):
         die()
@@ -143,24 +147,6 @@ def test_pipelined_statements_are_atomic(database: Database) -> None:
     with database.read() as db:
         assert db.execute(select(adoptions.c.step).order_by(adoptions.c.step)).scalars().all() == [1, 2]
     write(6)
-
-
-def test_a_connection_lost_in_a_pipeline_is_replaced(postgres: Postgres, postgres_url: str) -> None:
-    database = Database(postgres_url)
-    job_id = submit(database)
-
-    def die() -> None:
-        with database.write() as db:
-            end_connection_of(db, postgres)
-            with database.pipelined(db):
-                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
-                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
-
-    with pytest.raises(OperationalError):
-        die()
-    assert row(database, job_id).spent_s == 0.0
-    submit(database)
-    database.close()
 
 
 def test_a_submission_and_its_display_take_few_round_trips(postgres_url: str, tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from support.jobs import FAST, A, found, row, submit
 from support.postgres import NOBODY, Postgres
@@ -34,36 +33,6 @@ def whole(database: Database, acknowledged: set[str]) -> bool:
     assert len(known) < 200
     assert all(len(jobs.incumbents(job.id)) == job.last_seq == 1 for job in known)
     return {job.id for job in known} == acknowledged
-
-
-def at_last(write: Callable[[], object]) -> None:
-    for _ in range(1000):
-        write()
-
-
-def test_a_full_disk(sqlite_url: str) -> None:
-    database = Database(sqlite_url)
-    acknowledged = {submit(database)}
-    claim = Leases(database, "w").claim()
-    assert claim is not None
-    with database.read() as db:
-        pages = db.execute(text("pragma page_count")).scalar_one()
-    room = {"pages": pages + 8}
-
-    @event.listens_for(database.engine, "checkout")
-    def limit(connection: IO[str], *_: object) -> None:
-        connection.execute(f"pragma max_page_count = {room['pages']}").close()  # type: ignore[attr-defined]
-
-    for write in (lambda: acknowledged.add(submit(database)), lambda: Leases(database, "w").note(claim, "x" * 2000)):
-        with pytest.raises(SQLAlchemyError, match="database or disk is full"):
-            at_last(write)
-    assert whole(database, acknowledged), "what can be read is what was acknowledged"
-    room["pages"] = 2**30
-    acknowledged.add(submit(database))
-    assert whole(database, acknowledged)
-    with database.read() as db:
-        assert db.execute(text("pragma integrity_check")).scalar_one() == "ok"
-    database.close()
 
 
 SUBMITS = """
@@ -170,25 +139,6 @@ def test_a_file_that_is_read_only(shared_folder: Path) -> None:
     database.close()
 
 
-def test_a_database_that_is_read_only(postgres: Postgres, postgres_url: str) -> None:
-    database = Database(postgres_url)
-    acknowledged = {submit(database)}
-    with database.write() as db:
-        name = db.execute(text("select current_database()")).scalar_one()
-    try:
-        postgres.run(f"alter database {name} set default_transaction_read_only = on")
-        database.engine.dispose()
-        with pytest.raises(SQLAlchemyError, match="read-only transaction"):
-            submit(database)
-        assert whole(database, acknowledged)
-    finally:
-        postgres.run(f"alter database {name} reset default_transaction_read_only")
-    database.engine.dispose()
-    acknowledged.add(submit(database))
-    assert whole(database, acknowledged)
-    database.close()
-
-
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["ended", "crashed"])
 def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url: str, how: signal.Signals) -> None:
     """Three threads submit all the time. What was acknowledged is there after the outage, and the first request after
@@ -240,22 +190,3 @@ def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url:
     assert row(database, job_id).last_seq == 2
     submit(database)
     database.close()
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.soak)])
-def test_a_process_that_is_killed_while_it_submits(database_url: str, kills: int) -> None:
-    for k in range(kills):
-        database = Database(database_url)
-        submit(database)
-        database.close()
-        with Submitter(database_url) as submitter:
-            submitter.tell("submit 1000")
-            acknowledged = {submitter._read() for _ in range(1 + k % 7)}
-            acknowledged |= {*submitter.kill()}
-        database = Database(database_url)
-        assert {*Jobs(database).versions(acknowledged)} == acknowledged
-        with database.write() as db:
-            halves = "select count(*) from jobs left join problems on problems.job = jobs.id where problems.job is null"
-            assert db.execute(text(halves)).scalar_one() == 0
-            db.execute(text("delete from jobs"))
-        database.close()

@@ -9,7 +9,7 @@ from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
-from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
+from optpipe_server.database.jobs import KeyReusedError, QueueFullError, options_of
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -93,7 +93,7 @@ def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
         lambda: jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="y"),
         lambda: jobs.submitted(A, "k", "y"),
     ):
-        with pytest.raises(ConflictError, match="Idempotency-Key"):
+        with pytest.raises(KeyReusedError, match="Idempotency-Key"):
             again()
     other, new = jobs.add("b", NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
     assert new
@@ -143,92 +143,6 @@ def test_pages_go_back_in_time(jobs: Jobs, database: Database) -> None:
     assert [job.id for job in jobs.page(A, "cancelled", None, 9)] == [ids[3]]
 
 
-def test_versions_grow_with_every_visible_change(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    seen = [jobs.versions([job_id, "no such job"])[job_id]]
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    for step in (
-        lambda: leases.append(claim, found(FAST)),
-        lambda: jobs.adopt(A, job_id, 1, 7, 12.5),
-        lambda: jobs.extend(A, job_id, 100.0, seen[-1]),
-        lambda: jobs.cancel(A, job_id),
-        lambda: leases.finish(claim, "cancelled", Result("feasible", FAST), 1.0),
-    ):
-        seen.append(jobs.versions([job_id])[job_id])
-        step()
-        assert jobs.versions([job_id])[job_id] == seen[-1] + 1
-    before = jobs.versions([job_id])
-    jobs.cancel(A, job_id)
-    assert jobs.versions([job_id]) == before, "nothing happened"
-    assert jobs.versions([]) == {}
-
-
-@pytest.mark.parametrize("state", ["queued", "running", "done"])
-def test_cancel(jobs: Jobs, database: Database, state: str) -> None:
-    job_id = submit(database)
-    leases = Leases(database, "w")
-    claim = leases.claim() if state != "queued" else None
-    if claim and state == "done":
-        leases.finish(claim, "done", found(SLOW), 1.0)
-    for _ in range(2):
-        jobs.cancel(A, job_id)
-    job = row(database, job_id)
-    assert job.state == {"queued": "cancelled"}.get(state, state), (
-        "what is over stays what it was, what runs ends when its worker hears of it"
-    )
-    assert job.cancel_requested == (state != "done")
-    assert job.last_seq == 1, "the best is kept"
-    if state == "running":
-        assert claim is not None
-        assert leases.requested_changes({job_id: claim.attempt})[job_id].cancelled
-        assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0), (
-            "the end came first, and that is what is told"
-        )
-        assert row(database, job_id).state == "done"
-
-
-def test_extend(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database, time_limit_s=10.0)
-    with pytest.raises(StaleError):
-        jobs.extend(A, job_id, 20.0, 2)
-    version = row(database, job_id).version
-    with pytest.raises(ConflictError, match="has 10 s already"):
-        jobs.extend(A, job_id, 10.0, version)
-    jobs.extend(A, job_id, 20.0, version)
-    assert (options_of(row(database, job_id)).time_limit_s, row(database, job_id).version) == (20.0, version + 1)
-    jobs.cancel(A, job_id)
-    with pytest.raises(ConflictError, match="The job is over \\(cancelled\\)"):
-        jobs.extend(A, job_id, 30.0, version + 2)
-
-
-def test_a_job_can_change_after_a_cancel_that_came_too_late(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    jobs.cancel(A, job_id)
-    with pytest.raises(ConflictError, match="The job is cancelled"):
-        jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
-    leases.finish(claim, "done", found(SLOW), 1.0)  # its proof came before it had heard
-    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
-    assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
-
-
-def test_more_time_continues_a_running_job(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database, time_limit_s=10.0)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    jobs.extend(A, job_id, 20.0, row(database, job_id).version)
-    assert not leases.finish(claim, "done", found(SLOW), 10.0), "there is time left"
-    again = leases.reload(claim, 10.0)
-    assert (again.options.time_limit_s, again.spent_s, again.attempt) == (20.0, 10.0, 1)
-    assert leases.finish(again, "done", found(SLOW), 20.0)
-    assert row(database, job_id).spent_s == 20.0
-
-
 @pytest.mark.parametrize("state", ["queued", "running", "done", "failed"])
 def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
     job_id = submit(database, schedule=None if state == "failed" else SLOW)
@@ -265,70 +179,6 @@ def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
     assert (claim.best, claim.best_version) == (one_by_one(SLOWER), 2)
     assert leases.append(claim, found(gpipe(SLOWER)))
     assert leases.finish(claim, "done", found(gpipe(SLOWER)), 3.0)
-
-
-def test_another_problem_without_a_schedule_goes_on_from_the_last_one(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    jobs.change_problem(A, job_id, SLOWER, InitialResult(), seen=1, queue=1)
-    job = row(database, job_id)
-    assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("unknown", None, None, 1)
-    claim = leases.reload(claim, 5.0)
-    assert (claim.best_version, claim.lower_bound_ms) == (1, None)
-    assert claim.best is not None
-    assert claim.best.makespan_ms == pytest.approx(2 * SLOW.makespan_ms), "re-timed"
-    assert leases.finish(claim, "failed", Result("unknown", reason="no schedule was found"), 5.0)
-    assert (row(database, job_id).state, row(database, job_id).reason) == ("failed", "no schedule was found")
-
-
-def test_another_problem_that_needs_no_worker_takes_the_job_from_its_worker(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    jobs.change_problem(
-        A, job_id, SLOWER, InitialResult(found(gpipe(SLOWER), gpipe(SLOWER).makespan_ms)), seen=1, queue=0
-    )
-    assert (row(database, job_id).state, row(database, job_id).status) == ("done", "optimal")
-    assert leases.renew([(claim, 1.0)]) == {job_id}
-    assert leases.requested_changes({job_id: claim.attempt}) == {}
-
-
-def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
-    over, waits, cancelled = (submit(database) for _ in range(3))
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    assert leases.finish(claim, "done", found(SLOW), 1.0)
-    jobs.cancel(A, cancelled)
-    to_be_cancelled = submit(database, priority=1)
-    assert leases.claim() is not None
-    jobs.cancel(A, to_be_cancelled)
-    refused = [
-        (waits, StaleError, 0),
-        (cancelled, ConflictError, 1),
-        (to_be_cancelled, ConflictError, 1),
-        (over, QueueFullError, 1),
-    ]
-    for job_id, error, seen in refused:
-        before = row(database, job_id)
-        with pytest.raises(error):
-            jobs.change_problem(A, job_id, SLOWER, start(), seen=seen, queue=1)
-        assert row(database, job_id) == before
-
-
-def test_adoptions(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    for seq in (0, 2):
-        with pytest.raises(LookupError):
-            jobs.adopt(A, job_id, seq, 1, None)
-    jobs.adopt(A, job_id, 1, 2**40, None)
-    jobs.adopt(A, job_id, 1, 7, 12.5)
-    [first] = jobs.incumbents(job_id)
-    assert (first.step, first.measured_iteration_ms, first.adopted_at is not None) == (7, 12.5, True)
-    assert any("measured 12.5 ms" in line.text for line in jobs.log(job_id, 0, 100))
 
 
 def test_purge_deletes_all_of_a_job_and_nothing_else(jobs: Jobs, database: Database) -> None:

@@ -101,15 +101,6 @@ def test_a_lost_lease_cannot_write(database: Database, loss: str) -> None:
     assert everything() == before
 
 
-def test_a_claim_belongs_to_one_worker(database: Database) -> None:
-    submit(database)
-    _, claim = claimed(database)
-    other = Leases(database, "x")
-    for write in WRITES.values():
-        with pytest.raises(LostError):
-            write(other, claim)
-
-
 def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
     with database.read() as db:
         assert abs(db.execute(select(clock_s())).scalar_one() - time.time()) < 60, "seconds since 1970"
@@ -140,13 +131,6 @@ def test_a_clock_that_was_set_back_does_not_block_jobs(database: Database) -> No
     assert 0 < left_s <= LONGEST_S
     expire(database, job_id)
     assert reap(database) == [job_id]
-
-
-def test_everything_reaps_all_running_jobs(database: Database) -> None:
-    running, waiting = submit(database), submit(database)
-    claimed(database)
-    assert reap(database, everything=True) == [running]
-    assert [row(database, each).state for each in (running, waiting)] == ["queued", "queued"]
 
 
 def test_of_each_tenant_the_jobs_that_ended_last_are_kept(database: Database) -> None:
@@ -222,17 +206,6 @@ def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeyp
     assert row(database, job_id).state == "queued"
 
 
-def test_a_reaped_job_goes_on_where_it_was(database: Database) -> None:
-    job_id = submit(database)
-    leases, claim = claimed(database)
-    leases.append(claim, found(FAST, 2.0))
-    leases.renew([(claim, 7.0)])
-    expire(database, job_id)
-    assert reap(database) == [job_id]
-    _, again = claimed(database, "x")
-    assert (again.attempt, again.best, again.spent_s, again.lower_bound_ms) == (2, FAST, 7.0, 2.0)
-
-
 @pytest.mark.parametrize(("schedule", "state"), [(SLOW, "done"), (None, "failed")])
 def test_a_job_that_crashes_its_workers_ends(database: Database, schedule: object, state: str) -> None:
     job_id = submit(database, schedule=schedule)
@@ -248,56 +221,6 @@ def test_a_job_that_crashes_its_workers_ends(database: Database, schedule: objec
         state,
         f"its worker was lost {MOST_LOSSES + 1} times",
     )
-
-
-def test_a_schedule_of_another_problem_is_not_read(database: Database) -> None:
-    """A job without a schedule for its current problem has failed when it ends."""
-    job_id = submit(database)
-    Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
-    for _ in range(MOST_LOSSES + 1):
-        claimed(database)
-        expire(database, job_id)
-        reap(database)
-    assert row(database, job_id).state == "failed"
-
-
-def test_a_cancelled_job_of_a_lost_worker_ends(database: Database) -> None:
-    job_id = submit(database)
-    claimed(database)
-    Jobs(database).cancel(A, job_id)
-    expire(database, job_id)
-    reap(database)
-    assert (row(database, job_id).state, row(database, job_id).reason) == ("cancelled", "the job was cancelled")
-
-
-def test_a_crash_is_retried_once_from_the_best(database: Database) -> None:
-    job_id = submit(database)
-    leases, first = claimed(database)
-    leases.append(first, found(FAST))
-    second = leases.record_crash(first, "the solver ended with signal 9", 3.0)
-    assert second is not None
-    assert (second.attempt, second.best, second.spent_s, second.crashes) == (2, FAST, 3.0, 1)
-    assert leases.renew([(second, 4.0)]) == set()
-    assert leases.record_crash(second, "the solver ended with signal 9", 5.0) is None
-    assert leases.finish(second, "failed", Result("unknown", reason="signal 9"), 5.0)
-    job = row(database, job_id)
-    assert (job.state, job.status, job.reason, job.spent_s) == ("done", "feasible", "signal 9", 5.0), (
-        "it ends with what it has"
-    )
-    assert [line.level for line in Jobs(database).log(job_id, 0, 99)].count("error") == 2
-
-
-def test_a_job_that_is_given_back_waits(database: Database) -> None:
-    kept, cancelled = submit(database), submit(database)
-    leases = Leases(database, "w")
-    claims = [leases.claim(), leases.claim()]
-    Jobs(database).cancel(A, cancelled)
-    for claim in claims:
-        assert claim is not None
-        leases.give_back(claim, 6.0)
-    assert [row(database, each).state for each in (kept, cancelled)] == ["queued", "cancelled"]
-    _, again = claimed(database, "x")
-    assert (again.job_id, again.attempt, again.spent_s) == (kept, 2, 6.0)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -337,23 +260,3 @@ def test_finish_never_makes_stored_results_worse(database: Database, told: Resul
     assert job.state == ("cancelled" if state == "cancelled" else "done")
     assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("feasible", 2.0, before.gap, 2)
     assert (job.worker, job.lease_until, job.ended_at is not None) == (None, None, True)
-
-
-def test_finish_ignores_a_schedule_that_was_not_stored(database: Database) -> None:
-    job_id = submit(database, schedule=None)
-    leases, claim = claimed(database)
-    assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)
-    assert (row(database, job_id).status, row(database, job_id).gap) == ("unknown", None)
-
-
-def test_a_proof_ends_a_job_that_was_given_more_time(database: Database) -> None:
-    job_id = submit(database)
-    leases, claim = claimed(database)
-    leases.append(claim, found(FAST))
-    Jobs(database).extend(A, job_id, 1e3, row(database, job_id).version)
-    assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)
-    assert (row(database, job_id).state, row(database, job_id).status, row(database, job_id).gap) == (
-        "done",
-        "optimal",
-        0.0,
-    )

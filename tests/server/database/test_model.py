@@ -30,7 +30,7 @@ from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
-from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
+from optpipe_server.database.jobs import CANCELLED, ConflictError, KeyReusedError, QueueFullError, StaleError
 from optpipe_server.database.leases import MOST_CRASHES, Claim, LostError
 from optpipe_server.database.tables import OPEN
 
@@ -104,7 +104,7 @@ class Model(RuleBasedStateMachine):
             assert first_state == "queued"
             assert self.queued(tenant) >= QUEUE
             return multiple()
-        except ConflictError:
+        except KeyReusedError:
             assert there is not None
             assert self.first_problem[there] != problem.sha256
             return multiple()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +10,7 @@ from functools import partial
 
 import pytest
 from support.chain import chain, gpipe, one_by_one
-from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, start, submit
+from support.jobs import FAST, PROBLEM, A, expire, found, row, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
@@ -53,39 +51,6 @@ def test_no_job_is_claimed_twice(database: Database) -> None:
     taken = at_once(*(partial(claims, database, f"w{k}") for k in range(8)))
     assert sorted(job_id for each in taken for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
     assert {row(database, job_id).attempt for job_id in ids} == {1}
-
-
-CLAIM_ALL = """
-import sys
-from optpipe_server.database import Database, Jobs, Leases
-database = Database(sys.argv[1])
-leases = Leases(database, sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-while Jobs(database).count().get("queued"):
-    if claim := leases.claim():
-        print(claim.job_id, flush=True)
-database.close()
-"""
-
-
-def test_no_job_is_claimed_twice_by_processes(postgres_url: str) -> None:
-    database = Database(postgres_url)
-    ids = [submit(database) for _ in range(60)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    workers = [
-        subprocess.Popen([sys.executable, "-c", CLAIM_ALL, postgres_url, f"w{k}"], text=True, **pipes) for k in range(2)
-    ]  # type: ignore[call-overload]
-    for worker in workers:
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        worker.stdin.write("\n")
-        worker.stdin.flush()
-    taken = [worker.communicate()[0].split() for worker in workers]
-    assert sorted(job_id for each in taken for job_id in each) == sorted(ids)
-    for k, each in enumerate(taken):
-        assert {row(database, job_id).worker for job_id in each} <= {f"w{k}"}
-    database.close()
 
 
 def test_the_queue_limit_holds_under_concurrency(database: Database) -> None:
@@ -209,8 +174,3 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
         assert (job.status in ("feasible", "optimal")) == (job.problem_version in values)
         assert (job.worker is not None) == (job.state == "running")
         assert len({line.number for line in jobs.log(job.id, 0, 10**6)}) >= job.attempt
-
-
-def test_schedules_differ() -> None:
-    """The tests above need schedules of different length."""
-    assert SLOW.makespan_ms > FAST.makespan_ms

@@ -21,7 +21,6 @@ from support.examples import examples
 from support.processes import over, started_with
 from support.strategies import problems
 
-import optpipe_server.first_schedule_process
 import optpipe_server.first_schedules
 from optpipe.errors import InputError
 from optpipe.model.placement import Placement
@@ -39,7 +38,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
-MODULE = optpipe_server.first_schedule_process.MODULE
+MODULE = optpipe_server.first_schedules.MODULE
 
 
 class TenantView:
@@ -97,7 +96,7 @@ def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         patched.setenv("ODD_FIRST_PROCESS_LOG", str(folder / "log"))
-        patched.setattr(optpipe_server.first_schedule_process, "MODULE", "support.odd_first_process")
+        patched.setattr(optpipe_server.first_schedules, "MODULE", "support.odd_first_process")
         with opened(folder, processes) as view:
             yield view
         assert started_with(str(folder / "log")) == []
@@ -124,7 +123,7 @@ def alone(tmp_path: Path) -> Iterator[TenantView]:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantView]:
     with pytest.MonkeyPatch.context() as patched:  # `views` may be there already
-        patched.setattr(optpipe_server.first_schedule_process, "MODULE", MODULE)
+        patched.setattr(optpipe_server.first_schedules, "MODULE", MODULE)
         with opened(tmp_path_factory.mktemp("real")) as view:
             yield view()
 
@@ -163,12 +162,6 @@ def test_a_proven_cached_answer_needs_no_process(view):
     start = view.start(AMPLE, "auto")
     assert (start.source, start.best.status, start.best.objective_ms) == ("cache", "optimal", best.makespan_ms)
     assert view.requests() == before
-
-
-def test_a_cached_schedule_without_proof_is_the_initial_result(view):
-    view.cache.add(gpipe(AMPLE), "feasible", 1.0)
-    start = view.start(AMPLE, "auto")
-    assert (start.source, start.best.status, start.best.lower_bound_ms) == ("cache", "feasible", 1.0)
 
 
 def test_a_cached_schedule_of_a_similar_problem_is_the_initial_result(view):

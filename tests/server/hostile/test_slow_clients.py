@@ -129,15 +129,6 @@ def test_a_connection_serves_again_and_again(server: tuple[str, Server], connect
     assert all(each.cancelled() for each in timers)
 
 
-def test_pipelined_requests(connect: Connect) -> None:
-    client = connect()
-    client.sendall(
-        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2
-        + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    )
-    assert ended(client).count(b"HTTP/1.1 200") == 3
-
-
 def test_a_new_connection_replaces_the_oldest_idle_one(
     server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,23 +146,13 @@ def test_a_new_connection_replaces_the_oldest_idle_one(
 @pytest.mark.parametrize(
     "head",
     [
-        b"\x00\x01\x02\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 10_000,
-        b"GET /" + b"x" * 70_000,
         HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-        HEAD + b"Content-Length: -1\r\n\r\n{}",
         HEAD + b"Content-Length: 0x2\r\n\r\n{}",
         HEAD + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n{}",
-        HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
         HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffffff\r\n{}\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n2;" + b"x" * 70_000,
     ],
@@ -195,13 +176,6 @@ def test_a_client_that_does_not_read_is_disconnected(
     client.settimeout(60)
     with pytest.raises(ConnectionError):
         drip(client, [b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50] * 200)
-
-
-def test_an_endless_request_is_disconnected(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_ARRIVING", 2**21)
-    client = connect()
-    with pytest.raises(ConnectionError):
-        client.sendall(HEAD + b"Content-Length: 100000000\r\n\r\n" + b" " * 100_000_000)
 
 
 def test_no_request_is_smuggled(connect: Connect) -> None:

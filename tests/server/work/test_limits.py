@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 from support.chain import chain, one_by_one
@@ -20,8 +16,7 @@ from support.work import Work, problem, sound, until
 from optpipe import anytime
 from optpipe.process import process_tree
 from optpipe_server.work import solve
-from optpipe_server.work.cgroup import OWN, Group, delegated_group
-from optpipe_server.work.memory_limit import CgroupLimit, resident_bytes
+from optpipe_server.work.memory_limit import resident_bytes
 from optpipe_server.work.thread_budget import ThreadBudget
 
 NEVER_S = 1000.0
@@ -104,104 +99,6 @@ def test_threads_are_shared_among_searches() -> None:
     assert threads.take() == 6
     few = ThreadBudget(2, 4)
     assert [few.take() for _ in range(4)] == [1, 1, 1, 1]
-
-
-class Kernel:
-    """A folder that behaves like cgroup v2: groups come with their files, and go with them."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root = root
-        make = Path.mkdir
-
-        def mkdir(path: Path, *arguments: object, **options: bool) -> None:
-            there = path.exists()
-            make(path, *arguments, **options)  # type: ignore[arg-type]
-            if root in path.parents and not there:
-                for name in (
-                    "memory.max",
-                    "memory.swap.max",
-                    "memory.oom.group",
-                    "pids.max",
-                    "cgroup.procs",
-                    "cgroup.kill",
-                ):
-                    (path / name).write_text("")
-                (path / "memory.events").write_text("low 0\noom_kill 0\n")
-
-        monkeypatch.setattr(Path, "mkdir", mkdir)
-        monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
-        own = root / "service"
-        own.mkdir(parents=True)
-        (own / "cgroup.controllers").write_text("cpu memory pids\n")
-        (own / "cgroup.subtree_control").write_text("")
-        self.own = own
-        self.mounts, self.cgroup = root / "mounts", root / "cgroup"
-        self.mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {root} cgroup2 rw 0 0\n")
-        self.cgroup.write_text("0::/service\n")
-
-
-def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = Kernel(tmp_path / "fs", monkeypatch)
-    groups = delegated_group(kernel.mounts, kernel.cgroup)
-    assert groups == kernel.own
-    assert (kernel.own / OWN / "cgroup.procs").read_text() == str(os.getpid())
-    assert (kernel.own / "cgroup.subtree_control").read_text() == "+memory +pids"
-    limit = CgroupLimit(100, groups)
-    limit.admit(4711)
-    (group,) = [folder for folder in kernel.own.iterdir() if folder.is_dir() and folder.name != OWN]
-    limits = {
-        name: (group / name).read_text()
-        for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs")
-    }
-    assert limits == {
-        "memory.max": str(100 * 2**20),
-        "memory.swap.max": "0",
-        "memory.oom.group": "1",
-        "pids.max": "1024",
-        "cgroup.procs": "4711",
-    }
-    (group / "memory.events").write_text("low 0\noom_kill 3\n")
-    assert limit.close() == "the solver needed more memory than memory_mib, which is 100"
-    assert not group.exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("mounts", "cgroup /sys/fs/cgroup/memory cgroup rw 0 0\n"),
-        ("cgroup", "4:memory:/service\n"),
-        ("service/cgroup.controllers", "cpu\n"),
-    ],
-)
-def test_without_cgroups_memory_is_polled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
-) -> None:
-    kernel = Kernel(tmp_path / "fs", monkeypatch)
-    (kernel.root / file).write_text(text)
-    assert delegated_group(kernel.mounts, kernel.cgroup) is None
-
-
-def test_a_solver_is_in_its_cgroup_before_it_gets_the_request(
-    local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = Kernel(tmp_path / "fs", monkeypatch)
-    admitted: list[tuple[int, int]] = []
-    admit = Group.admit
-    monkeypatch.setattr(
-        Group, "admit", lambda group, pid: (admit(group, pid), admitted.append((pid, threading.get_ident())))[0]
-    )
-    file = tmp_path / "pid"
-    job_id = local.submit("pid", problem(name=str(file)), time_limit_s=30.0)
-    monkeypatch.setattr(
-        "optpipe_server.work.supervisor.delegated_group", lambda: delegated_group(kernel.mounts, kernel.cgroup)
-    )
-    with local.supervisor(memory_mib=500):
-        local.found(job_id)
-        assert [pid for pid, _ in admitted] == [int(file.read_text())]
-        time.sleep(0.1)
-    assert [folder.name for folder in kernel.own.iterdir() if folder.is_dir()] == [OWN]
 
 
 def test_a_fork_has_marks_of_its_own() -> None:

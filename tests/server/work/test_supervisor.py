@@ -18,7 +18,7 @@ from support.work import LIMIT_S, Work, problem, sound, until
 from optpipe import Result, anytime
 from optpipe.process.niceness import NICER
 from optpipe_server import metrics
-from optpipe_server.database import InitialResult, Leases
+from optpipe_server.database import InitialResult
 from optpipe_server.database.jobs import StaleError, options_of
 from optpipe_server.settings import LOCAL
 from optpipe_server.work import solve
@@ -189,19 +189,6 @@ def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pyte
         work.jobs.purge(LOCAL, job_id)
         until(lambda: not supervisor.running() and over(pid))
     assert work.jobs.job(LOCAL, job_id) is None
-
-
-def test_a_job_of_another_attempt_is_abandoned(work: Work) -> None:
-    job_id = work.submit("hang")
-    with work.supervisor(solves=1) as supervisor:
-        work.found(job_id)
-        (running,) = supervisor.running()
-        leases = Leases(work.database, "worker")
-        assert running.claim is not None
-        assert leases.record_crash(running.claim, "somebody else says so", 1.0) is not None
-        until(lambda: running not in supervisor.running())
-        assert work.job(job_id).last_seq == 1
-    sound(work.database)
 
 
 def test_threads_memory_and_time_reach_the_solver(local: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,17 +142,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in (
-        "schedules",
-        "keys",
-        "idempotency",
-        "log",
-        "adoptions",
-        "bounds",
-        "incumbents",
-        "problems",
-        "jobs",
-    ):
+    for table in ("schedules", "keys", "idempotency", "log", "adoptions", "bounds", "incumbents", "problems", "jobs"):
         op.drop_table(table)
 
 
@@ -167,9 +157,5 @@ def _job_key(table: str) -> sa.ForeignKeyConstraint:
 def _of_job(table: str, key: str, *columns: sa.Column[Any]) -> None:
     """Create a table whose rows belong to a job, numbered by `key`."""
     op.create_table(
-        table,
-        _text("job", 32),
-        *columns,
-        sa.PrimaryKeyConstraint("job", key, name=f"pk_{table}"),
-        _job_key(table),
+        table, _text("job", 32), *columns, sa.PrimaryKeyConstraint("job", key, name=f"pk_{table}"), _job_key(table)
     )
