@@ -63,60 +63,97 @@ def durations(problem: Problem, rows: Rows, ms: Floats | None = None) -> Floats:
 
 def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
     """What each op needs. Raises ScheduleError where that is in no program."""
-    stage, microbatch, part = rows.stage, rows.microbatch, rows.part
-    needs = np.full((len(rows), 4), NONE)
-    delay = np.zeros(len(rows))
-    forward, backward = index.rows_of(Kind.F), index.rows_of(Kind.B, Kind.BW)
-    offload, drop = index.parts(Kind.O), index.parts(Kind.D)
-    restored = index.rows_of(
-        Kind.R, Kind.C, Kind.L
-    )  # one of them at most; all parts' reloads stand on one stream, in order
+    collected = _Collector(problem, rows, index)
+    collected.add_compute()
+    collected.add_peer_rooms()
+    collected.add_transfers()
+    collected.add_updates()
+    collected.add_neighbour_stages()
+    collected.add_places_in_program()
+    return Needs(collected.needs, collected.delay_ms)
 
-    def where(*kinds: Kind) -> Ints:
-        return np.flatnonzero(rows.of_kinds(*kinds))
 
-    def put(waiting: Ints, column: int, targets: Ints, what: str) -> None:
+class _Collector:
+    """The needs of all rows, one family of ops after the other."""
+
+    def __init__(self, problem: Problem, rows: Rows, index: Index) -> None:
+        self._problem, self._rows, self._index = problem, rows, index
+        self.needs = np.full((len(rows), 4), NONE)
+        self.delay_ms = np.zeros(len(rows))
+
+    def _rows_of(self, *kinds: Kind) -> Ints:
+        return np.flatnonzero(self._rows.of_kinds(*kinds))
+
+    def _activations(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Stage and micro-batch of each row."""
+        return self._rows.stage[rows], self._rows.microbatch[rows]
+
+    def _require(self, waiting: Ints, column: int, targets: Ints, what: str) -> None:
         if (targets < 0).any():
             row = int(waiting[np.flatnonzero(targets < 0)[0]])
-            raise ScheduleError(f"{rows.op(row)} in the program of device {rows.device[row]} has no {what}")
-        needs[waiting, column] = targets
+            device = self._rows.device[row]
+            raise ScheduleError(f"{self._rows.op(row)} in the program of device {device} has no {what}")
+        self.needs[waiting, column] = targets
 
-    after_forward, after_input = where(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), where(Kind.W)
-    put(after_forward, OWN, forward[stage[after_forward], microbatch[after_forward]], "forward")
-    put(after_input, OWN, backward[stage[after_input], microbatch[after_input]], "input gradient")
-    if rows.of_kinds(*EVICTION).any():
-        evicted, vacated = where(Kind.E), where(Kind.V)
-        put(evicted, ACROSS, index.rows_of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
-        put(vacated, OWN, index.rows_of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
-        offload = offload.copy()
-        offload[:, :, 0] = np.maximum(offload[:, :, 0], index.rows_of(Kind.E))
-    dropped, brought = where(Kind.D), where(Kind.R, Kind.L)
-    put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload or eviction")
-    put(brought, OWN, drop[stage[brought], microbatch[brought], part[brought]], "drop")
-    if rows.of_kinds(*OPTIMIZER).any():
-        sent, updated, forwards = where(Kind.G), where(Kind.U), where(Kind.F)
-        put(sent, OWN, index.rows_of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
-        put(updated, OWN, index.rows_of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
-        needs[forwards, RESTORED] = index.rows_of(Kind.P)[stage[forwards], 0]
+    def add_compute(self) -> None:
+        """Backwards, recomputes and departures need their forward, weight gradients the input gradient."""
+        after_forward, weight = self._rows_of(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), self._rows_of(Kind.W)
+        forward, backward = self._index.rows_of(Kind.F), self._index.rows_of(Kind.B, Kind.BW)
+        self._require(after_forward, OWN, forward[self._activations(after_forward)], "forward")
+        self._require(weight, OWN, backward[self._activations(weight)], "input gradient")
 
-    costs = problem.costs
-    for own, neighbours, found in (
-        (where(Kind.F), costs.before, forward),
-        (where(Kind.B, Kind.BW), costs.after, backward),
-    ):
-        other = neighbours[costs.route[microbatch[own]], stage[own]]
-        own, other = own[other >= 0], other[other >= 0]
-        put(own, ACROSS, found[other, microbatch[own]], "neighbour stage's op to wait for")
-        delay[own] = np.where(costs.device[other] == costs.device[stage[own]], 0.0, problem.p2p_ms)
-    gradients = where(Kind.B, Kind.BW)
-    needs[gradients, RESTORED] = restored[stage[gradients], microbatch[gradients]]
+    def add_peer_rooms(self) -> None:
+        """An eviction needs the room on the peer, which stays until the load has ended."""
+        if self._rows.of_kinds(*EVICTION).any():
+            evicted, vacated = self._rows_of(Kind.E), self._rows_of(Kind.V)
+            room, load = self._index.rows_of(Kind.A), self._index.rows_of(Kind.L)
+            self._require(evicted, ACROSS, room[self._activations(evicted)], "room on the peer")
+            self._require(vacated, OWN, load[self._activations(vacated)], "load")
 
-    leads = ~rows.transfer & ~rows.second
-    last = np.maximum.accumulate(np.where(leads, np.arange(len(rows)), NONE))
-    issued = np.flatnonzero(rows.transfer & (last >= 0))
-    issued = issued[rows.device[last[issued]] == rows.device[issued]]
-    needs[issued, ISSUED] = last[issued]
-    return Needs(needs, delay)
+    def add_transfers(self) -> None:
+        """A drop needs what has left, a return needs the drop, a backward what comes back."""
+        offload, drop = self._index.parts(Kind.O), self._index.parts(Kind.D)
+        if self._rows.of_kinds(*EVICTION).any():
+            offload = offload.copy()
+            offload[:, :, 0] = np.maximum(offload[:, :, 0], self._index.rows_of(Kind.E))
+        dropped, returned = self._rows_of(Kind.D), self._rows_of(Kind.R, Kind.L)
+        part = self._rows.part
+        self._require(dropped, OWN, offload[*self._activations(dropped), part[dropped]], "offload or eviction")
+        self._require(returned, OWN, drop[*self._activations(returned), part[returned]], "drop")
+        # An activation has one of these at most; all parts' reloads stand on one stream, in order.
+        restored, backward = self._index.rows_of(Kind.R, Kind.C, Kind.L), self._rows_of(Kind.B, Kind.BW)
+        self.needs[backward, RESTORED] = restored[self._activations(backward)]
+
+    def add_updates(self) -> None:
+        """Optimizers on the host: gradients out, then the update; forwards need the parameters."""
+        if self._rows.of_kinds(*OPTIMIZER).any():
+            sent, updated, forward = self._rows_of(Kind.G), self._rows_of(Kind.U), self._rows_of(Kind.F)
+            last_gradient = self._index.rows_of(Kind.W, Kind.BW).max(axis=1)
+            self._require(sent, OWN, last_gradient[self._rows.stage[sent]], "weight gradient")
+            self._require(updated, OWN, self._index.rows_of(Kind.G)[self._activations(updated)], "gradients")
+            self.needs[forward, RESTORED] = self._index.rows_of(Kind.P)[self._rows.stage[forward], 0]
+
+    def add_neighbour_stages(self) -> None:
+        """A forward needs that of the stage before it on the route, a backward that of the stage after it."""
+        costs = self._problem.costs
+        for kinds, neighbours in (((Kind.F,), costs.before), ((Kind.B, Kind.BW), costs.after)):
+            waiting, targets = self._rows_of(*kinds), self._index.rows_of(*kinds)
+            stage, microbatch = self._activations(waiting)
+            neighbour = neighbours[costs.route[microbatch], stage]
+            inner = neighbour >= 0
+            waiting, stage, neighbour = waiting[inner], stage[inner], neighbour[inner]
+            self._require(waiting, ACROSS, targets[neighbour, microbatch[inner]], "neighbour stage's op to wait for")
+            same_device = costs.device[neighbour] == costs.device[stage]
+            self.delay_ms[waiting] = np.where(same_device, 0.0, self._problem.p2p_ms)
+
+    def add_places_in_program(self) -> None:
+        """A transfer needs the op on the compute stream after which it stands."""
+        rows = self._rows
+        leads = ~rows.transfer & ~rows.second
+        last = np.maximum.accumulate(np.where(leads, np.arange(len(rows)), NONE))
+        issued = np.flatnonzero(rows.transfer & (last >= 0))
+        issued = issued[rows.device[last[issued]] == rows.device[issued]]
+        self.needs[issued, ISSUED] = last[issued]
 
 
 def streams_of(problem: Problem, links: Mapping[str, Program], rows: Rows, index: Index) -> Streams:
@@ -138,43 +175,49 @@ def streams_of(problem: Problem, links: Mapping[str, Program], rows: Rows, index
 
 def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, rows: Rows, index: Index) -> Ints:
     """The rows of a shared link's transfers in the order that the schedule gives, which keeps each program's order."""
-    own = np.flatnonzero(rows.on_host_link & np.isin(rows.device, problem.shared_links[link]))
+    transfers = np.flatnonzero(rows.on_host_link & np.isin(rows.device, problem.shared_links[link]))
     if link not in links:
-        if len(own) == 0:
-            return own
+        if len(transfers) == 0:
+            return transfers
         sharers = list(problem.shared_links[link])
         raise ScheduleError(
             f"links[{link!r}] is missing: devices {sharers} share it, so it needs the order of its transfers"
         )
     named = Rows.from_programs([links[link]])
-    known = (
+    ordered = _find_rows(problem, named, index)
+    stray = ~np.isin(ordered, transfers)
+    if stray.any():
+        op = named.op(int(np.flatnonzero(stray)[0]))
+        raise ScheduleError(f"links[{link!r}]: {op} is in no program of a device on this link")
+    if len(ordered) != len(transfers) or len(np.unique(ordered)) != len(ordered):
+        raise ScheduleError(
+            f"links[{link!r}] has {len(ordered)} entries: the programs have {len(transfers)} transfers on it, "
+            "each to be named once"
+        )
+    for d in problem.shared_links[link]:
+        of_device = ordered[rows.device[ordered] == d]
+        late = np.flatnonzero(np.diff(of_device) < 0)
+        if len(late):
+            first, second = (rows.op(row) for row in of_device[late[0] : late[0] + 2].tolist())
+            raise ScheduleError(
+                f"links[{link!r}]: {first} stands before {second}, in the program of device {d} after it"
+            )
+    return ordered
+
+
+def _find_rows(problem: Problem, named: Rows, index: Index) -> Ints:
+    """The row of each named transfer in the programs, NONE where it is in none."""
+    within = (
         named.on_host_link
         & (named.stage < len(problem.stages))
         & (named.microbatch < problem.microbatches)
         & (named.part < int(problem.costs.parts.max()))
     )
-    found = np.full(len(named), NONE)
+    rows = np.full(len(named), NONE)
     for kind in HOST_LINK:
-        chosen = known & (named.kind == kind)
-        found[chosen] = index.parts(kind)[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
-    stray = ~np.isin(found, own)
-    if stray.any():
-        op = named.op(int(np.flatnonzero(stray)[0]))
-        raise ScheduleError(f"links[{link!r}]: {op} is in no program of a device on this link")
-    if len(found) != len(own) or len(np.unique(found)) != len(found):
-        raise ScheduleError(
-            f"links[{link!r}] has {len(found)} entries: the programs have {len(own)} transfers on it, "
-            "each to be named once"
-        )
-    for d in problem.shared_links[link]:
-        mine = found[rows.device[found] == d]
-        late = np.flatnonzero(np.diff(mine) < 0)
-        if len(late):
-            first, second = (rows.op(row) for row in mine[late[0] : late[0] + 2].tolist())
-            raise ScheduleError(
-                f"links[{link!r}]: {first} stands before {second}, in the program of device {d} after it"
-            )
-    return found
+        chosen = within & (named.kind == kind)
+        rows[chosen] = index.parts(kind)[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
+    return rows
 
 
 def waits_of(rows: Rows, needs: Needs, streams: Streams) -> tuple[Ints, Floats]:
@@ -187,10 +230,10 @@ def waits_of(rows: Rows, needs: Needs, streams: Streams) -> tuple[Ints, Floats]:
     delays[:, ACROSS] = needs.delay_ms
     first = rows.first
     if len(first):
-        waits, delays = (
-            np.concatenate([of, np.full_like(of, blank)], axis=1) for of, blank in ((waits, NONE), (delays, 0))
-        )
-        waits[first, 4:], delays[first, 4:] = waits[first + 1, :4], delays[first + 1, :4]
+        waits = np.concatenate([waits, np.full_like(waits, NONE)], axis=1)
+        delays = np.concatenate([delays, np.zeros_like(delays)], axis=1)
+        waits[first, 4:] = waits[first + 1, :4]
+        delays[first, 4:] = delays[first + 1, :4]
         lead = np.arange(len(rows)) - rows.second
         waits = np.where(waits >= 0, lead[waits], NONE)
     before = streams.before(len(rows))
