@@ -159,10 +159,10 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     if wrong:
         best = replace(best, rejected=best.rejected + 1)
         return _with_note(best, Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-    found = Result.from_schedule(schedule, request, best.lower_bound_ms, frame.method)
-    if best.value_ms is not None and found.value_ms is not None and found.value_ms >= best.value_ms:
+    result = Result.from_schedule(schedule, request, best.lower_bound_ms, frame.method)
+    if best.value_ms is not None and result.value_ms is not None and result.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
-    return replace(found, notes=best.notes, reports=best.reports, history=best.history, rejected=best.rejected)
+    return replace(result, notes=best.notes, reports=best.reports, history=best.history, rejected=best.rejected)
 
 
 def _with_step(result: Result) -> Result:

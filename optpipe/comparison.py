@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import Any, Unpack
 
 from optpipe.anytime import solve
@@ -237,40 +238,31 @@ def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower
 
 
 def _why_not(certificate: Certificate) -> str:
-    of, peaks = (
-        ("", certificate.device)
-        if not all(peak.fits for peak in certificate.device)
-        else (" of host memory", certificate.host)
-    )
-    device, peak = _fullest(peaks)
-    return f"needs {peak.bytes} of {peak.limit} bytes{of} on device {device}"
+    on_host = all(peak.fits for peak in certificate.device)
+    device, peak = _fullest(certificate.host if on_host else certificate.device)
+    return f"needs {peak.bytes} of {peak.limit} bytes{' of host memory' if on_host else ''} on device {device}"
 
 
 def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
-    """By what each may hold."""
+    """The device with the highest share of its limit in use, and its peak."""
 
-    def share(device: int) -> float:
-        peak = peaks[device]
-        return (
-            0.0
-            if peak.limit is None
-            else peak.bytes / peak.limit
-            if peak.limit
-            else (float("inf") if peak.bytes else 0.0)
-        )
+    def share(indexed: tuple[int, Peak]) -> float:
+        _, peak = indexed
+        if peak.limit is None or not peak.bytes:
+            return 0.0
+        return peak.bytes / peak.limit if peak.limit else inf
 
-    device = max(range(len(peaks)), key=share)
-    return device, peaks[device]
+    return max(enumerate(peaks), key=share)
 
 
 def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedule]) -> Iterator[Row]:
-    found: dict[str, list[Schedule]] = {}  # by each method
+    schedules: dict[str, list[Schedule]] = {}  # by each method
     for method, placements in searches(options):
         arguments: SolveArguments = {**options.search(), "method": method, "placements": placements}
-        known = found.setdefault(method, list(starts))
-        result = solve_from(known, problem, **arguments)
+        of_method = schedules.setdefault(method, list(starts))
+        result = solve_from(of_method, problem, **arguments)
         if result.schedule:
-            known.append(result.schedule)
+            of_method.append(result.schedule)
         yield Row(method, placements, result, None if result.schedule else result.reason)
 
 

@@ -87,9 +87,9 @@ def did_you_mean(word: str, words: Iterable[str], before: str) -> str:
 
 def _nearest(word: str, words: Iterable[str]) -> str | None:
     """The nearest of the words in any case; None if none is near."""
-    known = {each.lower(): each for each in words}
-    near = get_close_matches(word[:100].lower(), list(known), n=1)
-    return known[near[0]] if near else None
+    by_lower_case = {each.lower(): each for each in words}
+    near = get_close_matches(word[:100].lower(), list(by_lower_case), n=1)
+    return by_lower_case[near[0]] if near else None
 
 
 def _ask(meant: str | None, before: str) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from optpipe.errors import OptPipeError
@@ -53,17 +52,18 @@ def better_start(problem: Problem, warm_start: Schedule | None, hit: Hit, object
     """The shorter of two schedules to start from; the hit if the warm start is not valid for this problem."""
     if warm_start is None:
         return hit.schedule
-    here = replace(warm_start, problem=problem)
     try:
-        known = [hit.schedule] if check(problem, here) else [warm_start, hit.schedule]
-        return min(known, key=lambda schedule: length_ms(replace(schedule, problem=problem), objective))
+        candidates = [hit.schedule] if check(problem, warm_start) else [warm_start, hit.schedule]
+        return min(candidates, key=lambda schedule: length_ms(schedule.on(problem), objective))
     except (OptPipeError, LookupError):  # it is of other stages
         return hit.schedule
 
 
 class CacheUse:
-    """A search's use of a cache, if it has one. What goes wrong with it is noted and changes nothing else, and so is
-    what was found elsewhere than in the cache."""
+    """A search's use of a cache, if it has one.
+
+    An error of the cache becomes a note, and so does a schedule from elsewhere, such as the pack; the search goes on.
+    """
 
     def __init__(self, cache: ScheduleCache | None) -> None:
         self._cache = cache
@@ -84,8 +84,8 @@ class CacheUse:
 
     def keep(self, schedule: Schedule, status: Found, lower_bound_ms: float | None, objective: Objective) -> None:
         """Stores what the search has found, once."""
-        known, bound_ms = self._kept
-        if self._cache is None or (known is schedule and bound_ms == lower_bound_ms):
+        kept_schedule, kept_bound_ms = self._kept
+        if self._cache is None or (kept_schedule is schedule and kept_bound_ms == lower_bound_ms):
             return
         self._kept = schedule, lower_bound_ms
         try:

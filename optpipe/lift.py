@@ -153,13 +153,13 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
     slot = np.zeros(len(table), dtype=np.int64)
     compute = of_kinds(table, *COMPUTE)
     for d in np.unique(device):
-        own = np.flatnonzero(compute & ~joins & (device == d))
-        own = own[np.argsort(rank[own])]
-        slot[own] = np.arange(len(own))
+        computing = np.flatnonzero(compute & ~joins & (device == d))
+        computing = computing[np.argsort(rank[computing])]
+        slot[computing] = np.arange(len(computing))
         others = np.flatnonzero(~compute & (device == d))
-        slot[others] = np.searchsorted(rank[own], rank[others])
+        slot[others] = np.searchsorted(rank[computing], rank[others])
         moving = others[of_kinds(table[others], *TRANSFERS)]
-        ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + grain(start), side="right")
+        ended = np.searchsorted(np.maximum.accumulate(end[computing]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
     forward = np.zeros(table[:, [STAGE, MICROBATCH]].max(axis=0, initial=0) + 1, dtype=np.int64)
     forwards = table[:, KIND] == Kind.F

@@ -243,9 +243,9 @@ def listed(record: type[SearchOptions]) -> list[Option]:
 
 
 def _option(name: str, described: Mapping[str, Any]) -> Option:
-    own = described.get("anyOf", [described])[0]  # of a value or null
-    choices = tuple(own.get("enum", ()))
+    schema = described.get("anyOf", [described])[0]  # of a value or null
+    choices = tuple(schema.get("enum", ()))
     # Some versions of pydantic write 1 as 1.0. The largest ends have 10 digits.
     ends = (("exclusiveMinimum", "above {:,.10g}"), ("minimum", "{:,.10g} or more"), ("maximum", "at most {:,.10g}"))
-    values = ", ".join(choices or [text.format(own[end]) for end, text in ends if end in own])
-    return Option(name, own["type"], choices, values, described.get("default"), own["description"])
+    values = ", ".join(choices or [text.format(schema[end]) for end, text in ends if end in schema])
+    return Option(name, schema["type"], choices, values, described.get("default"), schema["description"])

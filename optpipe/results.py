@@ -81,8 +81,8 @@ class Result:
         objective, jitter = options.objective, options.jitter
         percentile = percentile_ms(schedule, jitter, objective, options.seed) if jitter else None
         method = method or schedule.method
-        found = cls("feasible", schedule, objective, lower_bound_ms, method, percentile_ms=percentile)
-        return replace(found, status=found.proven_status)
+        result = cls("feasible", schedule, objective, lower_bound_ms, method, percentile_ms=percentile)
+        return replace(result, status=result.proven_status)
 
     @property
     def makespan_ms(self) -> float | None:

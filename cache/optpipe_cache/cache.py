@@ -179,14 +179,23 @@ class Cache:
         return self._store(entry)
 
     def _store(self, entry: Entry) -> bool:
-        problem, text, known_by = entry.problem, entry.model_dump_json(exclude_none=True), features(entry.problem)
-        found_by = problem.sha256, entry.objective, structure(problem), known_by.packed, known_by.cell
+        problem, figures = entry.problem, features(entry.problem)
+        row = StoredRow(
+            problem_sha256=problem.sha256,
+            objective=entry.objective,
+            structure=structure(problem),
+            features=figures.packed,
+            cell=figures.cell,
+            used=_now(),
+            hits=0,
+            entry=entry.model_dump_json(exclude_none=True),
+        )
         while True:  # until no other process has changed the entry in between
             stored = self.storage.entry(problem.sha256, entry.objective)
-            known = _read(stored)
-            if known and not entry.beats(known) and _valid_schedule(known, problem):
+            stored_entry = _read(stored)
+            if stored_entry and not entry.beats(stored_entry) and _valid_schedule(stored_entry, problem):
                 return False
-            if self.storage.swap(StoredRow(*found_by, _now(), 0, text), stored):
+            if self.storage.swap(row, stored):
                 if stored is None:
                     self.storage.prune(self._kept)
                 return True
@@ -210,29 +219,27 @@ class Cache:
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
         """Yield (distance, hash of the problem) of problems of the same structure in reach, the nearest first."""
-        wanted, of = features(problem), (structure(problem), objective)
-        beyond, waiting = -1.0, list[tuple[float, str]]()
-        for reach in (*RINGS, REACH / STEP):
-            cells = wanted.cells(reach, beyond) if reach in RINGS else None
-            found = _distances(wanted, self._in_cells(*of, cells))
-            new = {each for each in found if each[0] > beyond * STEP}
-            waiting = sorted(new.union(waiting))
-            sure = bisect(waiting, reach * STEP, key=lambda found: found[0])
-            yield from waiting[:sure]
-            beyond, waiting = reach, waiting[sure:]
+        wanted, key = features(problem), structure(problem)
+        inner, farther = -1.0, list[tuple[float, str]]()
+        for outer in (*RINGS, REACH / STEP):  # one ring of cells after the other
+            cells = wanted.cells(outer, inner) if outer in RINGS else None
+            in_cells = _distances(wanted, self._in_cells(key, objective, cells))
+            candidates = sorted({each for each in in_cells if each[0] > inner * STEP}.union(farther))
+            in_ring = bisect(candidates, outer * STEP, key=lambda candidate: candidate[0])
+            yield from candidates[:in_ring]
+            inner, farther = outer, candidates[in_ring:]
 
     def _in_cells(self, structure: str, objective: Objective, cells: list[int] | None) -> list[tuple[str, bytes]]:
         """The features of what is in these cells, or anywhere; where that is too much, of what is in the first of
         them."""
-        of = structure, objective
-        near = [*self.storage.similar(*of, cells, MOST_COMPARED)]
+        near = [*self.storage.similar(structure, objective, cells, MOST_COMPARED)]
         if len(near) == MOST_COMPARED and cells is not None:
             near = []
             for cell in cells:
-                near += self.storage.similar(*of, [cell], MOST_COMPARED - len(near))
+                near += self.storage.similar(structure, objective, [cell], MOST_COMPARED - len(near))
                 if len(near) == MOST_COMPARED:
                     break
-        return [*near, *self._pack.similar(*of, cells, MOST_COMPARED)] if self._pack else near
+        return [*near, *self._pack.similar(structure, objective, cells, MOST_COMPARED)] if self._pack else near
 
     def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
         entry = _entry(self.storage, problem.sha256, objective)
@@ -243,7 +250,7 @@ class Cache:
     def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
         wanted, handled = features(problem), 0
         for n, (far, sha256) in enumerate(islice(self.neighbours(problem, objective), MOST_TRIED)):
-            source, entry = self._found(sha256, objective)
+            source, entry = self._find_entry(sha256, objective)
             if source == "cache" and sha256 == problem.sha256:  # its schedule is not valid
                 continue
             handled += entry.ops if entry else 0
@@ -259,20 +266,24 @@ class Cache:
     def _on_other_devices(self, problem: Problem, objective: Objective) -> Hit | None:
         p = len(problem.devices)
         for devices in (p + 1, p - 1):
-            like = resized(problem, devices)
-            near = next(self.neighbours(like, objective), None) if like else None
-            if like is None or near is None or (far := near[0] + abs(math.log(devices / p))) > REACH:
+            resized_problem = resized(problem, devices)
+            if resized_problem is None:
                 continue
-            source, entry = self._found(near[1], objective)
+            distance, sha256 = next(self.neighbours(resized_problem, objective), (math.inf, ""))
+            devices_term = abs(math.log(devices / p))
+            if distance + devices_term > REACH:
+                continue
+            source, entry = self._find_entry(sha256, objective)
             if entry and (schedule := _adapted(entry, problem)):
-                terms = {"devices": far - near[0], **features(like).terms(features(entry.problem))}
-                return Hit(schedule, far, False, "feasible", None, entry, terms, source)
+                terms = {"devices": devices_term, **features(resized_problem).terms(features(entry.problem))}
+                total = distance + devices_term
+                return Hit(schedule, total, False, "feasible", None, entry, terms, source)
         return None
 
-    def _found(self, sha256: str, objective: Objective) -> tuple[Literal["cache", "pack"], Entry | None]:
-        known = _entry(self.storage, sha256, objective)
-        if known or not self._pack:
-            return "cache", known
+    def _find_entry(self, sha256: str, objective: Objective) -> tuple[Literal["cache", "pack"], Entry | None]:
+        entry = _entry(self.storage, sha256, objective)
+        if entry or not self._pack:
+            return "cache", entry
         return "pack", _entry(self._pack, sha256, objective)
 
     def entries(self) -> list[Entry]:
@@ -316,7 +327,7 @@ def _now() -> str:
 
 
 def _read(text: str | None) -> Entry | None:
-    """The entry in a stored text; None if it is damaged or of an older release, which is logged."""
+    """The entry in a stored text; None if it is damaged, which is logged."""
     try:
         return Entry.model_validate_json(text) if text is not None else None
     except ValidationError as error:

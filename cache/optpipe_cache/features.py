@@ -119,20 +119,20 @@ class Features:
         The weighted difference of two means is at most the mean of the weighted differences, so the sum of these is
         never more than the distance.
         """
-        found = [(0, 0.0)]
+        cells = [(0, 0.0)]
         for name, mean in zip(IN_CELL, self._means, strict=True):
             weight = WEIGHT.get(name, 1.0)
             first, last = max(0, math.floor((mean - reach / weight) / SIDE)), math.floor((mean + reach / weight) / SIDE)
             near = [(at, weight * max(SIDE * at - mean, mean - SIDE * (at + 1), 0.0)) for at in range(first, last + 1)]
-            found = [(MOST_CELLS * n + at, far + more) for n, far in found for at, more in near if far + more <= reach]
-        return [number for number, far in sorted(found, key=lambda cell: cell[1]) if far > beyond]
+            cells = [(MOST_CELLS * n + at, far + more) for n, far in cells for at, more in near if far + more <= reach]
+        return [number for number, far in sorted(cells, key=lambda cell: cell[1]) if far > beyond]
 
 
 def features(problem: Problem) -> Features:
     """Return the problem's proportions."""
-    found = {name: np.atleast_1d(np.asarray(values, dtype=float)) for name, values in _proportions(problem)}
-    steps = np.log1p(np.minimum(MOST, np.concatenate(list(found.values()))) / SMALL) / STEP
-    return Features(np.rint(steps).astype(np.int16), {name: len(values) for name, values in found.items()})
+    figures = {name: np.atleast_1d(np.asarray(values, dtype=float)) for name, values in _proportions(problem)}
+    steps = np.log1p(np.minimum(MOST, np.concatenate(list(figures.values()))) / SMALL) / STEP
+    return Features(np.rint(steps).astype(np.int16), {name: len(values) for name, values in figures.items()})
 
 
 def distance(a: Features, b: Features) -> float:
@@ -168,11 +168,11 @@ def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
     yield "overlap", problem.overlap_factor or 1.0
     yield "microbatches", m
     devices = range(len(problem.devices))
-    own = [problem.stages_on(d) for d in devices]
+    stages = [problem.stages_on(d) for d in devices]
     useful = min(m, 2 * len(problem.devices))  # by then no more memory helps
-    fit = [_microbatches(costs.activation_budget[d], costs.activation[own[d]], useful) for d in devices]
+    fit = [_microbatches(costs.activation_budget[d], costs.activation[stages[d]], useful) for d in devices]
     yield "memory", np.array(fit)
-    hosted = [_microbatches(costs.host_memory[d], costs.offload[own[d]], m) for d in devices]
+    hosted = [_microbatches(costs.host_memory[d], costs.offload[stages[d]], m) for d in devices]
     yield "host_memory", np.array(hosted) / m
     for name in ("activation", "saved_for_weight", "offload", "checkpoint", "evict"):
         yield f"{name}_bytes", getattr(costs, name) / largest

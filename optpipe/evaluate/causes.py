@@ -153,14 +153,14 @@ class Causes:
         new = np.r_[True, device[1:] != device[:-1]]
         before = np.where(new, first, np.r_[first, end[:-1]])
         closing = np.flatnonzero(np.r_[new[1:], True])
-        behind = computing + 1 + (rows.table[computing, JOINED] == 1)
-        place = np.where(new, np.searchsorted(rows.device, device), np.r_[0, behind[:-1]])
+        next_row = computing + 1 + (rows.table[computing, JOINED] == 1)
+        place = np.where(new, np.searchsorted(rows.device, device), np.r_[0, next_row[:-1]])
         gaps = Gaps(
             np.r_[device, device[closing]],
             np.r_[before, end[closing]],
             np.r_[start, np.full(len(closing), timeline.end[final])],
             np.r_[computing, np.full(len(closing), final)],
-            np.r_[place, behind[closing]],
+            np.r_[place, next_row[closing]],
             np.r_[np.zeros(len(computing), np.bool_), np.ones(len(closing), np.bool_)],
         )
         kept = np.flatnonzero(gaps.end_ms > gaps.begin_ms + self._tolerance)
@@ -171,9 +171,22 @@ class Causes:
     def ready(self) -> Ready:
         """What stood ready in the gaps: ops that come later in the program and whose inputs were there before the gap
         ended. The op that ends the gap is one of them where it only waited for a drop."""
+        gaps, rows, since = self.gaps, self._timeline.rows, self._inputs_ready()
+        pairs = self._ready_in_gaps(since)
+        which, ready = np.array(pairs, np.int64).reshape(-1, 2).T
+        begin = np.maximum(since[ready], gaps.begin_ms[which])
+        held = np.array([self._held_if_moved(row, int(gaps.place[gap])) for gap, row in pairs], np.int64)
+        limits = np.array([device.activation_budget_bytes for device in self._problem.devices])
+        lasts = self._timeline.end[ready] - self._timeline.start[ready]
+        long = lasts > gaps.end_ms[which] - begin + self._tolerance
+        hindrance = np.where(long, int(Hindrance.LENGTH), int(Hindrance.ORDER))
+        hindrance[held > limits[rows.device[ready]]] = Hindrance.MEMORY
+        return Ready(which, ready, begin, held, hindrance)
+
+    def _ready_in_gaps(self, since: Floats) -> list[tuple[int, int]]:
+        """(gap, row) of the first later op of each kind whose inputs are there before the gap ends."""
         gaps, rows = self.gaps, self._timeline.rows
-        since = self._inputs_ready()
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for kind in sorted(COMPUTE):
             alone = rows.of_kinds(kind) & ~rows.second
             alone[rows.first] = False  # a pair stands where both of its ops can run
@@ -184,17 +197,8 @@ class Causes:
                 candidates = of_kind[later[gap] : stop[gap]]
                 first = int(np.argmax(since[candidates] < gaps.end_ms[gap] - self._tolerance))
                 if since[candidates[first]] < gaps.end_ms[gap] - self._tolerance:
-                    found.append((gap, int(candidates[first])))
-        found.sort()
-        which, ready = np.array(found, np.int64).reshape(-1, 2).T
-        begin = np.maximum(since[ready], gaps.begin_ms[which])
-        held = np.array([self._held_if_moved(row, int(gaps.place[gap])) for gap, row in found], np.int64)
-        limits = np.array([device.activation_budget_bytes for device in self._problem.devices])
-        lasts = self._timeline.end[ready] - self._timeline.start[ready]
-        long = lasts > gaps.end_ms[which] - begin + self._tolerance
-        hindrance = np.where(long, int(Hindrance.LENGTH), int(Hindrance.ORDER))
-        hindrance[held > limits[rows.device[ready]]] = Hindrance.MEMORY
-        return Ready(which, ready, begin, held, hindrance)
+                    pairs.append((gap, int(candidates[first])))
+        return sorted(pairs)
 
     def _inputs_ready(self) -> Floats:
         """(n,) when all that an op needs has ended, its place in the program apart."""

@@ -95,9 +95,9 @@ class Noise:
         """(n, samples) each op's time; a pair's stands on its first op."""
         factor = np.ones((len(rows), self.samples))
         for kind in np.unique(rows.kind).tolist():
-            own = np.flatnonzero(rows.kind == kind)
-            part = rows.part[own] if kind in TRANSFERS else 0
-            factor[own] = self._factors(kind)[rows.stage[own], rows.microbatch[own], part]
+            of_kind = np.flatnonzero(rows.kind == kind)
+            part = rows.part[of_kind] if kind in TRANSFERS else 0
+            factor[of_kind] = self._factors(kind)[rows.stage[of_kind], rows.microbatch[of_kind], part]
         return durations(self.problem, rows, self.problem.costs.ms[rows.kind, rows.stage, None] * factor)
 
     def _draw(self, kind: Kind) -> Floats:

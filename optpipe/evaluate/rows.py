@@ -149,13 +149,15 @@ class Index:
         """(S, m, parts) rows of a kind that may stand in parts: O, D and R."""
         if kind not in self._found:
             rows = np.flatnonzero(self._rows.kind == kind)
-            found = np.full(self._shape, NONE)
-            found[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
-            self._found[kind] = found
+            rows_of_parts = np.full(self._shape, NONE)
+            rows_of_parts[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
+            self._found[kind] = rows_of_parts
         return self._found[kind]
 
     def rows_of(self, *kinds: Kind) -> Ints:
         """(S, m) rows of these kinds; the last one where there are several."""
-        found = [self.parts(kind)[:, :, 0] if self._shape[2] == 1 else self.parts(kind).max(axis=2) for kind in kinds]
-        last: Ints = found[0] if len(found) == 1 else np.max(found, axis=0)
+        first_parts = [
+            self.parts(kind)[:, :, 0] if self._shape[2] == 1 else self.parts(kind).max(axis=2) for kind in kinds
+        ]
+        last: Ints = first_parts[0] if len(first_parts) == 1 else np.max(first_parts, axis=0)
         return last

@@ -115,7 +115,7 @@ def longest_path(
     head = begins[:-1].copy()
     free_at = np.zeros(streams)
     queue = np.full(len(start), -1, dtype=np.int64)  # the stream woken first when an op ends
-    behind = np.full(streams, -1, dtype=np.int64)  # the one woken after it
+    next_woken = np.full(streams, -1, dtype=np.int64)  # the one woken after it
     ready = np.arange(streams)
     count = streams
     while count > 0:
@@ -136,7 +136,7 @@ def longest_path(
                         ended = end[needed] + (delay[op] if column == 1 else 0.0)
                         begin = max(begin, ended)
             if blocker >= 0:
-                behind[stream] = queue[blocker]
+                next_woken[stream] = queue[blocker]
                 queue[blocker] = stream
                 break
             free_at[stream] = begin + duration[row]
@@ -147,7 +147,7 @@ def longest_path(
                 done[op] = True
                 while queue[op] >= 0:
                     ready[count] = queue[op]
-                    queue[op] = behind[queue[op]]
+                    queue[op] = next_woken[queue[op]]
                     count += 1
 
 

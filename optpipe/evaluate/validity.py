@@ -88,8 +88,8 @@ def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
     wrong = []
     for s in np.flatnonzero(some & ~every)[:MOST].tolist():
         there, lacking = (
-            " and ".join(f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == found)
-            for found in (True, False)
+            " and ".join(f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == expected)
+            for expected in (True, False)
         )
         wrong.append(f"{there} without {lacking}: an optimizer on the host is G, U and P")
     return wrong

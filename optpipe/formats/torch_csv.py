@@ -79,22 +79,22 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     arrived: list[list[str]] = [[] for _ in texts]
     for device, item in in_one_order(schedule):
         ops = item if isinstance(item, Pair) else (item,)
-        own = texts[device]
-        own += [_text(item), *arrived[device]]
+        cells = texts[device]
+        cells += [_text(item), *arrived[device]]
         arrived[device].clear()
         for op in ops:
             if op.kind in RECEIVED and (got := sent.pop(_receive(op), None)):
                 arrived[got[0]].append(got[1])
         for op in ops if messages else ():
             for send, receive, to in _messages(op, devices):
-                own.append(send)
+                cells.append(send)
                 texts[to].append(receive)
                 if waits:
                     sent[receive] = device, send.replace("SEND", "WAIT_SEND")
         for op in ops:
             if op in last:
-                own += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
-    return [own + left for own, left in zip(texts, arrived, strict=True)]
+                cells += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
+    return [cells + left for cells, left in zip(texts, arrived, strict=True)]
 
 
 def read(text: str, problem: Problem, what: str) -> Schedule:
@@ -188,11 +188,11 @@ def _item(cell: str, what: str) -> Op | Pair:
 
 
 def _op(cell: str, what: str) -> Op:
-    found = ACTION.fullmatch(cell)
-    if found is None:
+    match = ACTION.fullmatch(cell)
+    if match is None:
         raise InputError(
             f"{what}: {cell[:40]!r} is no action of PyTorch's pipelining: stage, one of F, I, B, W, micro-batch are "
             "expected, such as 0F3, or (0F3;4B1)OVERLAP_F_B, 0SEND_F3, 0UNSHARD"
         )
-    stage, letter, microbatch = found.groups()
+    stage, letter, microbatch = match.groups()
     return Op(BY_LETTER[letter], int(stage), int(microbatch))

@@ -28,9 +28,9 @@ def read(text: str, path: str) -> list[Timed]:
     try:
         places = {name.strip(): n for n, name in enumerate(next(lines, []))}
         _require_columns(places, path)
-        known = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
+        columns = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
         return [
-            _timed({name: row[n] if n < len(row) else "" for name, n in known}, f"{path}, line {lines.line_num}")
+            _timed({name: row[n] if n < len(row) else "" for name, n in columns}, f"{path}, line {lines.line_num}")
             for row in lines
             if row
         ]

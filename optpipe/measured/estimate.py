@@ -93,22 +93,22 @@ class Given(NamedTuple):
     weight_share: float | None = None
 
 
-def estimate(found: Sequence[Timed], given: Given) -> Measurements:
+def estimate(timed_ops: Sequence[Timed], given: Given) -> Measurements:
     """The problem of these ops.
 
     Raises InputError if an op that it needs was not measured, is there twice in a step, or if a step takes no time.
     """
-    stages, microbatches = _sizes(found)
-    where = {each.op.stage: each.device for each in found}
-    times = _times(found, stages)
-    gaps = _gaps(found, where) if all(each.start_ms is not None for each in found) else {}
+    stages, microbatches = _sizes(timed_ops)
+    where = {each.op.stage: each.device for each in timed_ops}
+    times = _times(timed_ops, stages)
+    gaps = _gaps(timed_ops, where) if all(each.start_ms is not None for each in timed_ops) else {}
     ways = [(forward + backward) / 2 for pair in gaps.values() for forward, backward in pair]
     message = MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
     ample = _ample(times, [where[s] for s in range(stages)], microbatches, message, given)
-    measured_ms = _step_ms(found, where, gaps)
+    measured_ms = _step_ms(timed_ops, where, gaps)
     if measured_ms == 0:
         raise InputError(NO_TIME)
-    return _measurements(ample, times, message, _order(found, ample), measured_ms, given)
+    return _measurements(ample, times, message, _order(timed_ops, ample), measured_ms, given)
 
 
 def estimate_sums(
@@ -164,8 +164,8 @@ def _measurements(
     elif order is not None:
         budgets = [peak.bytes for peak in certify(ample, order).device]
     else:
-        own = [[ample.stages[s].activation_bytes for s in ample.stages_on(d)] for d in devices]
-        budgets = [ample.microbatches * sum(sizes) for sizes in own]
+        sizes_by_device = [[ample.stages[s].activation_bytes for s in ample.stages_on(d)] for d in devices]
+        budgets = [ample.microbatches * sum(sizes) for sizes in sizes_by_device]
     problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
     unknown = tuple(_unknown(times, message, order is not None, len(devices), given))
     return Measurements(problem, tuple(times), message, unknown, order and order.on(problem), measured_ms)

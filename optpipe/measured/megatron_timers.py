@@ -46,11 +46,11 @@ def read(
     where = [0] * (devices * chunks)
     for name, kind in TIMERS.items():
         for device in range(devices):
-            own = range(device * ranks // devices, (device + 1) * ranks // devices)
-            missing = next((rank for rank in own if rank not in by_timer[name]), None)
+            ranks_of_device = range(device * ranks // devices, (device + 1) * ranks // devices)
+            missing = next((rank for rank in ranks_of_device if rank not in by_timer[name]), None)
             if missing is not None:
                 raise InputError(f"{path}: no time of {name} on rank {missing}")
-            steps = zip(*(by_timer[name][rank] for rank in own), strict=False)
+            steps = zip(*(by_timer[name][rank] for rank in ranks_of_device), strict=False)
             each = MeasuredTimes.from_samples([max(totals) / (microbatches * chunks) for totals in steps])
             for chunk in range(chunks):
                 stage = stage_of(device, chunk, devices, shape)
@@ -60,7 +60,7 @@ def read(
 
 def _by_timer(text: str) -> dict[str, dict[int, list[float]]]:
     """For every timer and rank the times in the log, in ms."""
-    found: dict[str, dict[int, list[float]]] = {}
+    times: dict[str, dict[int, list[float]]] = {}
     name = ""
     for line in text.splitlines():
         if not (match := _LINE.search(line)):
@@ -68,5 +68,5 @@ def _by_timer(text: str) -> dict[str, dict[int, list[float]]]:
         if match["name"]:
             name = match["name"]
         elif name in TIMERS:
-            found.setdefault(name, {}).setdefault(int(match["rank"]), []).append(float(match["ms"]))
-    return found
+            times.setdefault(name, {}).setdefault(int(match["rank"]), []).append(float(match["ms"]))
+    return times

@@ -33,16 +33,16 @@ def read(files: Mapping[str, str], shape: str = "looped") -> list[Timed]:
         require_sizes(devices * chunks, devices, microbatches)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{named['config.json']}: pp_size, vp_size and num_mbs are expected: {error}") from None
-    found: list[Timed] = []
+    ops: list[Timed] = []
     for device in range(devices):
         name = f"pp_rank_{device}.json"
         steps = content(name)
         try:
             for step, lists in sorted((int(number), lists) for number, lists in steps.items()):
-                found += _iteration(lists, device, step, (devices, chunks, microbatches), shape)
+                ops += _iteration(lists, device, step, (devices, chunks, microbatches), shape)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{named[name]}: not as dump_pp_data writes it: {str(error)[:200]}") from None
-    return found
+    return ops
 
 
 def _iteration(

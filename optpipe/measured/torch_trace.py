@@ -32,7 +32,7 @@ def read(files: Sequence[tuple[str, str]]) -> tuple[list[Timed], bool]:
     """
     contents = [(path, _load(text, path)) for path, text in files]
     traces = sorted((_rank(content, n), n, path, content) for n, (path, content) in enumerate(contents))
-    found: list[Timed] = []
+    all_ops: list[Timed] = []
     on_host = False
     for device, (_, _, path, content) in enumerate(traces):
         try:
@@ -41,14 +41,14 @@ def read(files: Sequence[tuple[str, str]]) -> tuple[list[Timed], bool]:
             raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{path}: not as torch.profiler writes it: {error}") from None
-        found, on_host = found + ops, on_host or host
-    where = {each.op.stage: each.device for each in found}
-    if twice := [each for each in found if where[each.op.stage] != each.device]:
+        all_ops, on_host = all_ops + ops, on_host or host
+    where = {each.op.stage: each.device for each in all_ops}
+    if twice := [each for each in all_ops if where[each.op.stage] != each.device]:
         here, there = (traces[device][2] for device in (twice[0].device, where[twice[0].op.stage]))
         raise InputError(
             f"stage {twice[0].op.stage} is in {here} and in {there}: the traces of one pipeline are expected"
         )
-    return found, on_host
+    return all_ops, on_host
 
 
 def _load(text: str, path: str) -> dict[str, Any]:
@@ -78,23 +78,23 @@ def _ops(content: dict[str, Any], device: int, path: str) -> tuple[list[Timed], 
             f"{path}: {pairs[0][:40]}: a pair has one range, in which the times of its two ops cannot be told apart"
         )
     ranges = [each for each in ranges if _RANGE.fullmatch(each["name"])]
-    own = [each for each in ranges if each.get("cat") == DEVICE]
-    host = not own
+    device_ranges = [each for each in ranges if each.get("cat") == DEVICE]
+    host = not device_ranges
     if host:
-        own = _from_first_operator(events, [each for each in ranges if each.get("cat") == HOST])
-    if not own:
+        device_ranges = _from_first_operator(events, [each for each in ranges if each.get("cat") == HOST])
+    if not device_ranges:
         raise InputError(
             f"{path}: no range such as PP:0F3: a step by one of PyTorch's pipeline schedules is expected, profiled "
             "with ProfilerActivity.CPU, and CUDA on a GPU"
         )
     base = int(content.get("baseTimeNanoseconds", 0)) / 1e6
-    found, steps = [], defaultdict[str, int](int)
-    for each in sorted(_on_main_stream(own), key=lambda each: float(each["ts"])):
+    ops, steps = [], defaultdict[str, int](int)
+    for each in sorted(_on_main_stream(device_ranges), key=lambda each: float(each["ts"])):
         stage, letter, microbatch = _RANGE.fullmatch(each["name"]).groups()  # type: ignore[union-attr]
         op = Op(BY_LETTER[letter], int(stage), int(microbatch))
-        found.append(Timed(op, device, steps[each["name"]], each["dur"] / 1e3, base + each["ts"] / 1e3))
+        ops.append(Timed(op, device, steps[each["name"]], each["dur"] / 1e3, base + each["ts"] / 1e3))
         steps[each["name"]] += 1
-    return found, host
+    return ops, host
 
 
 def _from_first_operator(events: list[Any], ranges: list[Any]) -> list[Any]:
@@ -105,13 +105,13 @@ def _from_first_operator(events: list[Any], ranges: list[Any]) -> list[Any]:
             starts[each["tid"]].append(each["ts"])
     for times in starts.values():
         times.sort()
-    found = []
+    shortened = []
     for each in ranges:
         times, end = starts[each["tid"]], each["ts"] + each["dur"]
         first = bisect_left(times, each["ts"])
         begin = times[first] if first < len(times) and times[first] < end else each["ts"]
-        found.append({**each, "ts": begin, "dur": end - begin})
-    return found
+        shortened.append({**each, "ts": begin, "dur": end - begin})
+    return shortened
 
 
 def _on_main_stream(ranges: list[Any]) -> list[Any]:

@@ -12,12 +12,12 @@ def offload_ratio(problem: Problem) -> list[float | None]:
     None if the stage cannot offload; infinity if its transfers take time and its compute takes none. Waiting for other
     devices on a shared link is not counted.
     """
-    found: list[float | None] = []
+    ratios: list[float | None] = []
     for stage in problem.stages:
         work_ms = stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms
         away_ms = None if stage.offload_ms is None else stage.offload_ms + (stage.reload_ms or 0.0)
-        found.append(away_ms and (away_ms / work_ms if work_ms else float("inf")))
-    return found
+        ratios.append(away_ms and (away_ms / work_ms if work_ms else float("inf")))
+    return ratios
 
 
 def estimated_offload_ratio(hidden: float, sequence: float, flops: float, bytes_per_s: float) -> float:

@@ -27,22 +27,22 @@ def changes(schedule: Scheduled, other: Scheduled) -> Ints:
     Of each device as few ops as possible are called moved: those without which both programs have the same order, which
     is the longest increasing run of their places. Drops and other ops that take no time are left out.
     """
-    found = np.zeros(len(schedule.timeline.rows), np.int64)
+    change = np.zeros(len(schedule.timeline.rows), np.int64)
     for device in range(len(schedule.problem.devices)):
         places = {op: place for place, op in enumerate(_ops(other, device).values())}
-        own = _ops(schedule, device)
-        found[[row for row, op in own.items() if op not in places]] = Change.ONLY_HERE
-        common = [row for row, op in own.items() if op in places]
-        kept = _longest_increasing([places[own[row]] for row in common])
-        found[[row for i, row in enumerate(common) if i not in kept]] = Change.MOVED
-    return found
+        ops = _ops(schedule, device)
+        change[[row for row, op in ops.items() if op not in places]] = Change.ONLY_HERE
+        common = [row for row, op in ops.items() if op in places]
+        kept = _longest_increasing([places[ops[row]] for row in common])
+        change[[row for i, row in enumerate(common) if i not in kept]] = Change.MOVED
+    return change
 
 
 def _ops(schedule: Scheduled, device: int) -> dict[int, tuple[int, ...]]:
     """The ops of one program that take time, by row. An absent device has none."""
     rows = schedule.timeline.rows
-    own = rows.of_device(device)
-    lasting = np.flatnonzero(~rows.of_kinds(*MARKS)[own]) + own.start
+    of_device = rows.of_device(device)
+    lasting = np.flatnonzero(~rows.of_kinds(*MARKS)[of_device]) + of_device.start
     return {row: tuple(op[:4]) for row, op in zip(lasting.tolist(), rows.table[lasting].tolist(), strict=True)}
 
 

@@ -144,5 +144,5 @@ def memory_over_time(schedule: Scheduled, device: int) -> list[tuple[float, int]
 
 def kinds_in(schedule: Scheduled) -> list[Kind]:
     """The kinds of op in a schedule that the legend names."""
-    found = set(np.unique(schedule.compiled.rows.kind).tolist())
-    return [kind for kind in COLOURS if kind in found]
+    kinds = set(np.unique(schedule.compiled.rows.kind).tolist())
+    return [kind for kind in COLOURS if kind in kinds]

@@ -82,10 +82,10 @@ def still(schedule: Scheduled) -> str:
 @cache
 def plotly() -> str:
     """Plotly's code. Raises InputError if it is not installed."""
-    found = find_spec("plotly")
-    if found is None or not found.submodule_search_locations:
+    plotly = find_spec("plotly")
+    if plotly is None or not plotly.submodule_search_locations:
         raise InputError("plotly is not installed: pip install plotly")
-    return (Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return (Path(plotly.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 @cache

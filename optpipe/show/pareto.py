@@ -91,10 +91,10 @@ def chart(
     """
     published = list(dict.fromkeys(published))
     series = {
-        name: list({(point.bytes, point.ms): point for point in found}.values()) for name, found in solver.items()
+        name: list({(point.bytes, point.ms): point for point in points}.values()) for name, points in solver.items()
     }
     coloured = list(zip(SOLVER_COLOURS, series.values(), strict=False))
-    solved = [point for found in series.values() for point in found]
+    solved = [point for points in series.values() for point in points]
     axes = _Axes(published, solved, list(budgets.values()))
     drawn = [point for point in published if point.ms <= axes.longest_drawn_ms]
     body = [
@@ -103,13 +103,13 @@ def chart(
         *_grid(axes),
         *_budget_lines(axes, budgets),
         _frontier_line(axes, drawn, PUBLISHED_COLOUR),
-        *(_frontier_line(axes, found, colour) for colour, found in coloured),
+        *(_frontier_line(axes, points, colour) for colour, points in coloured),
     ]
     covered = [_dot_box(axes, point) for point in (*solved, *drawn)]
     for point in drawn:
         body += _labelled_dot(axes, point, point.name, PUBLISHED_COLOUR, 3.2, covered)
-    for colour, found in coloured:
-        for point in found:
+    for colour, points in coloured:
+        for point in points:
             body += _labelled_dot(axes, point, f"{_rounded(point.ms)} ms", colour, 4.6, covered)
     if too_long := [point for point in published if point.ms > axes.longest_drawn_ms]:
         listed = "; ".join(f"{point.name} {point.ms:.6g} ms, {bytes_text(point.bytes)}" for point in too_long)

@@ -51,10 +51,10 @@ class Estimate:
     @cached_property
     def sequence(self) -> int:
         """Tokens of a sequence. Raises InputError if neither the run nor the shape says it."""
-        found = self.run.sequence or self.shape.sequence
-        if found is None:
+        sequence = self.run.sequence or self.shape.sequence
+        if sequence is None:
             raise InputError("sequence is missing: how many tokens a training sequence has")
-        return found
+        return sequence
 
     @cached_property
     def pieces(self) -> list[Piece]:
@@ -279,10 +279,10 @@ def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -
         If the parallelism does not divide the model, or nothing says how long sequences are. Reading `.problem` raises
         it if a device has no room for activations.
     """
-    made = Estimate(shape, parallelism, gpu, run)
-    made.clock.peak(run.precision)
-    _ = made.pieces, made.cuts
-    return made
+    estimate = Estimate(shape, parallelism, gpu, run)
+    estimate.clock.peak(run.precision)
+    _ = estimate.pieces, estimate.cuts
+    return estimate
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:

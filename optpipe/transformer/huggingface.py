@@ -51,14 +51,17 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
             f"{what}: model_type = {kind!r}: only {', '.join(sorted((*GATED, *UNGATED)))} are known{near}; a file with "
             "the fields of a transformer does without"
         )
-    found = {name: _first(config, names, what) for name, names in NAMES.items()}
-    if not isinstance(found["hidden"], int):
-        raise InputError(f"{what}: {NAMES['hidden'][0]} = {found['hidden']!r}: must be a whole number")
+    values = {name: _first(config, names, what) for name, names in NAMES.items()}
+    if not isinstance(values["hidden"], int):
+        raise InputError(f"{what}: {NAMES['hidden'][0]} = {values['hidden']!r}: must be a whole number")
     fields: dict[str, Any] = {
-        **found,
+        **values,
         "name": str(config.get("_name_or_path") or kind)[:200],
         "source": what[:500],
-        "ffn": config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * found["hidden"],
+        "ffn": config.get("intermediate_size")
+        or config.get("ffn_dim")
+        or config.get("n_inner")
+        or 4 * values["hidden"],
         "query_groups": 1 if config.get("multi_query") else config.get("num_key_value_heads"),
         "head_size": config.get("head_dim"),
         "positions": config.get("max_position_embeddings") or config.get("n_positions") or 0

@@ -208,8 +208,8 @@ GPUS: dict[str, Gpu] = {
 
 def preset(presets: Mapping[str, T], kind: str, name: str) -> T:
     """The preset of this name; case does not matter. Raises InputError if there is none."""
-    known = {each.lower(): each for each in presets}
-    if name.lower() not in known:
-        near = did_you_mean(name.lower(), known, "; ")
+    by_lower_case = {each.lower(): each for each in presets}
+    if name.lower() not in by_lower_case:
+        near = did_you_mean(name.lower(), by_lower_case, "; ")
         raise InputError(f"{kind} = {name}: neither a file nor a preset, which optpipe model --presets lists{near}")
-    return presets[known[name.lower()]]
+    return presets[by_lower_case[name.lower()]]
