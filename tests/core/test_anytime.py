@@ -20,7 +20,6 @@ from support.scripted_solver import all_forwards_first, one_at_a_time
 from optpipe import Device, InputError, anytime, improve, solve
 from optpipe.known import better_start
 from optpipe.process import child
-from optpipe.process.protocol import Request
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 120  # no search here lasts so long, however busy the machine
@@ -255,24 +254,3 @@ def test_the_solver_dies_with_its_parent(problem, tmp_path):
 
 def test_a_warm_start_reaches_the_solver(problem):
     assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("time_limit_s", 0.0),
-        ("time_limit_s", float("nan")),
-        ("threads", -1),
-        ("threads", 0),
-        ("seed", -1),
-        ("objective", "x"),
-    ],
-)
-def test_bad_arguments_are_one_sentence(problem, argument, value):
-    with pytest.raises(InputError, match=argument):
-        improve(problem, **{argument: value})
-
-
-def test_requests_read_back(problem):
-    request = Request(problem=problem, time_limit_s=3.5)
-    assert Request.model_validate_json(request.model_dump_json(exclude_none=True)) == request

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support.problems import pipeline, stage
 
 from optpipe import Kind, Op, Program, Schedule, certify
-from optpipe.evaluate.effects import TABLE, Effect, Effects, Level
+from optpipe.evaluate.effects import TABLE, Effects, Level
 from optpipe.show.lanes import memory_over_time
 
 WORKSPACE = 7
@@ -79,11 +78,6 @@ def test_a_changed_rule_changes_certificate_levels_and_picture():
     assert certify(ONE, schedule).device[0].at == "0B0"
     assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + WORKSPACE
     assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, Kind.F, Kind.B, Kind.W)
-
-
-def test_an_effect_is_nothing_by_default():
-    assert np.array_equal(Effects(ONE).takes[Kind.U], [0])
-    assert Effect() == TABLE[Kind.G]
 
 
 def test_the_index_finds_every_op():

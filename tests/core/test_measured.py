@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,9 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
     ("form", "name", "text", "message"),
     [
         ("cvs", "t", "", r"form = 'cvs': one of torch-trace, primus, .* is expected; did you mean csv\?"),
-        ("csv", "t", "stage,op\n", r"t, line 1: no column microbatch: "),
         ("csv", "t", "stage,op,microbatch,start_ms\n", r"t, line 1: no column end_ms: "),
         ("csv", "t", HEADER, r"no op was measured"),
         ("csv", "t", HEADER + "0" * 200_000, r"t, line 2: no line of a table: field larger than field limit"),
-        ("csv", "t", HEADER + "0,X,0,0,1,,\n", r"t, line 2: op = 'X': one of F, B, W, BW is expected"),
         ("csv", "t", HEADER + f"0,{'X' * 5000},0,0,1,,\n", f"t, line 2: op = '{'X' * 40}': one of F, B, W, BW is"),
         pytest.param(
             "csv",
@@ -196,7 +195,6 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
         ("csv", "t", HEADER + "0,F,0,0,1,,\n", r"no backward of stage 0 was measured: a BW, or a B and a W"),
         ("csv", "t", HEADER + "1,F,0,0,1,,\n1,BW,0,1,2,,\n", r"no forward of stage 0 was measured"),
         ("csv", "t", HEADER + "0,F,0,0,1,,\n0,BW,0,1,2,1,\n", r"stage 0 is on device 0 and on 1"),
-        ("csv", "t", HEADER + "0,F,0,0,0,,\n0,BW,0,0,0,,\n", r"^a step takes 0 ms: the times of its ops are expected"),
         ("csv", "t", DURATIONS + "0,F,0,0\n0,BW,0,0\n", r"^a step takes 0 ms: the times of its ops are expected"),
         (
             "csv",
@@ -205,8 +203,6 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
             r"^0F0 is there twice in step 0: an op runs once",
         ),
         ("csv", "t", HEADER + "0,F,0,0,1,300000000,\n", r"^300000001 devices: a problem has 1 to 4096$"),
-        ("csv", "t", HEADER + "300000000,F,0,0,1,0,\n", r"^300000001 stages: a problem has 1 to 4096$"),
-        ("csv", "t", HEADER + "0,F,300000000,0,1,0,\n", r"^300000001 micro-batches: a problem has 1 to 65536$"),
         ("csv", "t", HEADER + f"0,F,{'9' * 5000},0,1,0,\n", r"a number from 0 is expected, of 9 digits at most$"),
         (
             "megatron-timers",
@@ -215,7 +211,6 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
             r"no times of forward-compute by rank: run Megatron with --timing",
         ),
         ("megatron-timers", "t", LOG.format(n=1, a=4.0) + "  rank 300000000: 1.0", r"^300000001 stages: a problem has"),
-        ("megatron-timers", "t", f"forward-compute:\nrank {'9' * 5000}: 1.0", r"no times of forward-compute by rank"),
         pytest.param(
             "megatron-timers",
             "t",
@@ -224,7 +219,6 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
             id="a long line, which would take an hour if a name were sought from each of its characters on",
         ),
         ("torch-trace", "t", "{}", r"t: no trace of torch\.profiler"),
-        ("torch-trace", "t", '{"traceEvents": [], "distributedInfo": []}', r"t: no range such as PP:0F3"),
         ("torch-trace", "t", traced('"ts": 0, "dur": 1'), r"t: no range such as PP:0F3"),
         (
             "torch-trace",
@@ -243,12 +237,6 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
             "config.json",
             '{"pp_size": 1, "vp_size": 0, "num_mbs": 2}',
             r"config\.json: .*: 0 stages: a problem",
-        ),
-        (
-            "primus",
-            "config.json",
-            '{"pp_size": 1e400, "vp_size": 1, "num_mbs": 2}',
-            r"config\.json: pp_size, .* expected",
         ),
         ("primus", "config.json", "{}", r"config\.json: pp_size, vp_size and num_mbs are expected"),
         (
@@ -282,26 +270,6 @@ def test_a_shape_that_does_not_exist_is_refused_before_anything_is_read(tmp_path
         problem_from("primus", tmp_path, shape="q")
 
 
-def test_of_primus_a_folder_is_expected() -> None:
-    with pytest.raises(InputError, match=r"config\.json: the folder that dump_pp_data writes is expected$"):
-        problem_from("primus", PUBLISHED / "config.json")
-
-
-def test_no_file_is_not_called_no_json(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^config\.json is missing: all files that dump_pp_data writes are expected$"):
-        problem_from("primus", tmp_path)
-
-
-@pytest.mark.parametrize(("name", "number"), [("minibatch", -1), ("minibatch", 4), ("chunk", -1), ("chunk", 2)])
-def test_numbers_in_a_dump_that_it_has_no_op_for_are_refused(name: str, number: int, tmp_path: Path) -> None:
-    path = chunked(tmp_path, numbered=True) / "pp_rank_1.json"
-    content = json.loads(path.read_text())
-    content["1"][f"fwd_{name}"][0] = number
-    path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"pp_rank_1\.json: .*iteration 1 has fwd of micro-batch .*: 4 and 2 are num"):
-        problem_from("primus", tmp_path)
-
-
 def test_too_many_micro_batches_are_refused_before_any_op_is_made(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text(LOG.format(n=1, a=84.0))
@@ -312,23 +280,32 @@ def test_too_many_micro_batches_are_refused_before_any_op_is_made(tmp_path: Path
         problem_from("megatron-timers", log, microbatches=65536, chunks=32)
 
 
-def test_a_pair_in_a_dump_is_refused(tmp_path: Path) -> None:
-    chunked(tmp_path, numbered=False)
-    path = tmp_path / "pp_rank_1.json"
-    content = json.loads(path.read_text())
-    content["1"]["bwd_start"][2] = content["1"]["fwd_start"][3]
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        InputError, match=r"pp_rank_1\.json: .*iteration 1 has a forward and a backward that run as one"
-    ):
-        problem_from("primus", tmp_path)
+def _misnumber(ops: dict[str, Any]) -> None:
+    ops["fwd_chunk"][0] = 2
 
 
-def test_a_dump_that_lacks_ops_is_refused(tmp_path: Path) -> None:
-    chunked(tmp_path, numbered=False)
-    path = tmp_path / "pp_rank_1.json"
+def _join_a_pair(ops: dict[str, Any]) -> None:
+    ops["bwd_start"][2] = ops["fwd_start"][3]
+
+
+def _lose_an_op(ops: dict[str, Any]) -> None:
+    ops["bwd_start"].pop()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_misnumber, "has fwd of micro-batch .*: 4 and 2 are num"),
+        (_join_a_pair, "has a forward and a backward that run as one"),
+        (_lose_an_op, "has 7 of bwd_start, not 8"),
+    ],
+)
+def test_a_dump_of_primus_with_wrong_ops_is_refused(
+    spoil: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    path = chunked(tmp_path, numbered=spoil is _misnumber) / "pp_rank_1.json"
     content = json.loads(path.read_text())
-    content["1"]["bwd_start"].pop()
+    spoil(content["1"])
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"pp_rank_1\.json: .*iteration 1 has 7 of bwd_start, not 8"):
+    with pytest.raises(InputError, match=rf"pp_rank_1\.json: .*iteration 1 {message}"):
         problem_from("primus", tmp_path)

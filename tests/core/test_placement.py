@@ -334,15 +334,3 @@ def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tm
         assert told.endswith(difference)
     simulate(tmp_path / "slower.json", tmp_path / "s.json")
     assert "makespan" in capsys.readouterr().out
-
-
-def test_a_wrong_placed_problem_in_the_file_is_found(placed, tmp_path, capsys):
-    from optpipe_cli.schedule_commands import check
-
-    stages = [stage.model_dump(exclude_none=True) for stage in placed.problem.stages]
-    stages[2]["forward_ms"] = 0.5
-    ScheduleFile.from_schedule(replace(placed, problem=placed.problem.replace(stages=stages))).save(tmp_path / "s.json")
-    plain().save(tmp_path / "asked.json")
-    with pytest.raises(Exit):
-        check(tmp_path / "asked.json", tmp_path / "s.json")
-    assert "stages[2].forward_ms = 2.0, in the file 0.5" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.huggingface import read
 from optpipe.transformer.pieces import Piece
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe_solver import systems
 
 GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)
@@ -243,28 +243,6 @@ def test_a_config_with_latent_attention_is_its_preset():
     assert read(json.dumps(LATENT_CONFIG)).model_dump(exclude=own) == MODELS["deepseek-v3"].model_dump(exclude=own)
 
 
-def test_latent_attention_saves_and_computes_by_its_widths():
-    """DeepSeek-V2, section 2.1: two matrices down, and from there to queries, keys without positions, and values."""
-    b, s, h, a, q, kv = 1, 256, 512, 4, 96, 64
-    sizes = {"head_size": 32, "rope_size": 16, "value_size": 24}
-    shape = Transformer(
-        layers=2, hidden=h, ffn=1024, heads=a, vocabulary=1000, sequence=s, query_latent=q, kv_latent=kv, **sizes
-    )
-    plain = layer(shape.model_copy(update=dict.fromkeys(("query_latent", "kv_latent", *sizes), 0) | {"head_size": 128}))
-    latent, n = layer(shape), b * s
-    matrices = h * (q + kv + 16) + q * a * 48 + kv * a * (32 + 24) + a * 24 * h
-    assert latent.weights - plain.weights == matrices + q + kv - 4 * h * h
-    assert latent.work.matmul - plain.work.matmul == 2 * n * (matrices - 4 * h * h)
-    assert latent.work.scores == 2 * n * s * a * (48 + 24) / 2
-    held = (
-        2 * n * (2 * (q + kv) + 2 * a * 48 + 2 * a * 24)
-    )  # latents twice, queries and keys, values and what they make
-    assert latent.activation_bytes("none") - plain.activation_bytes("none") == held - 2 * n * 4 * h
-    assert latent.activation_bytes("none") - latent.activation_bytes("cheap") == 2 * n * (h + q + kv) + 2 * n * (
-        h + 1024
-    )
-
-
 def test_the_way_down_to_latent_vectors_is_not_divided():
     shape = MODELS["deepseek-v3"]
     whole, part = (layer(shape, {"tp": t}) for t in (1, 8))
@@ -314,9 +292,3 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
     assert e.devices[0].budget < 0
     with pytest.raises(InputError, match=r"device 0 needs 104\.1 GB without any activation, the GPU has 85\.9"):
         _ = e.problem
-
-
-def test_presets_name_their_sources():
-    for record in (*MODELS.values(), *GPUS.values()):
-        assert isinstance(record, Transformer | Gpu)
-        assert len(record.source) > 10
