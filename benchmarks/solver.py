@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.progress import Progress, chart
 from benchmarks.random_problems import random_problem
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import text
@@ -18,7 +19,6 @@ from optpipe.evaluate.objective import shorter
 from optpipe.model.problem import Problem, write_file
 from optpipe.options import SolveOptions
 from optpipe.results import Result
-from optpipe.show.progress import Progress, chart
 from optpipe_cli.options import flag, with_options
 from optpipe_cli.output import require_writable
 from optpipe_solver.systems.variants import is_system

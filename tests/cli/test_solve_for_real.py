@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.progress import Progress, chart
 from optpipe import ScheduleFile, check
-from optpipe.show.progress import Progress, chart
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 HEURISTIC = ("--method", "adaoffload", "--time-limit", "200")  # which ends on its own
