@@ -4,7 +4,8 @@ offloaded."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -62,15 +63,47 @@ def state(module: nn.Module) -> list[Tensor]:
     return [*(p.grad for p in module.parameters() if p.grad is not None), *module.buffers()]
 
 
+class Way(NamedTuple):
+    """How a stage runs. `told`: F is told which backward will come, as in a step."""
+
+    keeping: Literal["kept", "offloaded", "recomputed"]
+    split: bool
+    told: bool
+
+
+# Any two of the three choices together; the others are left to `make soak`.
+IN_PAIRS = {
+    Way("kept", split=True, told=True),
+    Way("kept", split=False, told=False),
+    Way("offloaded", split=True, told=False),
+    Way("offloaded", split=False, told=True),
+    Way("recomputed", split=True, told=True),
+    Way("recomputed", split=False, told=False),
+}
+WAYS = [Way(*chosen) for chosen in product(("kept", "offloaded", "recomputed"), (True, False), (True, False))]
+
+
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad"
 )  # a reentrant checkpoint's, of the F that is recomputed
-@pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-@pytest.mark.parametrize("known", [False, True], ids=["", "known"])
-def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, known: bool, link: Link) -> None:
-    """`known`: F is told which backward will come, as in a step."""
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if way in IN_PAIRS else pytest.mark.soak) for way in WAYS],
+    ids=lambda way: f"{way.keeping}-{'split' if way.split else 'fused'}{'-told' if way.told else ''}",
+)
+def test_odd_stages_train_as_in_a_plain_run(way: Way, link: Link) -> None:
+    failures = []
+    for name in STAGES:
+        try:
+            require_as_plain(name, way, link)
+        except Exception as error:
+            error.add_note(f"stage: {name}")
+            failures.append(error)
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} of {len(STAGES)} stages", failures)
+
+
+def require_as_plain(name: str, way: Way, link: Link) -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(BATCH, 8, WIDTH).to(device()) for _ in range(2)]
     modules = []
@@ -91,34 +124,34 @@ def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, kn
         expected.append(outputs)
         dxs.append(leaf.grad)
 
-    exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way != "recomputed")
+    exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way.keeping != "recomputed")
     stage = StageRunner(0, module, device(), link, HostPool(device()))
     learn(stage, (torch.zeros(BATCH, 8, WIDTH, device=device(), requires_grad=True),))
     stage.start_step((), 1)
     torch.manual_seed(3)
     for j, x in enumerate(inputs):
-        found = stage.forward(
+        outputs = stage.forward(
             j,
             (x.clone(),),
-            recompute=way == "recomputed",
-            backward=(Kind.B if split else Kind.BW) if known else None,
-            captured=way == "offloaded" or not known,
+            recompute=way.keeping == "recomputed",
+            backward=(Kind.B if way.split else Kind.BW) if way.told else None,
+            captured=way.keeping == "offloaded" or not way.told,
         )
-        for ours, theirs in zip(found, expected[j], strict=True):
+        for ours, theirs in zip(outputs, expected[j], strict=True):
             require_same(ours, theirs, exactly)
-        if way == "offloaded":
+        if way.keeping == "offloaded":
             stage.offload(j, 0)
             stage.drop(j, 0)
     for j, dx in enumerate(dxs):
-        if way == "recomputed":
+        if way.keeping == "recomputed":
             stage.recompute(j)
-        elif way == "offloaded":
+        elif way.keeping == "offloaded":
             stage.reload(j, 0)
         gradients = tuple(
             torch.ones(spec.shape, dtype=spec.dtype, device=device()) for spec in stage.io[0].output_gradients
         )
-        require_same(stage.backward(j, gradients, split)[0], dx, exactly)
-        if split:
+        require_same(stage.backward(j, gradients, way.split)[0], dx, exactly)
+        if way.split:
             assert ON_CUDA or stage.at_b == AT_B.get(name, set()), "norms wait where other kernels save as much"
             stage.weight(j)
     assert stage.idle
