@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
-    from optpipe_runtime.stage.split import register_split, weight_grads
+    from optpipe_runtime.stage.split import weight_grads
 
 _HOME = {
     "Excess": "execute.report",
@@ -55,7 +55,6 @@ _HOME = {
     "on_all_ranks": "layered",
     "prepare": "lowering.prepare",
     "profile_layers": "layered",
-    "register_split": "stage.split",
     "stages_of": "models.stages",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
@@ -77,7 +76,6 @@ __all__ = [
     "on_all_ranks",
     "prepare",
     "profile_layers",
-    "register_split",
     "stages_of",
     "torch_schedule",
     "weight_grads",

@@ -181,10 +181,8 @@ def test_what_is_left_at_b_is_told_under_ddp(ranks: Ranks) -> None:
     """As without: biases that Megatron adds outside of its linear layers, and a weight with a hook."""
     schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
     alone, in_ddp = (ranks(megatron.left_at_b, schedule=schedule, in_ddp=in_ddp) for in_ddp in (False, True))
-    for (names, share), (same, _) in zip(in_ddp, alone, strict=True):
-        assert names == same
-        assert share is not None
-        assert 0 <= share < 1
+    assert in_ddp == alone
+    for names in in_ddp:
         assert "decoder.layers.0.mlp.linear_fc1.weight" in names
         assert "decoder.layers.0.mlp.linear_fc2.weight" not in names
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.runner import StageRunner
-from optpipe_runtime.stage.split import modules, register_split
 
 BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
 
@@ -58,18 +57,6 @@ def test_a_step_that_is_given_up_leaves_nothing_in_the_queue(link: Link) -> None
     assert not module[1].pending
     module.zero_grad()
     require_as_plain(module, plain, batches(2), run(stage, "F0 F1 B0 B1 W1 W0", batches(2)))
-
-
-def test_a_class_without_the_method_can_be_registered(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Delaying):
-        need_backward_dw = None  # type: ignore[assignment]
-
-    monkeypatch.setattr(modules, "_registered", ())
-    register_split(Silent)
-    module = nn.Sequential(linear(), Silent())
-    plain = copy.deepcopy(module)
-    plain[1].delays = False
-    require_as_plain(module, plain, batches(1), run(runner(module, link), "F0 B0 W0", batches(1)))
 
 
 def test_a_delaying_module_outside_a_pipeline_is_left_alone(link: Link) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress, pairwise
@@ -12,7 +12,7 @@ from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.evictions import EvictionOrder, Evictions
 from optpipe_runtime.measure.rounds import WARM_UP, routes, together
-from optpipe_runtime.measure.trial import Trial
+from optpipe_runtime.measure.trial import Trial, Trials
 
 
 def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
@@ -21,9 +21,11 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: in
     layout, limit = rank.layout, rank.pool.limit
     fits = [[limit is None or n * trial.host_bytes(rank.pool) <= limit for n in (1, 2)] for trial in trials]
     by_peer = rank.cpu_group.gather_by_peer(fits)
-    one, two = ([all(found[rank.number][k][n] for found in by_peer) for k in range(len(trials))] for n in (0, 1))
-    fitting = list(compress(trials, one))
-    both_ways = layout.full_duplex and bool(fitting) and all(compress(two, one))
+    one_fits, two_fit = (
+        [all(ranks[rank.number][k][n] for ranks in by_peer) for k in range(len(trials))] for n in (0, 1)
+    )
+    fitting = list(compress(trials, one_fits))
+    both_ways = layout.full_duplex and bool(fitting) and all(compress(two_fit, one_fits))
     moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
     for trial, j in moving:
         trial.forward(j)
@@ -32,7 +34,7 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: in
         here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
         with _first_offloaded(here if both_ways else []):
             once = partial(_both_ways if both_ways else _one_way, here)
-            together(rank, once, [trial.copy_times for trial, _ in here], clock, repeats)
+            together(rank, once, [trial.times for trial, _ in here], clock, repeats)
     for trial, j in moving:
         trial.forget(j)
 
@@ -59,13 +61,14 @@ def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
 @contextmanager
 def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
     for trial, j in moving[:1]:
+        trial.times.recording = False  # until all have warmed up
         trial.end_out(j, trial.start_out(j))
     yield
     for trial, j in moving[:1]:
         trial.reload(j)
 
 
-def try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
+def try_evictions(rank: Rank, trials: Trials, repeats: int) -> None:
     """Evicts the activations of one stage after the other, on the first route over it."""
     if (evictions := find_feature(rank.features, Evictions)) is None:
         return
@@ -77,9 +80,10 @@ def try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats
             continue
         if owner == rank.number:
             trial = trials[s][routes(rank, s)[0]]
-            freed = {trial.evict(peers) for _ in range(WARM_UP)}
-            trial.eviction_times.clear()
-            freed |= {trial.evict(peers) for _ in range(repeats)}
+            freed = set()
+            for r in range(WARM_UP + repeats):
+                trial.times.recording = r >= WARM_UP
+                freed.add(trial.evict(peers))
             trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
         elif rank.layout.peer(owner) == rank.number:
             activations = tuple((s, r) for r in range(WARM_UP + repeats))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from optpipe.model.ops import Kind
@@ -11,11 +10,12 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.measure.rounds import WARM_UP, routes
-from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
+from optpipe_runtime.measure.trial import OpTimer, Spread, Trial, Trials
 
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
 
 Handover = dict[tuple[int, str], float]  # ms by stage and name of an op's time
+LinkTimes = dict[tuple[int, int], Spread]  # from one rank to another
 
 
 class Link(NamedTuple):
@@ -26,57 +26,73 @@ class Link(NamedTuple):
     after: int
 
 
-def message_times(
-    rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int
-) -> tuple[dict[tuple[int, int], Spread], Handover]:
-    """The time of a message from this rank to others: half of the time from when it was handed over to its answer. And
-    the time that F and B take to hand a message over and to post the next receive. Pairs that have no rank in common
-    are measured at the same time, and the other ranks compute meanwhile. As in a step, what is sent has just been
-    computed, and the receiver is already waiting."""
-    found: dict[tuple[int, int], Spread] = {}
+def message_times(rank: Rank, trials: Trials, clock: Clock, repeats: int) -> tuple[LinkTimes, Handover]:
+    """The times of messages from this rank to others, and the time that F and B take to hand a message over and to post
+    the next receive.
+
+    Two ranks send a message there and back, again and again: its time is half of the time from when it was handed over
+    to its answer. Pairs that have no rank in common are measured at the same time, and the other ranks compute
+    meanwhile. As in a step, what is sent has just been computed, and the receiver is already waiting.
+    """
+    links: LinkTimes = {}
     handover: Handover = defaultdict(float)
-    placement, messages = rank.layout.placement, rank.messages
+    placement = rank.layout.placement
     rounds = WARM_UP + LINK_ROUNDS * repeats
     for at_once in _apart(rank):
         rank.cpu_group.minimum(0)  # all begin together
-        own = next((link for link in at_once if rank.number in (placement[link.before], placement[link.after])), None)
-        if own is None:
-            for trial in [by_route[min(by_route)] for by_route in trials.values()][:1] * rounds:
-                trial.beside()
-            clock.settle()
+        link = next((link for link in at_once if rank.number in (placement[link.before], placement[link.after])), None)
+        if link is None:
+            _compute_beside(trials, clock, rounds)
             continue
-        route, s, after = own
-        here, there = placement[s], placement[after]
-        times, first = OpTimer(clock), rank.number == here
-        specs = rank.io[s, route].outputs
-        messages.start_step()
-        if not first:
-            messages.post(Message(Kind.F, after, 0), here, specs)
-        for r in range(rounds):
-            if r == WARM_UP:
-                times.clear()
-            out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
-            if first:
-                tensors = trials[s][route].outputs()
-                with times.of("handover"):
-                    messages.post(back, there, specs)
-                    messages.send(out, tensors, there, specs)
-                with times.of("answer"):
-                    messages.take(back)
-            else:
-                received = messages.take(out)
-                with times.of("handover"):
-                    if r + 1 < rounds:
-                        messages.post(Message(Kind.F, after, r + 1), here, specs)
-                    messages.send(back, received, here, specs)
-        messages.flush()
+        timer = OpTimer(clock)
+        rank.messages.start_step()
+        if rank.number == placement[link.before]:
+            _send_first(rank, link, trials[link.before][link.route], timer, rounds)
+        else:
+            _answer(rank, link, timer, rounds)
+        rank.messages.flush()
         clock.settle()
-        op = (s, "forward_ms") if first else (after, "backward_input_ms")
-        handover[op] = max(times.spreads()["handover"].ms, handover[op])
-        if first:
-            one_way = times.spreads(0.5)["answer"]
-            found[here, there] = max(one_way, found.get((here, there), one_way))
-    return found, handover
+        op = (link.before, "forward_ms") if rank.number == placement[link.before] else (link.after, "backward_input_ms")
+        handover[op] = max(timer.spreads()["handover"].ms, handover[op])
+        if one_way := timer.spreads(0.5).get("answer"):
+            pair = placement[link.before], placement[link.after]
+            links[pair] = max(one_way, links.get(pair, one_way))
+    return links, handover
+
+
+def _send_first(rank: Rank, link: Link, trial: Trial, timer: OpTimer, rounds: int) -> None:
+    """The side of the stage before: sends an output, and waits for it to come back."""
+    other, specs = rank.layout.placement[link.after], rank.io[link.before, link.route].outputs
+    for r in range(rounds):
+        timer.recording = r >= WARM_UP
+        there, back = Message(Kind.F, link.after, r), Message(Kind.B, link.before, r)
+        tensors = trial.outputs()
+        with timer.of("handover"):
+            rank.messages.post(back, other, specs)
+            rank.messages.send(there, tensors, other, specs)
+        with timer.of("answer"):
+            rank.messages.take(back)
+
+
+def _answer(rank: Rank, link: Link, timer: OpTimer, rounds: int) -> None:
+    """The side of the stage after: sends back what comes."""
+    other, specs = rank.layout.placement[link.before], rank.io[link.before, link.route].outputs
+    rank.messages.post(Message(Kind.F, link.after, 0), other, specs)
+    for r in range(rounds):
+        timer.recording = r >= WARM_UP
+        received = rank.messages.take(Message(Kind.F, link.after, r))
+        with timer.of("handover"):
+            if r + 1 < rounds:
+                rank.messages.post(Message(Kind.F, link.after, r + 1), other, specs)
+            rank.messages.send(Message(Kind.B, link.before, r), received, other, specs)
+
+
+def _compute_beside(trials: Trials, clock: Clock, rounds: int) -> None:
+    """What a rank does that is in no pair."""
+    for by_route in list(trials.values())[:1]:
+        for _ in range(rounds):
+            by_route[min(by_route)].beside()
+    clock.settle()
 
 
 def _apart(rank: Rank) -> list[list[Link]]:
@@ -87,7 +103,7 @@ def _apart(rank: Rank) -> list[list[Link]]:
         pair = {placement[link.before], placement[link.after]}
         if len(pair) == 1 or link.route not in routes(rank, link.before):
             continue
-        busy, group = next((known for known in groups if not known[0] & pair), (set(), []))
+        busy, group = next((others for others in groups if not others[0] & pair), (set(), []))
         if not group:
             groups.append((busy, group))
         busy |= pair

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,11 +36,10 @@ from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.host_updates import HostUpdates
-from optpipe_runtime.measure.at_b import AtB, at_b
 from optpipe_runtime.measure.copies import try_evictions, try_transfers
-from optpipe_runtime.measure.links import message_times
+from optpipe_runtime.measure.links import Handover, LinkTimes, message_times
 from optpipe_runtime.measure.rounds import routes, together
-from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
+from optpipe_runtime.measure.trial import OpTimer, Spread, Trial, Trials
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.runner import StageRunner
@@ -49,7 +48,8 @@ from optpipe_runtime.stage.split import main_grad
 log = logging.getLogger("optpipe.runtime")
 
 LAUNCHES = 3  # rounds that time the host
-LEAST = {"offload_bytes", "evict_bytes"}  # of several measurements the least counts: what certainly leaves
+# Of several measurements the least counts: what certainly leaves, and what each device has.
+LEAST = {"offload_bytes", "evict_bytes", "activation_budget_bytes", "host_memory_bytes"}
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
 
@@ -67,20 +67,15 @@ class Measured:
         The spread of a message's time from one rank to another.
     launch_bound
         On GPUs, stage and name of each time that may be the host's.
-    at_b
-        By stage, which weight gradients come at B, and how much of its time they take.
     """
 
     problem: Problem
     stages: tuple[Mapping[str, Spread], ...]
     links: Mapping[tuple[int, int], Spread]
     launch_bound: tuple[tuple[int, str], ...]
-    at_b: Mapping[int, AtB] = field(default_factory=dict)
 
     def tell(self) -> None:
         """Logs what the problem does not say."""
-        for s, stage in sorted(self.at_b.items()):
-            log.info("stage %d: %s", s, stage)
         if self.launch_bound:
             log.warning("these times may be those of the launches on the host (stage, time): %s", self.launch_bound)
 
@@ -91,98 +86,126 @@ Sizes = dict[nn.Parameter, int]  # bytes of gradients
 def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
     """Collective: see `Pipeline.profile`. The first micro-batch of the batch is used. Without a `given_budget` it is
     `budget`."""
-    m = rank.layout.microbatches
-    # Clones, because a stage or the loss may change them in place in every round.
-    inputs = clones(batch.cut_inputs(m)[0]) if rank.takes_inputs else ()
-    targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
-    layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
-    named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
-    trials = {
-        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in routes(rank, s)}
-        for s, stage in rank.stages.items()
-    }
+    clock = Clock(rank.device, rank.team.require_alive)
+    trials = _trials(rank, batch, parts, clock)
+    in_turn = [trial for by_route in trials.values() for trial in by_route.values()]
     with ExitStack() as stack:
         for stage in rank.stages.values():
             stack.enter_context(_unchanged(stage))
-        everything = [trial for by_route in trials.values() for trial in by_route.values()]
-        _try_compute(rank, everything, clock, repeats)
+        _try_compute(rank, in_turn, clock, repeats)
         gradients = _gradients(rank)
-        left_at_b = at_b(rank, everything, clock, repeats)
-        try_transfers(rank, everything, clock, repeats)
+        try_transfers(rank, in_turn, clock, repeats)
         try_evictions(rank, trials, repeats)
         links, handover = message_times(rank, trials, clock, repeats)
         updates = _try_updates(rank, clock, repeats)
     clock.settle()
-    counts = Counter(layout.microbatch_routes)
-    times = {s: _times(by_route, counts) | updates.get(s, {}) for s, by_route in trials.items()}
+    budget_bytes = budget(rank, gradients) if given_budget is None else given_budget
+    figures = _figures(rank, trials, budget_bytes, links, handover, updates)
+    by_peer = rank.cpu_group.gather_by_peer(figures)
+    return _measured(rank, [_slowest(peers) for peers in zip(*by_peer, strict=True)])
+
+
+def _trials(rank: Rank, batch: Batch, parts: int, clock: Clock) -> Trials:
+    m = rank.layout.microbatches
+    # Clones, because a stage or the loss may change them in place in every round.
+    inputs = clones(batch.cut_inputs(m)[0]) if rank.takes_inputs else ()
+    targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
+    named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
+    return {
+        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in routes(rank, s)}
+        for s, stage in rank.stages.items()
+    }
+
+
+class Figures(NamedTuple):
+    """What one rank has found."""
+
+    device: dict[str, Any]  # fields of the problem's device
+    costs: Mapping[int, dict[str, Any]]  # fields of each stage
+    times: Mapping[int, Mapping[str, Spread]]  # of each stage, by field
+    links: LinkTimes
+    launch_bound: Sequence[tuple[int, str]]
+
+
+def _figures(
+    rank: Rank,
+    trials: Trials,
+    budget_bytes: int,
+    links: LinkTimes,
+    handover: Handover,
+    updates: Mapping[int, Mapping[str, Spread]],
+) -> Figures:
+    counts = Counter(rank.layout.microbatch_routes)
+    times = {s: {**_times(by_route, counts), **updates.get(s, {})} for s, by_route in trials.items()}
     for (s, name), ms in handover.items():
         times[s][name] = times[s][name].longer(ms)
-    costs = {s: _costs(times[s], list(by_route.values()), parts) for s, by_route in trials.items()}
-    host = _host_budget(rank, everything, costs)
+    costs = {s: _costs(times[s], list(by_route.values())) for s, by_route in trials.items()}
     device = {
-        "activation_budget_bytes": budget(rank, gradients) if given_budget is None else given_budget,
-        "host_memory_bytes": host,
-        "peer": layout.peer(rank.number),
-        "link": layout.link(rank.number),
+        "activation_budget_bytes": budget_bytes,
+        "host_memory_bytes": _host_budget(rank, trials, costs),
+        "peer": rank.layout.peer(rank.number),
+        "link": rank.layout.link(rank.number),
     }
-    by_peer = rank.cpu_group.gather_by_peer((device, costs, times, links, _launch_bound(rank, times)))
-    gathered = [_slowest(peers) for peers in zip(*by_peer, strict=True)]
+    return Figures(device, costs, times, links, _launch_bound(rank, times))
+
+
+def _measured(rank: Rank, by_rank: Sequence[Figures]) -> Measured:
+    layout = rank.layout
+    messages = {pair: spread for figures in by_rank for pair, spread in figures.links.items()}
+    costs = [by_rank[owner].costs[s] for s, owner in enumerate(layout.placement)]
+    times = [by_rank[owner].times[s] for s, owner in enumerate(layout.placement)]
     problem = Problem.from_dict(
         {
             **layout.to_dict(),
-            "p2p_ms": max((spread.ms for *_, links, _ in gathered for spread in links.values()), default=0.0),
+            "p2p_ms": max((spread.ms for spread in messages.values()), default=0.0),
             "transfer_mode": "full_duplex" if layout.full_duplex else "half_duplex",
-            "devices": [device for device, *_ in gathered],
-            "stages": [{"device": owner} | gathered[owner][1][s] for s, owner in enumerate(layout.placement)],
+            "devices": [figures.device for figures in by_rank],
+            "stages": [{"device": owner, **costs[s]} for s, owner in enumerate(layout.placement)],
         },
         "the measured problem",
     )
-    own = [(gathered[owner][1][s], gathered[owner][2][s]) for s, owner in enumerate(layout.placement)]
     return Measured(
         problem=problem,
-        stages=tuple({k: times[k] for k in costs if k in times} for costs, times in own),
-        links={pair: spread for *_, links, _ in gathered for pair, spread in links.items()},
-        launch_bound=tuple(found for *_, bound in gathered for found in bound),
-        at_b=left_at_b,
+        stages=tuple(
+            {name: spreads[name] for name in fields if name in spreads}
+            for fields, spreads in zip(costs, times, strict=True)
+        ),
+        links=messages,
+        launch_bound=tuple(bound for figures in by_rank for bound in figures.launch_bound),
     )
 
 
-Found = tuple[
-    dict[str, Any],  # of the device
-    Mapping[int, dict[str, Any]],  # costs of each stage
-    Mapping[int, Mapping[str, Spread]],  # times of each stage
-    Mapping[tuple[int, int], Spread],  # times of messages
-    Sequence[tuple[int, str]],  # what is launch-bound
-]
-
-
-def _slowest(peers: Sequence[Found]) -> Found:
+def _slowest(peers: Sequence[Figures]) -> Figures:
     """What inner peers have found, as one rank: the longest times, the most bytes, but the least of what a device has
     and of what leaves it."""
     if len(peers) == 1:
         return peers[0]
-    devices, costs, times, links, bounds = zip(*peers, strict=True)
-    least = {"activation_budget_bytes", "host_memory_bytes"}
-    device = {name: _of_all(min, devices, name) if name in least else value for name, value in devices[0].items()}
-    return (
-        device,
-        {
-            s: {
-                name: _of_all(min if name in LEAST else max, [found[s] for found in costs], name)
-                for name in costs[0][s]
-                if all(name in found[s] for found in costs)
-            }
-            for s in costs[0]
+    first = peers[0]
+    return Figures(
+        device={
+            name: _pick(min, (peer.device for peer in peers), name) if name in LEAST else value
+            for name, value in first.device.items()
         },
-        {s: {name: _of_all(max, [found[s] for found in times], name) for name in times[0][s]} for s in times[0]},
-        {pair: _of_all(max, links, pair) for pair in links[0]},
-        sorted({found for bound in bounds for found in bound}),
+        costs={
+            s: {
+                name: _pick(min if name in LEAST else max, (peer.costs[s] for peer in peers), name)
+                for name in fields
+                if all(name in peer.costs[s] for peer in peers)
+            }
+            for s, fields in first.costs.items()
+        },
+        times={
+            s: {name: _pick(max, (peer.times[s] for peer in peers), name) for name in spreads}
+            for s, spreads in first.times.items()
+        },
+        links={pair: _pick(max, (peer.links for peer in peers), pair) for pair in first.links},
+        launch_bound=sorted({bound for peer in peers for bound in peer.launch_bound}),
     )
 
 
-def _of_all(pick: Callable[..., Any], found: Sequence[Mapping[Any, Any]], name: Any) -> Any:
-    values = [one[name] for one in found if one.get(name) is not None]
-    return pick(values) if values else None
+def _pick(least_or_most: Callable[..., Any], figures: Iterable[Mapping[Any, Any]], name: Any) -> Any:
+    values = [figure[name] for figure in figures if figure.get(name) is not None]
+    return least_or_most(values) if values else None
 
 
 # Measurements. All of these are collective. Inner peers do equally many rounds of what runs their modules.
@@ -193,11 +216,11 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
         for trial in trials:
             trial.compute()
 
-    times = [trial.compute_times for trial in trials]
-    together(rank, once, times, clock, repeats)
+    timers = [trial.times for trial in trials]
+    together(rank, once, timers, clock, repeats)
     if rank.device.type == "cuda":
         with ExitStack() as stack:
-            for timer in times:
+            for timer in timers:
                 stack.enter_context(timer.launches())
             for _ in range(LAUNCHES):
                 once()
@@ -237,18 +260,17 @@ def _unchanged(stage: StageRunner) -> Iterator[None]:
 
 def _times(by_route: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str, Spread]:
     """A stage's times: the mean of the medians over its routes, weighted by micro-batches, and the widest spread."""
-    found: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
+    weighed: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
     for route, trial in by_route.items():
-        for times in (trial.compute_times, trial.copy_times, trial.eviction_times):
-            for name, spread in times.spreads().items():
-                found[name].append((max(1, counts[route]), spread))
-    return {name: Spread.mean(spreads) for name, spreads in found.items()}
+        for name, spread in trial.times.spreads().items():
+            weighed[name].append((max(1, counts[route]), spread))
+    return {name: Spread.mean(spreads) for name, spreads in weighed.items()}
 
 
-def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> dict[str, Any]:
+def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, Any]:
     """A stage's cost fields, without those of what it cannot do."""
     sizes = {name: (min if name in LEAST else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
-    found = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": parts}
+    fields = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": trials[0].parts}
     left_out: set[str] = set()
     if not sizes["offload_bytes"]:
         left_out |= {*OFFLOAD, "offload_parts"}
@@ -256,7 +278,7 @@ def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> 
         left_out |= {*EVICTION}
     if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
         left_out |= {*RECOMPUTE}
-    return {name: value for name, value in found.items() if name not in left_out}
+    return {name: value for name, value in fields.items() if name not in left_out}
 
 
 def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list[tuple[int, str]]:
@@ -291,22 +313,25 @@ def budget(rank: Rank, gradients: Sizes) -> int:
     weights, and messages; less a tenth for workspace."""
     free, _ = torch.cuda.mem_get_info(rank.device)
     cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
-    coming = messages_reserve(rank.number, rank.layout, rank.io)
+    still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
     for s, stage in rank.stages.items():
-        coming += stage.cast_bytes + rank.replicas.gradient_bytes(s)
+        still_to_come += stage.cast_bytes + rank.replicas.gradient_bytes(s)
         for parameter in rank.replicas.parameters(s):
             if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
-                coming += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
-    return max(0, int(0.9 * (free + cached - coming)))
+                still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
+    return max(0, int(0.9 * (free + cached - still_to_come)))
 
 
-def _host_budget(rank: Rank, trials: Sequence[Trial], costs: Mapping[int, Mapping[str, Any]]) -> int | None:
+def _host_budget(rank: Rank, trials: Trials, costs: Mapping[int, Mapping[str, Any]]) -> int | None:
     """The pool's limit in the problem's bytes. Pages take more than `offload_bytes`, because parts are uneven and sizes
     are rounded up."""
     limit = rank.pool.limit
     if limit is None:
         return None
-    known = [(trial, costs[trial.stage.index].get("offload_bytes")) for trial in trials]
-    return int(
-        limit * min((offloaded / trial.host_bytes(rank.pool) for trial, offloaded in known if offloaded), default=1.0)
-    )
+    shares = [
+        offloaded / trial.host_bytes(rank.pool)
+        for s, by_route in trials.items()
+        for trial in by_route.values()
+        if (offloaded := costs[s].get("offload_bytes"))
+    ]
+    return int(limit * min(shares, default=1.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from optpipe_runtime.clock import Clock
@@ -14,20 +14,24 @@ WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000
 
 
-def together(rank: Rank, once: Callable[[], object], times: Iterable[OpTimer], clock: Clock, repeats: int) -> None:
-    """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest."""
+def together(rank: Rank, once: Callable[[], object], timers: Sequence[OpTimer], clock: Clock, repeats: int) -> None:
+    """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest. What the
+    timers note in the warm-up does not count."""
     rank.cpu_group.minimum(0)  # earlier measurements have ended on all ranks
-    own = 0.0
+    round_s = 0.0
+    for timer in timers:
+        timer.recording = False
     for _ in range(WARM_UP):
         start = time.perf_counter()
         once()
         clock.settle()
-        own = time.perf_counter() - start
-    for timer in times:
-        timer.clear()
-    by_peer = rank.cpu_group.gather_by_peer(own)  # all ranks begin here
-    slowest, own = max(map(max, by_peer)), max(times[rank.number] for times in by_peer)
-    for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest / own)))):
+        round_s = time.perf_counter() - start
+    for timer in timers:
+        timer.recording = True
+    by_peer = rank.cpu_group.gather_by_peer(round_s)  # all ranks begin here
+    slowest_s = max(map(max, by_peer))
+    round_s = max(seconds[rank.number] for seconds in by_peer)  # inner peers do equally many rounds
+    for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest_s / round_s)))):
         once()
     clock.settle()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
@@ -69,11 +69,14 @@ class OpTimer:
         self._marks: defaultdict[str, list[list[tuple[Any, Any]]]] = defaultdict(list)
         self._host_ms: defaultdict[str, list[float]] = defaultdict(list)
         self._launching = False
+        self.recording = True  # False while all warms up
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Times what runs in this context."""
-        if self._launching:
+        if not self.recording:
+            yield
+        elif self._launching:
             self._clock.settle()
             begun = time.perf_counter()
             yield
@@ -93,24 +96,35 @@ class OpTimer:
 
     def copies(self, name: str, parts: Sequence[Sequence[Handle]]) -> None:
         """Notes the transfers of all parts. Their times are added up, each as a step's trace tells it."""
-        self._marks[name].append([(handles[0].start, handles[-1].end) for handles in parts if handles])
-
-    def clear(self) -> None:
-        self._marks.clear()
-        self._host_ms.clear()
+        if self.recording:
+            self._marks[name].append([(handles[0].start, handles[-1].end) for handles in parts if handles])
 
     def spreads(self, scale: float = 1.0) -> dict[str, Spread]:
-        found = {}
+        """Of each name; times are multiplied by `scale`."""
+        spreads = {}
         for name, marks in self._marks.items():
             times = [scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks]
-            found[name] = Spread.of(times, self._host_ms.get(name, [0.0]))
-        return found
+            spreads[name] = Spread.of(times, self._host_ms.get(name, [0.0]))
+        return spreads
 
 
 class Trial:
-    """`given` are inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends
-    here. Activations leave in `parts`
-    parts."""
+    """One stage on one route.
+
+    Parameters
+    ----------
+    given
+        Inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends here.
+    parts
+        In so many parts activations leave.
+
+    Attributes
+    ----------
+    times
+        Of all ops, by the problem's fields.
+    sizes
+        Bytes, by the problem's fields; where they vary, those that are safe for every round.
+    """
 
     def __init__(
         self,
@@ -127,8 +141,8 @@ class Trial:
         self._targets = targets if io.ends else ()
         self._gradients = () if io.ends else io.output_gradients
         self._batch = tensors_in((self._inputs, self._targets, self._kwargs))
-        self.compute_times, self.copy_times, self.eviction_times = OpTimer(clock), OpTimer(clock), OpTimer(clock)
-        self.sizes: dict[str, int] = {}  # where they vary, those that are safe for every round
+        self.times = OpTimer(clock)
+        self.sizes: dict[str, int] = {}
         self._generator = torch.Generator(stage.device).manual_seed(stage.index)
         self._made: Tensors = ()
 
@@ -140,19 +154,19 @@ class Trial:
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
         how: dict[str, Any] = {"route": self.route, "backward": Kind.B, "kwargs": self._kwargs}
         stage.start_step(self._batch, self.parts)
-        with self.compute_times.of("forward_ms"):
+        with self.times.of("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, **how)
         saved = stage.held_bytes(0)
         stage.forget(0)
         stage.forward(0, inputs.pop(), self._targets, recompute=True, **how)
         checkpoint = stage.held_bytes(0)
-        with self.compute_times.of("recompute_ms"):
+        with self.times.of("recompute_ms"):
             stage.recompute(0)
         again = stage.held_bytes(0)
-        with self.compute_times.of("backward_input_ms"):
+        with self.times.of("backward_input_ms"):
             stage.backward(0, gradients, split=True)
         kept = stage.held_bytes(0)
-        with self.compute_times.of("backward_weight_ms"):
+        with self.times.of("backward_weight_ms"):
             stage.weight(0)
         held = {
             "activation_bytes": max(saved, again),
@@ -160,15 +174,6 @@ class Trial:
             "saved_for_weight_bytes": kept,
         }
         self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
-
-    def backward(self, times: OpTimer, name: str) -> None:
-        """Runs F, B and W, and times B."""
-        stage, gradients = self.stage, self._fresh_gradients()
-        stage.start_step(self._batch, self.parts)
-        stage.forward(0, self._fresh_inputs(), self._targets, route=self.route, backward=Kind.B, kwargs=self._kwargs)
-        with times.of(name):
-            stage.backward(0, gradients, split=True)
-        stage.weight(0)
 
     def beside(self) -> None:
         """Runs F, B and W of a micro-batch of its own, without timing them."""
@@ -210,7 +215,7 @@ class Trial:
             before = self.stage.held_bytes(microbatch)
             self.stage.drop(microbatch, part)
             freed.append(before - self.stage.held_bytes(microbatch))
-        self.copy_times.copies("offload_ms", under_way)
+        self.times.copies("offload_ms", under_way)
         self.sizes["offload_bytes"] = min(self.parts * min(freed), self.sizes.get("offload_bytes", sum(freed)))
 
     def start_back(self, microbatch: int) -> list[Sequence[Handle]]:
@@ -218,7 +223,7 @@ class Trial:
 
     def end_back(self, microbatch: int, under_way: list[Sequence[Handle]]) -> None:
         self.stage.activation(microbatch).restore()
-        self.copy_times.copies("reload_ms", under_way)
+        self.times.copies("reload_ms", under_way)
 
     def host_bytes(self, pool: HostPool) -> int:
         """Host bytes that an offloaded activation takes."""
@@ -233,11 +238,11 @@ class Trial:
         """Runs F, E, D and L. Returns the bytes that the drop freed."""
         self.forward(0)
         held = self.stage.held_bytes(0)
-        with self.eviction_times.of("evict_ms"):
+        with self.times.of("evict_ms"):
             self.stage.evict(0, peers)
             self.stage.drop(0, 0)
         freed = held - self.stage.held_bytes(0)
-        with self.eviction_times.of("load_ms"):
+        with self.times.of("load_ms"):
             self.stage.reload(0, 0)
             self.stage.activation(0).restore()
         self.forget(0)
@@ -254,3 +259,6 @@ class Trial:
         """New in every round, and the same on inner peers."""
         tensor = spec.zeros(self.stage.device)
         return tensor.normal_(generator=self._generator) if tensor.is_floating_point() else tensor
+
+
+Trials = Mapping[int, Mapping[int, Trial]]  # by stage and route

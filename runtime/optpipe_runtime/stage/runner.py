@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,17 +42,45 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
+class Given(NamedTuple):
+    """What a forward gets: from the stage before or the batch, where the route ends for the loss, and by name."""
+
+    inputs: Tensors
+    target: Tensors
+    kwargs: Mapping[str, Any]
+
+
 @dataclass
 class Running:
-    """A micro-batch between its F and its last backward op."""
+    """A micro-batch between its F and its last backward op.
+
+    Attributes
+    ----------
+    activation
+        What autograd has saved; with a C to come, the inputs.
+    queue
+        What B leaves to W.
+    edges
+        Where the backward enters the graph, by number of the output.
+    input_gradients
+        What the backward has computed for the inputs, by number. A list of none or one.
+    again
+        Runs the forward once more, for C.
+    backward
+        The op that will come, B or BW; None if that is not known.
+    captured
+        Whether `activation` counts and moves what autograd saves.
+    saved_outputs
+        The numbers of the outputs that share memory with what is saved.
+    """
 
     io: StageIO
     activation: Activation
     queue: WeightQueue = field(default_factory=WeightQueue)
-    edges: dict[int, GradientEdge] = field(default_factory=dict)  # of the graph, by number of the output
-    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)  # by number of the input
-    again: Callable[[], None] | None = None  # runs the forward once more, for C
-    backward: Kind | None = None  # B, BW or not known
+    edges: dict[int, GradientEdge] = field(default_factory=dict)
+    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
+    again: Callable[[], None] | None = None
+    backward: Kind | None = None
     captured: bool = True
     saved_outputs: frozenset[int] = frozenset()
 
@@ -60,11 +88,22 @@ class Running:
 class StageRunner:
     """A module with its ops.
 
-    `io` says what the stage gets and gives on each route, once `learn` has run. `at_b` names the parameters whose
-    gradient does not wait for W; it is None before the first B. `results` are what the module returned where the route
-    ends, by micro-batch, if they are to be kept; else None. `calls` are the modules and functions that `learn`
-    found called; while it runs, `noting` notes them. `norms_wait` tells whether layer norms leave their weight
-    gradients to W, `whole` whether compiled regions must not end at ops that could.
+    Attributes
+    ----------
+    io
+        What the stage gets and gives on each route; filled in by `learn`.
+    calls
+        The modules and functions that `learn` has seen called.
+    at_b
+        The names of the parameters whose gradient does not wait for W; None before the first B.
+    norms_wait
+        Whether norms leave their weight gradients to W.
+    whole
+        Whether compiled regions must not end at ops that could be split.
+    noting
+        Is told every call of torch, while `learn` runs.
+    results
+        What the module returned where the route ends, by micro-batch, if that is to be kept; else None.
     """
 
     def __init__(
@@ -143,18 +182,12 @@ class StageRunner:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
         forward again. Host time is saved if it is known which `backward` op will come, B or BW, and if what autograd
         saves need not be `captured`, because it is neither counted nor moved."""
-        io = self.io[route]
+        io, given = self.io[route], Given(inputs, target, kwargs)
         running = Running(io, self._new_activation(io), backward=backward, captured=captured)
         self._running[microbatch] = running
-        if not recompute:
-            return self._forward(running, microbatch, inputs, target, kwargs)
-        for tensor in tensors_in(inputs):
-            running.activation.keep(tensor)
-        running.again = self._again(running, microbatch, inputs, target, kwargs)
-        if io.changes_inputs:
-            inputs, target, kwargs = clones((inputs, target, dict(kwargs)))
-        with torch.no_grad(), self._mode():
-            return self._detached(running, self.outputs(io, inputs, target, kwargs, microbatch))
+        if recompute:
+            return self._forward_without_graph(running, microbatch, given)
+        return self._forward(running, microbatch, given)
 
     @torch.no_grad()
     def evaluate(
@@ -167,8 +200,8 @@ class StageRunner:
     ) -> Tensors:
         """F without a backward to follow: keeps nothing."""
         io = self.io[route]
-        made = self.outputs(io, inputs, target, kwargs, microbatch)
-        return self._detached(Running(io, self._new_activation(io)), made)
+        outputs = self.outputs(io, inputs, target, kwargs, microbatch)
+        return self._detached(Running(io, self._new_activation(io)), outputs)
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
@@ -182,9 +215,7 @@ class StageRunner:
     def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
         """B (`split`) or BW: takes the gradients of the outputs (none for the loss), and returns those of the inputs
         that go back to the previous stage."""
-        running = self._running[microbatch]
-        if not split:
-            del self._running[microbatch]
+        running = self._running[microbatch] if split else self._running.pop(microbatch)
         edges, running.edges = running.edges, {}
         running.activation.restore()
         running.activation.release()
@@ -195,22 +226,9 @@ class StageRunner:
                 torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in io.outputs
             )
         if edges:
-            given = dict(zip(io.needed, gradients, strict=True))
-            before = self._gradient_states() if split and self.at_b is None else None
-            named = dict(self.module.named_parameters()) if before is not None else {}
-            in_buffers = {name: parameter for name, parameter in named.items() if main_grad(parameter) is not None}
-            # Checkpoints run forwards in a backward, so it splits ops as F does.
-            with (
-                self._splitting(running),
-                self._without_autocast(),
-                running.queue.filling(),
-                in_place_errors(),
-                added_at_once(in_buffers) as added,
-            ):
-                torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
-            if before is not None:
-                states = self._gradient_states()
-                self.at_b = frozenset(added.union(name for name, state in states.items() if state != before[name]))
+            by_output = dict(zip(io.needed, gradients, strict=True))
+            with self._noting_at_b() if split and self.at_b is None else _NOTHING:
+                self._walk(running, list(edges.values()), [by_output[k] for k in edges])
         if not split:
             self._run(running.queue)
         return self._input_gradients(running)
@@ -245,44 +263,62 @@ class StageRunner:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
         return as_tensors(result, f"stage {self.index}")
 
-    def _gradient_states(self) -> dict[str, tuple[int, int]]:
-        return {name: accumulated(parameter) for name, parameter in self.module.named_parameters()}
+    def _walk(self, running: Running, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Autograd's part of a backward. Checkpoints run forwards in it, so ops are split as in F."""
+        with self._splitting(running), self._without_autocast(), running.queue.filling(), in_place_errors():
+            torch.autograd.backward(edges, gradients)
+
+    @contextmanager
+    def _noting_at_b(self) -> Iterator[None]:
+        """Finds `at_b`: the parameters to whose gradients something is added in this context."""
+        parameters = dict(self.module.named_parameters())
+        before = {name: accumulated(parameter) for name, parameter in parameters.items()}
+        in_buffers = {name: parameter for name, parameter in parameters.items() if main_grad(parameter) is not None}
+        with added_at_once(in_buffers) as added:
+            yield
+        changed = {name for name, parameter in parameters.items() if accumulated(parameter) != before[name]}
+        self.at_b = frozenset(added | changed)
 
     def _input_gradients(self, running: Running) -> Tensors:
-        io, found = running.io, running.input_gradients.pop() if running.input_gradients else {}
-        for i, gradient in found.items():
+        """Those that the previous stage waits for: zeros where this micro-batch has none."""
+        io, computed = running.io, running.input_gradients.pop() if running.input_gradients else {}
+        for i, gradient in computed.items():
             if gradient is not None and i not in io.asked:
                 raise InputError(
                     f"stage {self.index} has a gradient for its input {i}, which had none at the start, so that no "
                     "stage waits for it: a stage must use the same inputs for the loss in every micro-batch"
                 )
-        # Zeros where this micro-batch has no gradient: the previous stage waits for one.
         return tuple(
-            io.inputs[i].zeros(self.device) if (gradient := found.get(i)) is None else gradient for i in io.asked
+            io.inputs[i].zeros(self.device) if (gradient := computed.get(i)) is None else gradient for i in io.asked
         )
 
     def _new_activation(self, io: StageIO) -> Activation:
         return Activation(self.device, self._excluded, io.shared_blocks)
 
-    def _again(
-        self, running: Running, microbatch: int, inputs: Tensors, target: Tensors, kwargs: Mapping[str, Any]
-    ) -> Callable[[], None]:
+    def _forward_without_graph(self, running: Running, microbatch: int, given: Given) -> Tensors:
+        """An F that a C repeats: keeps the inputs."""
+        for tensor in tensors_in(given.inputs):
+            running.activation.keep(tensor)
         as_first = self.replay.as_now()
 
         def again() -> None:
             with as_first():
-                self._forward(running, microbatch, inputs, target, kwargs)
+                self._forward(running, microbatch, given)
 
-        return again
+        running.again = again
+        if running.io.changes_inputs:
+            given = Given(*clones((given.inputs, given.target, dict(given.kwargs))))
+        with torch.no_grad(), self._mode():
+            return self._detached(running, self.outputs(running.io, *given, microbatch))
 
-    def _forward(
-        self, running: Running, microbatch: int, inputs: Tensors, target: Tensors, kwargs: Mapping[str, Any]
-    ) -> Tensors:
+    def _forward(self, running: Running, microbatch: int, given: Given) -> Tensors:
+        """An F or a C that builds a graph: keeps what autograd saves."""
         io = running.io
         wanted = [] if io.begins else [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
         capture = running.activation.capture() if running.captured else nullcontext()
         with torch.enable_grad(), capture, self._splitting(running):
-            outputs = self.outputs(io, enter(inputs, wanted, running.input_gradients), target, kwargs, microbatch)
+            entered = enter(given.inputs, wanted, running.input_gradients)
+            outputs = self.outputs(io, entered, given.target, given.kwargs, microbatch)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
             raise InputError(
                 f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then "
@@ -310,10 +346,11 @@ class StageRunner:
 
     @contextmanager
     def _splitting(self, running: Running) -> Iterator[None]:
-        """Around the user's forwards, and around backwards, which may run forwards again."""
+        """Around the user's forwards, and around backwards, which may run forwards again: lets ops leave their weight
+        gradients to W, by hooks on modules where these will do, else by a mode, which sees every call."""
         needs_mode, hooked = True, _NOTHING
         if running.backward == Kind.BW:
-            needs_mode = not running.io.as_torch
+            needs_mode = not running.io.as_torch  # else torch's own graph is as small
         elif running.backward == Kind.B and self.calls is not None and not self.calls.computes_gradients:
             needs_mode, hooked = self.calls.need_mode(self.norms_wait), self.calls.hooked(self.norms_wait, self._mode)
         with self._mode() if needs_mode else _NOTHING, hooked, self._delayed.watched():

@@ -215,9 +215,9 @@ def refused_later(schedule: Schedule, rank: int) -> str:
         return str(refused.value)
 
 
-def left_at_b(schedule: Schedule, in_ddp: bool) -> tuple[list[str], float | None]:
+def left_at_b(schedule: Schedule, in_ddp: bool) -> list[str]:
     """The parameters on this rank whose gradients came at B, without or in Megatron's DistributedDataParallel, whose
-    hooks clear `.grad`, and their share of B's time. One has a hook of its own, so that it cannot wait."""
+    hooks clear `.grad`. One has a hook of its own, so that it cannot wait."""
     from optpipe_runtime.megatron import forward_backward_func
 
     placement = [stage.device for stage in schedule.problem.stages]
@@ -229,11 +229,7 @@ def left_at_b(schedule: Schedule, in_ddp: bool) -> tuple[list[str], float | None
         run(**_arguments([chunk]))
         assert run.pipeline is not None
         names = run.pipeline.at_b[stage]
-        run.profile(10**9, repeats=1, **_arguments([chunk], step=1))
-        assert run.pipeline.measured is not None
-        told = run.pipeline.measured.at_b[stage]
-        assert set(told.names) == names
-        return sorted(name.removeprefix("model.").removeprefix("module.") for name in names), told.share
+        return sorted(name.removeprefix("model.").removeprefix("module.") for name in names)
 
 
 def _each(placement: Sequence[int]) -> int:

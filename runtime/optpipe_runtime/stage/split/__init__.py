@@ -10,7 +10,7 @@ those of ops that stay in a compiled region.
 from optpipe_runtime.stage.split.calls import Calls
 from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.mode import Splitting, would_hold
-from optpipe_runtime.stage.split.modules import Delayed, delaying, register_split
+from optpipe_runtime.stage.split.modules import Delayed, delaying
 from optpipe_runtime.stage.split.queue import (
     WeightQueue,
     accumulated,
@@ -31,7 +31,6 @@ __all__ = [
     "computed_at_once",
     "delaying",
     "main_grad",
-    "register_split",
     "weight_grads",
     "would_hold",
 ]

@@ -1,5 +1,6 @@
-"""Splits the backward of linear, embedding and layer norm, of which most stages consist. Each is a node of its own and
-computes the same products as plain autograd. With parameters that are DTensors the graph of torch's own op is split."""
+"""Splits the backward of linear layers and norms, of which most stages consist. A linear layer and a layer norm are a
+node of their own, which takes less host time than `graph` and can be differentiated again. It computes the same
+products as plain autograd. With parameters that are DTensors, and for all else, `graph` splits torch's own op."""
 
 from __future__ import annotations
 
@@ -47,13 +48,9 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    if isinstance(weight, DTensor) and max_norm is None and not sparse:
-        return graph.split(functional.embedding, input, weight, *options)
-    if not plain(input) or not can_wait(weight) or max_norm is not None or sparse:
+    if max_norm is not None or sparse:  # changes the weight; or has a gradient that W cannot add to another one
         return functional.embedding(input, weight, *options)
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    result: Tensor = _Embedding.apply(input, weight, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
-    return result
+    return graph.split(functional.embedding, input, weight, *options)
 
 
 def layer_norm(
@@ -69,26 +66,6 @@ def layer_norm(
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)
     result: Tensor = _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)  # type: ignore[no-untyped-call]
     return result
-
-
-def exported_embedding(
-    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Tensor:
-    """aten.embedding"""
-    padding = None if padding_idx < 0 else padding_idx
-    return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-
-
-def exported_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    """aten.layer_norm"""
-    return layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -139,25 +116,6 @@ class _Linear(torch.autograd.Function):
             return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None, None
         found = weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
         return dx, *found, None
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, scale_by_frequency: bool) -> Any:
-        ctx.save_for_backward(indices)
-        ctx.weight, ctx.how = weight, (padding, scale_by_frequency)
-        y = torch.ops.aten.embedding(weight, indices, padding, scale_by_frequency, False)
-        ctx.waiting = waits(y, indices)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        (indices,), weight, how = ctx.saved_tensors, ctx.weight, ctx.how
-
-        def gradient() -> tuple[Tensor]:
-            return (torch.ops.aten.embedding_dense_backward(dy, indices, weight.shape[0], *how),)
-
-        return None, *weight_grads((weight,), gradient, indices, dy), None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -34,7 +34,7 @@ _EXPORTED: frozenset[Any] = frozenset(  # the same, as torch.export writes them
     getattr(getattr(aten, name), overload)
     for name in (
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        *("bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"),
+        *("bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "embedding"),
     )
     if hasattr(aten, name)
     for overload in getattr(aten, name).overloads()
@@ -44,7 +44,6 @@ LINEAR = frozenset({functional.linear, aten.linear.default})
 # Batch and group norms take too little time at W for the memory that they would hold until then.
 _WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH | _EXPORTED} | {
     functional.embedding: layers.embedding,
-    aten.embedding.default: layers.exported_embedding,
 }
 _AT_EACH_USE = Casts(keep=False)
 # A norm that is written out ends in a product with its scale.
@@ -52,7 +51,7 @@ SCALES: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tenso
 _NORMS: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in SCALES} | {
     **dict.fromkeys((functional.rms_norm, torch.rms_norm, aten.rms_norm.default), layers.rms_norm),
     functional.layer_norm: layers.layer_norm,
-    aten.layer_norm.default: layers.exported_layer_norm,
+    aten.layer_norm.default: partial(graph.split, aten.layer_norm.default),
 }
 _WITH_NORMS = _WAITING | _NORMS
 _ENDING = frozenset({*LINEAR, *_WAITING, functional.multi_head_attention_forward})  # compiled regions

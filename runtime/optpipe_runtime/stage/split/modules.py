@@ -19,31 +19,14 @@ from torch import Tensor, nn
 
 from optpipe_runtime.stage.split.queue import accumulate, accumulated, filling
 
-_registered: tuple[type[nn.Module], ...] = ()
-
-
-def register_split(kind: type[nn.Module]) -> None:
-    """Registers a class of modules that delay their weight gradients. Call it before the `Pipeline` is made.
-
-    It is not needed for a module that has `need_backward_dw() -> bool`, as TransformerEngine's have.
-
-    Parameters
-    ----------
-    kind
-        The class. Its `backward_dw()` computes the weight gradients of the oldest backward.
-    """
-    global _registered
-    _registered = (*_registered, kind)
-
 
 def delaying(module: nn.Module) -> list[nn.Module]:
     """The submodules that delay weight gradients."""
     return [part for part in module.modules() if _delays(part)]
 
 
-def _delays(module: nn.Module) -> bool:
-    asked = getattr(module, "need_backward_dw", None)
-    return isinstance(module, _registered) if asked is None else bool(asked())
+def _delays(part: Any) -> bool:
+    return hasattr(part, "need_backward_dw") and bool(part.need_backward_dw())
 
 
 class Delayed:

@@ -147,12 +147,12 @@ def main_grad(parameter: Tensor) -> Tensor | None:
 def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
     """The gradient itself if the next one may be added to it in place, else a copy: for an output's gradient, which
     something else may hold, and for an expanded one."""
-    own = local(grad)
-    if not plain(own):
+    part = local(grad)
+    if not plain(part):
         return grad
-    key, nbytes = storage_key(own), own.untyped_storage().nbytes()
-    alone = nbytes == own.nbytes and all(storage_key(other) != key for other in others if plain(local(other)))
-    return grad if alone else grad.clone(memory_format=torch.contiguous_format)
+    fills_storage = part.untyped_storage().nbytes() == part.nbytes
+    is_shared = any(storage_key(other) == storage_key(part) for other in others if plain(local(other)))
+    return grad if fills_storage and not is_shared else grad.clone(memory_format=torch.contiguous_format)
 
 
 def accumulated(parameter: Tensor) -> tuple[int, int]:
@@ -164,16 +164,16 @@ def accumulated(parameter: Tensor) -> tuple[int, int]:
 def added_at_once(parameters: Mapping[str, Tensor]) -> Iterator[set[str]]:
     """The names of those to which autograd adds a gradient in this context, also where a hook of Megatron's moves it
     into `main_grad` and leaves no `.grad`."""
-    found: set[str] = set()
+    names: set[str] = set()
     nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
 
     def note(name: str) -> Callable[[Any, Any], None]:
-        return lambda _, gradients: found.add(name) if gradients[0] is not None else None
+        return lambda _, gradients: names.add(name) if gradients[0] is not None else None
 
     with ExitStack() as hooks:
         for name, node in nodes.items():
             hooks.callback(node.register_hook(note(name)).remove)
-        yield found
+        yield names
 
 
 def can_wait(weight: Tensor) -> bool:
@@ -188,8 +188,8 @@ def can_wait(weight: Tensor) -> bool:
     leaf, node = weight if weight.is_leaf else None, weight.grad_fn
     for _ in range(_LONGEST_CHAIN):
         if leaf is not None:
-            known = type(leaf) in (nn.Parameter, DTensor) and isinstance(leaf, nn.Parameter)
-            return known and not has_hooks(leaf)
+            is_parameter = type(leaf) in (nn.Parameter, DTensor) and isinstance(leaf, nn.Parameter)
+            return is_parameter and not has_hooks(leaf)
         if node is None or saves_tensors(type(node)):
             return False
         after = [n for n, _ in node.next_functions if n is not None]
