@@ -160,7 +160,7 @@ class Lowering:
 def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lowering:
     """For 1F1B with split backwards, on the device in the middle."""
     problem = pipeline([STAGE] * devices, microbatches, 2**50, p2p_ms=0.1)
-    schedule, layout = kept(problem, range(devices)[::-1]), Layout.of(problem)
+    schedule, layout = kept(problem, range(devices)[::-1]), Layout.from_problem(problem)
     # A copy, so that it is compiled anew.
     took_ms = repeated(lambda: _ms(lambda: prepare(replace(schedule), devices // 2, layout)), repeats)
     return Lowering(sum(map(len, schedule.programs)), median(took_ms))

@@ -119,7 +119,7 @@ def run(settings: ProtocolSettings) -> dict[str, Any]:
             search.offer()
         training.step(live=False)
         alternate(training)
-    measured = DemoResult.of(training, problem)
+    measured = DemoResult.from_training(training, problem)
     last = search.last if search else None
     return {
         "milp_s": beside_s,

@@ -154,7 +154,7 @@ class Follower:
         """On rank 0, with `placements` `all`: the best schedule for other stages, of those better than what was loaded
         before the first step; None until one is found. It is never swapped in; make its stages, and load them from a
         checkpoint."""
-        return self._other_stages.found if self._other_stages else None
+        return self._other_stages.best if self._other_stages else None
 
     def _follow(self, problem: Problem) -> None:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another

@@ -69,9 +69,9 @@ def on_all_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     `InputError` on all ranks if it is None."""
     given: list[Any] = [value]
     dist.broadcast_object_list(given, group=group, group_src=0)
-    found: T | None = given[0]
-    if found is None:
+    value = given[0]
+    if value is None:
         raise InputError(
             "on_all_ranks was given None on rank 0; if a search found no schedule, its result has the reason"
         )
-    return found
+    return value

@@ -14,7 +14,7 @@ log = logging.getLogger("optpipe.follow")
 
 class OtherStages:
     """Used on the rank that has the client. Such a schedule cannot be swapped in: parameters and optimizer states would
-    have to move. So the best is kept in `found`, for the next start from a checkpoint.
+    have to move. So the best is kept in `best`, for the next start from a checkpoint.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class OtherStages:
         cache: ScheduleCache | None,
         options: ClientOptions,
     ) -> None:
-        self.found: Schedule | None = None
+        self.best: Schedule | None = None
         self._running = running
         self._client = ScheduleClient(
             url,
@@ -45,7 +45,7 @@ class OtherStages:
             warm_start=running,
             key=key,
             cache=cache,
-            wanted=lambda found: found.problem.stages != running.problem.stages,
+            wanted=lambda schedule: schedule.problem.stages != running.problem.stages,
             **options.arguments(),
         )
 
@@ -54,7 +54,7 @@ class OtherStages:
         offer = self._client.poll()
         if offer is None:
             return
-        self.found = offer.schedule
+        self.best = offer.schedule
         log.info(
             "a schedule for other stages (%s) takes %.1f ms a step where this one takes %.1f, as predicted: it is kept "
             "for the next start from a checkpoint",

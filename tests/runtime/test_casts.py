@@ -93,15 +93,15 @@ def test_without_torchs_cache_a_weight_is_cast_at_each_use(link: Link) -> None:
 
 def test_a_parameter_that_changes_is_cast_again() -> None:
     casts, weight = Casts(), linear().weight
-    first = casts.of(weight, torch.bfloat16)
-    assert casts.of(weight, torch.bfloat16) is first
-    assert casts.of(weight, torch.float32) is weight
+    first = casts.cast(weight, torch.bfloat16)
+    assert casts.cast(weight, torch.bfloat16) is first
+    assert casts.cast(weight, torch.float32) is weight
     with torch.no_grad():
         weight.add_(1)
-    assert torch.equal(casts.of(weight, torch.bfloat16), weight.bfloat16())
+    assert torch.equal(casts.cast(weight, torch.bfloat16), weight.bfloat16())
     weight.data.add_(1)  # as an optimizer on the host and FSDP do between two steps: no version counts it
     casts.clear()
-    assert torch.equal(casts.of(weight, torch.bfloat16), weight.bfloat16())
+    assert torch.equal(casts.cast(weight, torch.bfloat16), weight.bfloat16())
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

@@ -43,7 +43,7 @@ def shared(
 
 def require_same(schedule: Schedule, results: list[Any], steps: int = 1) -> list[Transfer]:
     """Losses and gradients of every step are a plain run's; returns what was transferred."""
-    layout = Layout.of(schedule.problem)
+    layout = Layout.from_problem(schedule.problem)
     (losses,), (gradients,) = cases.plain(len(layout.placement), layout.microbatches)
     for step in range(steps):
         assert results[layout.placement[-1]][0][step] == dict(enumerate(losses))
@@ -105,7 +105,7 @@ def test_tokens_of_a_channel_have_one_order() -> None:
 
     def orders(mode: str) -> list[list[tuple[str, str, int, int]]]:
         schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
-        plans = [prepare(schedule, rank, Layout.of(schedule.problem)) for rank in range(2)]
+        plans = [prepare(schedule, rank, Layout.from_problem(schedule.problem)) for rank in range(2)]
         return [[told(order) for order in plan.link_orders if order] for plan in plans]
 
     def told(order: LinkOrder) -> tuple[str, str, int, int]:
@@ -149,7 +149,7 @@ def test_an_order_that_cannot_be_kept_is_refused(order: list[str], told: str) ->
     schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"]), OFFLOADED, {"pcie0": order})
     for rank in range(2):
         with pytest.raises(ScheduleError, match=told):
-            prepare(schedule, rank, Layout.of(schedule.problem))
+            prepare(schedule, rank, Layout.from_problem(schedule.problem))
 
 
 def test_the_digest_depends_on_the_order() -> None:

@@ -32,7 +32,7 @@ PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0],
 
 def plans_of(schedule: Schedule) -> list[Plan]:
     problem = schedule.problem
-    return [prepare(schedule, rank, Layout.of(problem)) for rank in range(len(problem.devices))]
+    return [prepare(schedule, rank, Layout.from_problem(problem)) for rank in range(len(problem.devices))]
 
 
 @settings(max_examples=examples(100))
@@ -162,14 +162,14 @@ def test_a_message_is_expected_while_another_op_runs() -> None:
 def test_receives_are_posted_in_the_senders_order() -> None:
     problem = cases.problem([0, 1], 2)
     programs = [["0F1", "0F0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
-    plan = prepare(Schedule.parse(problem, programs), 1, Layout.of(problem))
+    plan = prepare(Schedule.parse(problem, programs), 1, Layout.from_problem(problem))
     assert [message.microbatch for message, _ in plan.actions[0].post] == [1, 0]
 
 
 def test_the_peak_of_host_memory_is_counted() -> None:
     problem = cases.problem([0], 2, offload_parts=2)
     texts = programs("0F0 0O0 0O0.1 0D0 0D0.1 0F1 0O1 0D1 0R0 0R0.1 0BW0 0O1.1 0D1.1 0R1 0R1.1 0BW1")
-    plan = prepare(Schedule.parse(problem, texts), 0, Layout.of(problem))
+    plan = prepare(Schedule.parse(problem, texts), 0, Layout.from_problem(problem))
     assert plan.host_peak(lambda stage, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 
 

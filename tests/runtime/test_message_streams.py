@@ -69,7 +69,7 @@ class Alone:
 
 def races(schedule: Schedule, rank: int, move: Callable[[Stream], Any] = Move) -> list[str]:
     """What raced while a rank computed and exchanged messages."""
-    layout = Layout.of(schedule.problem)
+    layout = Layout.from_problem(schedule.problem)
     plan = prepare(schedule, rank, layout)
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = Races(monkeypatch)

@@ -41,7 +41,7 @@ def test_at_most_two_messages_are_under_way(ranks: Ranks, part_of: int) -> None:
     assert max(held) < UNDER_WAY, "before the next is made, one is left"
     assert left <= UNDER_WAY, "until the next step begins"
     for rank, report in enumerate((first, second)):
-        plan = prepare(schedule, rank, Layout.of(schedule.problem))
+        plan = prepare(schedule, rank, Layout.from_problem(schedule.problem))
         certified = plan.message_peak(lambda message: MESSAGE_BYTES)
         assert report.buffer_peak_bytes == report.buffer_certified_bytes == certified
     assert first.buffer_peak_bytes < 6 * MESSAGE_BYTES
@@ -58,7 +58,7 @@ def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
 
 def test_the_plan_counts_receives_and_sends() -> None:
     schedule = all_forwards_first()
-    layout = Layout.of(schedule.problem)
+    layout = Layout.from_problem(schedule.problem)
     sizes = {Kind.F: 10, Kind.B: 1}
     peaks = [prepare(schedule, rank, layout).message_peak(lambda message: sizes[message.kind]) for rank in range(2)]
     evaluating = [

@@ -42,14 +42,14 @@ def problems(draw: Any, placements: tuple[tuple[int, ...], ...]) -> Problem:
 def test_messages_match_on_any_routes(data: Any) -> None:
     problem = data.draw(problems(((0, 1), (0, 1, 1, 0), (0, 1, 2), (0, 1, 2, 2, 1, 0), (0, 0, 1))))
     schedule = data.draw(schedules(problem))
-    run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(len(problem.devices))])
+    run_by_hand([prepare(schedule, rank, Layout.from_problem(problem)) for rank in range(len(problem.devices))])
 
 
 @settings(max_examples=examples(12))
 @given(st.data())
 def test_any_routes_give_the_same_sums(ranks: Ranks, data: Any) -> None:
     problem = data.draw(problems(((0, 1), (0, 1, 1, 0), (1, 0, 1))))
-    layout, schedule = Layout.of(problem), data.draw(schedules(problem))
+    layout, schedule = Layout.from_problem(problem), data.draw(schedules(problem))
     results = ranks(rank_routes.train, schedule=schedule)
     losses, gradients = rank_routes.plain(layout)
     for rank, (ours, _) in enumerate(results):
@@ -64,7 +64,7 @@ def test_a_pipeline_with_routes_is_profiled_with_them(ranks: Ranks) -> None:
     layout = Layout.make([0, 1, 1, 0], M, **BOTH_WAYS)
     problem, same = ranks(rank_routes.profile, layout=layout)
     assert problem == same
-    assert Layout.of(problem) == layout
+    assert Layout.from_problem(problem) == layout
     assert all(stage.activation_bytes > 0 and stage.forward_ms > 0 for stage in problem.stages)
     assert problem.p2p_ms > 0
 

@@ -128,7 +128,9 @@ def paced(before: list[float], after: list[float]) -> int | None:
 @cache
 def _plans() -> tuple[Plan, Plan]:
     made = schedules({"a": ONE_F_ONE_B, "b": SPLIT})
-    return prepare(made["a"], 0, Layout.of(made["a"].problem)), prepare(made["b"], 0, Layout.of(made["b"].problem))
+    return prepare(made["a"], 0, Layout.from_problem(made["a"].problem)), prepare(
+        made["b"], 0, Layout.from_problem(made["b"].problem)
+    )
 
 
 NOISE: Any = np.random.default_rng(1)

@@ -41,7 +41,7 @@ LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, to
 def written(case: Case, to: str, folder: Path) -> Rows:
     path = folder / f"{case.name}.{to}.csv"
     path.write_text(export_schedule(case.schedule, to, without_offload=True))
-    layout = Layout.of(case.schedule.problem)
+    layout = Layout.from_problem(case.schedule.problem)
     return Rows(path, FORMS[to], layout.placement, layout.microbatches)
 
 
@@ -151,7 +151,7 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
     real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
     schedules = [heuristics.generate("zb-auto", real), heuristics.generate("adaoffload", real.with_memory_for(2.2))]
     by_rank = ranks(torch_pipelining.run_offloaded, schedules=schedules)
-    plain = rank_systems.plain(Layout.of(real))
+    plain = rank_systems.plain(Layout.from_problem(real))
     for outcomes in zip(*by_rank, strict=True):
         require_same(f"{placement}", [(done.outcome, "") for done in outcomes], plain)
         assert all(0 < done.peak_bytes <= done.certified_bytes for done in outcomes)

@@ -33,11 +33,11 @@ def test_median_and_interquartile_range() -> None:
     clock: Any = Ticking(0, 1, 10, 12, 20, 23, 30, 34, 40, 90)
     times = OpTimer(clock)
     times.recording = False
-    with times.of("forward_ms"):
+    with times.timing("forward_ms"):
         pass
     times.recording = True
     for _ in range(5):
-        with times.of("forward_ms"):
+        with times.timing("forward_ms"):
             pass
     spread = times.spreads()["forward_ms"]
     assert (spread.ms, spread.iqr_ms, spread.count) == (3.0, 2.0, 5)
@@ -45,7 +45,7 @@ def test_median_and_interquartile_range() -> None:
 
 
 def test_one_measurement_has_no_spread() -> None:
-    assert Spread.of([2.5]) == Spread(2.5, 0.0, 1)
+    assert Spread.from_times([2.5]) == Spread(2.5, 0.0, 1)
 
 
 def test_copies_of_all_parts_add_up_and_an_empty_part_takes_no_time() -> None:
@@ -101,7 +101,7 @@ def test_a_full_queue_is_no_launch(kernel_ms: float, bound: bool, monkeypatch: p
     times = OpTimer(gpu)
 
     def op() -> None:
-        with times.of("forward_ms"):
+        with times.timing("forward_ms"):
             for _ in range(5):
                 gpu.launch(kernel_ms)
 

@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        return Layout.of(self.schedule.problem)
+        return Layout.from_problem(self.schedule.problem)
 
     @property
     def kinds(self) -> set[Kind]:

@@ -39,7 +39,7 @@ def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
     timeline, problem, compiled = schedule.timeline, schedule.problem, schedule.compiled
     ends = dict(zip(compiled.places.tolist(), timeline.end.tolist(), strict=True))
     begins = float(timeline.start[timeline.device == device].min())
-    programs, layout = programs_of(compiled), Layout.of(problem)
+    programs, layout = programs_of(compiled), Layout.from_problem(problem)
     return {
         message: ends[place] + problem.p2p_ms - begins
         for d in range(len(problem.devices))
@@ -54,7 +54,7 @@ def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[
 
     The step uses the stage of that number of `pipe`, its host pool and its link. `pipe` must have run or profiled all
     stages on one rank; in `schedule` each has a device of its own."""
-    rank, layout = pipe._rank, Layout.of(schedule.problem)
+    rank, layout = pipe._rank, Layout.from_problem(schedule.problem)
     plan = prepare(schedule, device, layout)
     pipe._schedules.reserve(plan)
     messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))

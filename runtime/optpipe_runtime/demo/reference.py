@@ -18,7 +18,7 @@ def losses(
     model = torch.nn.Sequential(*gpt.stages(size, stages))
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt.LEARNING_RATE)
     text = corpus()
-    found = []
+    means = []
     for step in range(steps):
         inputs, targets = batch(text, step, microbatches * size.sequences, size.context)
         optimizer.zero_grad()
@@ -28,6 +28,6 @@ def losses(
             (loss / microbatches).backward()  # type: ignore[no-untyped-call]
             pieces.append(loss.item())
         optimizer.step()
-        found.append(sum(pieces) / microbatches)
+        means.append(sum(pieces) / microbatches)
         told(step + 1)
-    return found
+    return means

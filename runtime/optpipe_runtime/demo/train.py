@@ -77,7 +77,7 @@ class DemoResult:
     steps: list[Step]
 
     @classmethod
-    def of(cls, training: Training, problem: Problem) -> DemoResult:
+    def from_training(cls, training: Training, problem: Problem) -> DemoResult:
         return cls(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
 
     @classmethod
@@ -168,7 +168,7 @@ def train(plan: DemoSettings, url: str) -> DemoResult:
         finally:
             if client:
                 client.close()
-    return DemoResult.of(training, problem)
+    return DemoResult.from_training(training, problem)
 
 
 def alternate(training: Training) -> None:

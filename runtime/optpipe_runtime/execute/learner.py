@@ -58,7 +58,9 @@ class Learner:
                         error.add_note(f"rank {self._rank.team.name} was learning stage {s}, by its first forward")
                         raise
                 stage = self._rank.stages.get(s)
-                answers = self._rank.cpu_group.of_each_peer((result, stage and stage.norms_wait), layout.placement[s])
+                answers = self._rank.cpu_group.gather_from_peers(
+                    (result, stage and stage.norms_wait), layout.placement[s]
+                )
                 for answer, _ in answers:
                     if isinstance(answer, InputError):
                         raise answer

@@ -21,8 +21,8 @@ def of_function(name: str) -> Factory:
             f"model = {name!r}: must be MODULE:FUNCTION such as train.model:factory, a config.json, or "
             "torchtitan:MODEL/FLAVOUR such as torchtitan:llama3/8B"
         )
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
@@ -42,11 +42,11 @@ def of_function(name: str) -> Factory:
 
 def _checked(name: str, factory: Callable[[int, int], Any]) -> Factory:
     def checked(rank: int, ranks: int) -> Setup:
-        made = factory(rank, ranks)
-        if not isinstance(made, Setup):
+        setup = factory(rank, ranks)
+        if not isinstance(setup, Setup):
             raise InputError(
-                f"model = {name!r}: it returned a {type(made).__name__}, optpipe_runtime.Setup was expected"
+                f"model = {name!r}: it returned a {type(setup).__name__}, optpipe_runtime.Setup was expected"
             )
-        return made
+        return setup
 
     return checked

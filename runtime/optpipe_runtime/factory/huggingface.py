@@ -42,8 +42,8 @@ def of_config(path: str, sizes: Sizes) -> Factory:
         vocabulary = model.config.vocab_size
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            found: Tensor = model.loss_function(logits, labels, vocabulary)
-            return found
+            value: Tensor = model.loss_function(logits, labels, vocabulary)
+            return value
 
         return language_model(stage, rank, ranks, loss, vocabulary, sizes, type(model).__name__)
 

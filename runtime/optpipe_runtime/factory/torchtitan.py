@@ -42,8 +42,8 @@ def of_flavour(name: str, sizes: Sizes) -> Factory:
         raise InputError(f"{what}: torchtitan cuts it in a way of its own, only models of pipeline_llm can be measured")
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = cross_entropy(logits, labels) / labels.numel()
-        return found
+        mean: Tensor = cross_entropy(logits, labels) / labels.numel()
+        return mean
 
     def factory(rank: int, ranks: int) -> Setup:
         training = config.TrainingConfig(disable_cuda_graphs=True)

@@ -97,7 +97,7 @@ class Row:
     @property
     def spread_ms(self) -> float:
         """The interquartile range."""
-        return Spread.of(self.steps_ms).iqr_ms
+        return Spread.from_times(self.steps_ms).iqr_ms
 
     @property
     def deviation(self) -> float:

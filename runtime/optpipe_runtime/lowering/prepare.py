@@ -64,7 +64,7 @@ def require_valid(
     The answer is the same on every rank. So one rank checks a schedule and the others, which get it from that rank,
     only `lower` it.
     """
-    _require_same_pipeline(Layout.of(schedule.problem), layout)
+    _require_same_pipeline(Layout.from_problem(schedule.problem), layout)
     if require is not None:
         require(schedule, layout)
     _require_links(schedule, layout)
@@ -130,7 +130,7 @@ def _require_same_pipeline(scheduled: Layout, layout: Layout) -> None:
 
 def _require_links(schedule: Schedule, layout: Layout) -> None:
     """Ranks that share a link here must share it in the schedule, which then has the order of their transfers."""
-    scheduled = Layout.of(schedule.problem)
+    scheduled = Layout.from_problem(schedule.problem)
     for d, program in enumerate(schedule.programs):
         if not of_kinds(program.table, *HOST_LINK).any():
             continue

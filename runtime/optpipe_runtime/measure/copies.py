@@ -31,10 +31,10 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: in
         trial.forward(j)
     sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
     for turn in range(max(map(len, layout.shared_links.values()), default=1)):
-        here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
-        with _first_offloaded(here if both_ways else []):
-            once = partial(_both_ways if both_ways else _one_way, here)
-            together(rank, once, [trial.times for trial, _ in here], clock, repeats)
+        own_turn = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
+        with _first_offloaded(own_turn if both_ways else []):
+            once = partial(_both_ways if both_ways else _one_way, own_turn)
+            together(rank, once, [trial.times for trial, _ in own_turn], clock, repeats)
     for trial, j in moving:
         trial.forget(j)
 

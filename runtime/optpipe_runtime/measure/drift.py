@@ -91,11 +91,11 @@ class Profiler:
             raise InputError("Profiler.add was given a report without a trace: call step with trace=True")
         # A forward that a C repeats saves nothing, and so takes another time.
         recomputed = {(op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C}
-        found = defaultdict(list)
+        by_op = defaultdict(list)
         for op, start_ms, end_ms, *_ in report.trace:
             if op.kind != Kind.F or (op.stage, op.microbatch) not in recomputed:
-                found[op.stage, op.kind].append(end_ms - start_ms)
-        for key, times in found.items():
+                by_op[op.stage, op.kind].append(end_ms - start_ms)
+        for key, times in by_op.items():
             self._seen[key].append(median(times))
         passed = Passed({}, {})
         for op, _, end_ms, *_, message_ms in report.trace:
@@ -119,15 +119,15 @@ class Profiler:
         return retimed(self._pipe.problem, self._pipe.gather(self.seen))
 
 
-def retimed(problem: Problem, found: Sequence[Seen]) -> Problem:
-    """The problem with these times; `found` has one entry for each rank. Of inner peers the slowest counts."""
-    own: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
-    for times, _ in found:
+def retimed(problem: Problem, by_rank: Sequence[Seen]) -> Problem:
+    """The problem with these times; `by_rank` is what each has seen. Of inner peers the slowest counts."""
+    of_stage: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
+    for times, _ in by_rank:
         for (s, kind), ms in times.items():
-            own[s][kind] = max(ms, own[s].get(kind, ms))
-    p2p_ms = message_ms(problem, [passed for _, passed in found])
+            of_stage[s][kind] = max(ms, of_stage[s].get(kind, ms))
+    p2p_ms = message_ms(problem, [passed for _, passed in by_rank])
     return problem.replace(
-        stages=[stage.model_copy(update=_fields(stage, own[s])) for s, stage in enumerate(problem.stages)],
+        stages=[stage.model_copy(update=_fields(stage, of_stage[s])) for s, stage in enumerate(problem.stages)],
         p2p_ms=problem.p2p_ms if p2p_ms is None else round(p2p_ms, 4),
     )
 
@@ -141,7 +141,7 @@ def message_ms(problem: Problem, by_rank: Sequence[Sequence[Passed]]) -> float |
     """
     if len({len(steps) for steps in by_rank}) != 1:  # not the same steps on every rank
         return None
-    found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    by_pair: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for ranks in zip(*by_rank, strict=True):
         # Of inner peers the first: all times of a device are by one clock.
         ended = {what: ms for rank in reversed(ranks) for what, ms in rank.ended.items()}
@@ -156,8 +156,8 @@ def message_ms(problem: Problem, by_rank: Sequence[Sequence[Passed]]) -> float |
                 delays[problem.stages[source].device, problem.stages[s].device].append(ms - ended[kind, source, j])
         for (a, b), there in delays.items():
             if a < b and (b, a) in delays:
-                found[a, b].append(max(0.0, (median(there) + median(delays[b, a])) / 2))
-    return max((median(steps) for steps in found.values()), default=None)
+                by_pair[a, b].append(max(0.0, (median(there) + median(delays[b, a])) / 2))
+    return max((median(steps) for steps in by_pair.values()), default=None)
 
 
 def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:

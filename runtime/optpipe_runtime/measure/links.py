@@ -67,10 +67,10 @@ def _send_first(rank: Rank, link: Link, trial: Trial, timer: OpTimer, rounds: in
         timer.recording = r >= WARM_UP
         there, back = Message(Kind.F, link.after, r), Message(Kind.B, link.before, r)
         tensors = trial.outputs()
-        with timer.of("handover"):
+        with timer.timing("handover"):
             rank.messages.post(back, other, specs)
             rank.messages.send(there, tensors, other, specs)
-        with timer.of("answer"):
+        with timer.timing("answer"):
             rank.messages.take(back)
 
 
@@ -81,7 +81,7 @@ def _answer(rank: Rank, link: Link, timer: OpTimer, rounds: int) -> None:
     for r in range(rounds):
         timer.recording = r >= WARM_UP
         received = rank.messages.take(Message(Kind.F, link.after, r))
-        with timer.of("handover"):
+        with timer.timing("handover"):
             if r + 1 < rounds:
                 rank.messages.post(Message(Kind.F, link.after, r + 1), other, specs)
             rank.messages.send(Message(Kind.B, link.before, r), received, other, specs)

@@ -35,7 +35,7 @@ class Spread:
     host_ms: float = 0.0
 
     @classmethod
-    def of(cls, times: Sequence[float], host: Sequence[float] = (0.0,)) -> Spread:
+    def from_times(cls, times: Sequence[float], host: Sequence[float] = (0.0,)) -> Spread:
         low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
         return cls(round(median(times), 4), round(high - low, 4), len(times), round(median(host), 4))
 
@@ -72,7 +72,7 @@ class OpTimer:
         self.recording = True  # False while all warms up
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def timing(self, name: str) -> Iterator[None]:
         """Times what runs in this context."""
         if not self.recording:
             yield
@@ -88,8 +88,8 @@ class OpTimer:
 
     @contextmanager
     def launches(self) -> Iterator[None]:
-        """In this context `of` times how long the host takes to issue an op, each time with nothing else on the device:
-        its queue holds some thousand launches, and a host that has filled it waits for the device."""
+        """In this context `timing` times how long the host takes to issue an op, with nothing else on the device: its
+        queue holds some thousand launches, and a host that has filled it waits for the device."""
         self._launching = True
         yield
         self._launching = False
@@ -104,7 +104,7 @@ class OpTimer:
         spreads = {}
         for name, marks in self._marks.items():
             times = [scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks]
-            spreads[name] = Spread.of(times, self._host_ms.get(name, [0.0]))
+            spreads[name] = Spread.from_times(times, self._host_ms.get(name, [0.0]))
         return spreads
 
 
@@ -144,7 +144,7 @@ class Trial:
         self.times = OpTimer(clock)
         self.sizes: dict[str, int] = {}
         self._generator = torch.Generator(stage.device).manual_seed(stage.index)
-        self._made: Tensors = ()
+        self._outputs: Tensors = ()
 
     # Compute
 
@@ -154,19 +154,19 @@ class Trial:
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
         how: dict[str, Any] = {"route": self.route, "backward": Kind.B, "kwargs": self._kwargs}
         stage.start_step(self._batch, self.parts)
-        with self.times.of("forward_ms"):
+        with self.times.timing("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, **how)
         saved = stage.held_bytes(0)
         stage.forget(0)
         stage.forward(0, inputs.pop(), self._targets, recompute=True, **how)
         checkpoint = stage.held_bytes(0)
-        with self.times.of("recompute_ms"):
+        with self.times.timing("recompute_ms"):
             stage.recompute(0)
         again = stage.held_bytes(0)
-        with self.times.of("backward_input_ms"):
+        with self.times.timing("backward_input_ms"):
             stage.backward(0, gradients, split=True)
         kept = stage.held_bytes(0)
-        with self.times.of("backward_weight_ms"):
+        with self.times.timing("backward_weight_ms"):
             stage.weight(0)
         held = {
             "activation_bytes": max(saved, again),
@@ -188,19 +188,19 @@ class Trial:
     def outputs(self) -> Tensors:
         """What a forward gives to the next stage, newly computed."""
         self.forward(0)
-        made = self._made
+        outputs = self._outputs
         self.forget(0)
-        return made
+        return outputs
 
     def forward(self, microbatch: int) -> None:
         """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
-        self._made = self.stage.forward(
+        self._outputs = self.stage.forward(
             microbatch, self._fresh_inputs(), self._targets, route=self.route, kwargs=self._kwargs
         )
 
     def forget(self, microbatch: int) -> None:
-        self._made = ()
+        self._outputs = ()
         self.stage.forget(microbatch)
 
     # Transfers of a micro-batch after its forward. Each direction is started first and ended later.
@@ -238,11 +238,11 @@ class Trial:
         """Runs F, E, D and L. Returns the bytes that the drop freed."""
         self.forward(0)
         held = self.stage.held_bytes(0)
-        with self.times.of("evict_ms"):
+        with self.times.timing("evict_ms"):
             self.stage.evict(0, peers)
             self.stage.drop(0, 0)
         freed = held - self.stage.held_bytes(0)
-        with self.times.of("load_ms"):
+        with self.times.timing("load_ms"):
             self.stage.reload(0, 0)
             self.stage.activation(0).restore()
         self.forget(0)

@@ -76,7 +76,7 @@ class Chunk(Told):
         output: Tensor
         output, tokens = schedules.forward_step(
             step.forward_step_func,
-            self._feed.of(j),
+            self._feed.give(j),
             self.model,
             step.microbatches,
             None if self._first else received[0],
@@ -107,7 +107,7 @@ class Feed:
         self._items: list[Any] = []
         self._microbatch, self._taken = 0, False
 
-    def of(self, microbatch: int) -> Feed | None:
+    def give(self, microbatch: int) -> Feed | None:
         """None where Megatron has no data."""
         self._microbatch, self._taken = microbatch, False
         return None if self.source is None else self
@@ -150,10 +150,10 @@ class _Linear(torch.autograd.Function):
         def gradients() -> list[Tensor]:
             return [flat_dy.t().matmul(flat_x), flat_dy.sum(dim=0)][: len(parameters)]
 
-        found = weight_grads(parameters, gradients, flat_x, flat_dy)
+        grads = weight_grads(parameters, gradients, flat_x, flat_dy)
         if reducing is not None:
             reducing.wait()
-        return dx, *found, *[None] * (3 - len(found))
+        return dx, *grads, *[None] * (3 - len(grads))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:

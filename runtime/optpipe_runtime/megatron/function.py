@@ -27,7 +27,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.megatron.chunk import Chunk, Step
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.cpu_group import on_each_rank
-from optpipe_runtime.ranks.grid import of_everyone
+from optpipe_runtime.ranks.grid import gather_from_everyone
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import user_timeout
 from optpipe_runtime.stage.split import main_grad
@@ -120,7 +120,7 @@ class ForwardBackward:
             collect_non_loss_data,
             partial(schedules.check_first_val_step, first_val_step, forward_only),
         )
-        pipeline = self._begun(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
+        pipeline = self._start(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         batch = _places(num_microbatches, seq_length, micro_batch_size)
@@ -171,7 +171,7 @@ class ForwardBackward:
         chunks, groups = list(model) if isinstance(model, Sequence) else [model], pg_collection or _groups()
         config = get_model_config(chunks[0])
         step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
-        pipeline = self._begun(chunks, groups, step, data_iterator)
+        pipeline = self._start(chunks, groups, step, data_iterator)
         batch = _places(num_microbatches, seq_length, micro_batch_size)
         with _main_grads_unchanged(chunks):
             return pipeline.profile(
@@ -197,12 +197,12 @@ class ForwardBackward:
         if self._pipeline is not None:
             self._pipeline.__exit__(kind, error, trace)
 
-    def _begun(
+    def _start(
         self, chunks: list[nn.Module], groups: Any, step: Step, data_iterator: Any, adjust: Any = None
     ) -> Pipeline:
         """The pipeline of these chunks, which are told of the step. Collective in the first call. What a rank refuses
         later ends the pipeline, so that no other rank waits for it; these raise the same sentence."""
-        first, pipeline = self._pipeline is None, self._pipeline or self._made(chunks, step.config, groups)
+        first, pipeline = self._pipeline is None, self._pipeline or self._make_pipeline(chunks, step.config, groups)
         try:
             if first:
                 pipeline.load(self._schedule)
@@ -210,21 +210,21 @@ class ForwardBackward:
                 raise InputError("adjust_tensor_shapes_fn is given: shapes are learned from the stages, leave it out")
             if [chunk.model for chunk in self._chunks] != chunks:
                 raise InputError("model has other chunks than in the first call: make a new forward_backward_func")
-            self._begin(pipeline, step, data_iterator)
+            self._start_chunks(pipeline, step, data_iterator)
         except InputError as error:
             pipeline.__exit__(type(error), error, error.__traceback__)
             raise
         return pipeline
 
-    def _made(self, chunks: list[nn.Module], config: Any, groups: Any) -> Pipeline:
+    def _make_pipeline(self, chunks: list[nn.Module], config: Any, groups: Any) -> Pipeline:
         """The pipeline of these chunks. Collective."""
         # A rank that fails alone would leave the others waiting for it in `Pipeline`.
         self._chunks = on_each_rank(
-            lambda: self._checked(chunks, config, groups),
-            lambda value: of_everyone(value, user_timeout()),
+            lambda: self._check(chunks, config, groups),
+            lambda value: gather_from_everyone(value, user_timeout()),
             lambda error: f"rank {groups.pp.rank()}: {error}",
         )
-        layout = Layout.of(self._schedule.problem)
+        layout = Layout.from_problem(self._schedule.problem)
         pipeline = Pipeline(
             {chunk.stage: chunk for chunk in self._chunks},
             layout.placement,
@@ -240,7 +240,7 @@ class ForwardBackward:
         self._pipeline = pipeline
         return pipeline
 
-    def _checked(self, chunks: list[nn.Module], config: Any, groups: Any) -> list[Chunk]:
+    def _check(self, chunks: list[nn.Module], config: Any, groups: Any) -> list[Chunk]:
         """These chunks as stages, if the schedule can run on them."""
         _require_supported(config, chunks)
         problem, rank = self._schedule.problem, groups.pp.rank()
@@ -258,7 +258,7 @@ class ForwardBackward:
             )
         return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]
 
-    def _begin(self, pipeline: Pipeline, step: Step, data_iterator: Any) -> None:
+    def _start_chunks(self, pipeline: Pipeline, step: Step, data_iterator: Any) -> None:
         if step.microbatches != pipeline.layout.microbatches:
             raise InputError(
                 f"num_microbatches = {step.microbatches}: the schedule is for {pipeline.layout.microbatches}"

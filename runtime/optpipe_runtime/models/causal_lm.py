@@ -63,9 +63,9 @@ class CausalLM:
         """The model with these layers only. Left-out decoder layers hand on what they get, so that the others keep
         their numbers."""
         decoder, model = _shallow(self._decoder), _shallow(self._model)
-        here = range(first - 1, end - 1)
+        kept = range(first - 1, end - 1)
         decoder.layers = nn.ModuleList(
-            layer if i in here else _Skipped() for i, layer in enumerate(self._decoder.layers)
+            layer if i in kept else _Skipped() for i, layer in enumerate(self._decoder.layers)
         )
         if first > 0:
             decoder.embed_tokens = None
@@ -88,8 +88,8 @@ class CausalLM:
         skeleton.layers.extend(_Skipped() for _ in range(self._count))
         hidden = torch.zeros(1, 1, self._model.config.hidden_size)
         with torch.no_grad(), torch.device("cpu"):
-            found = skeleton(inputs_embeds=hidden, use_cache=False).last_hidden_state
-        if found is not hidden:
+            result = skeleton(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        if result is not hidden:
             raise InputError(
                 f"model is a {self._kind}: its forward changes hidden states outside of its layers; give a list of its "
                 "layers, or cut it by torch's SplitPoint"
@@ -121,6 +121,6 @@ class _Skipped(nn.Module):
 
 def _shallow(module: Any) -> Any:
     """A copy with the same parts, which can be replaced in it."""
-    made = copy.copy(module)
-    vars(made).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, Mapping)})
-    return made
+    shallow = copy.copy(module)
+    vars(shallow).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, Mapping)})
+    return shallow

@@ -43,12 +43,12 @@ def evenly(layers: int, stages: int) -> list[int]:
 
 def shared_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
     """Those of this rank's stages that other ranks have, too, by name in the whole model."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for stage in stages.values():
         for part in stage.modules():
             if isinstance(part, Part):
-                found |= {key: part.get_parameter(name) for key, name in part.shared.items()}
-    return found
+                parameters |= {key: part.get_parameter(name) for key, name in part.shared.items()}
+    return parameters
 
 
 def as_whole(stages: Mapping[int, nn.Module]) -> nn.Module:

@@ -59,7 +59,6 @@ def stages_of(
     if isinstance(placement, Schedule):
         layers, placement = _as_found(placement, layers)
     rank = dist.get_rank() if rank is None else rank
-    own = [s for s, owner in enumerate(placement) if owner == rank]
     if isinstance(model, list | tuple) and model and all(isinstance(part, StageBase) for part in model):
         _require_none(layers, "torch's PipelineStages")
         return {stage.stage_index: stage.submod for stage in model}
@@ -69,10 +68,10 @@ def stages_of(
             raise InputError(f"placement has {len(placement)} stages: the Pipe was cut into {model.num_stages}")
         parts = traced(model)
     else:
-        known = model_of(model)
-        parts = [known.part(a, b) for a, b in pairwise((0, *accumulate(_counts(known, placement, layers))))]
+        whole = model_of(model)
+        parts = [whole.part(a, b) for a, b in pairwise((0, *accumulate(_counts(whole, placement, layers))))]
     _note_names(parts, placement)
-    return {s: parts[s] for s in own}
+    return {s: parts[s] for s, owner in enumerate(placement) if owner == rank}
 
 
 def model_of(model: Any) -> Model:
@@ -110,10 +109,10 @@ def _as_found(schedule: Schedule, layers: Sequence[int] | None) -> tuple[Sequenc
     if len(problem.all_routes) > 1:
         raise InputError(f"placement is a schedule for {len(problem.all_routes)} routes: make its stages by hand")
     if layers is None and problem.layers is not None:
-        found = schedule.placement or Placement.balanced(problem, 1)
-        if found.apply(problem).stages != problem.stages:
+        as_placed = schedule.placement or Placement.balanced(problem, 1)
+        if as_placed.apply(problem).stages != problem.stages:
             raise InputError("placement is a schedule whose stages are not those of its problem's layers: give layers")
-        layers = found.layers
+        layers = as_placed.layers
     return layers, [stage.device for stage in problem.stages]
 
 
@@ -128,10 +127,10 @@ def _note_names(parts: Sequence[Part], placement: Sequence[int]) -> None:
     for s, part in enumerate(parts):
         for name, parameter in part.named_parameters(remove_duplicate=False):
             uses[parameter].append((s, name))
-    for found in uses.values():
-        first, name = found[0]
+    for places in uses.values():
+        first, name = places[0]
         whole = name.removeprefix(parts[first].prefix)
-        for s, own in found:
-            parts[s].whole_names[own] = whole
-            if len({placement[k] for k, _ in found}) > 1:
-                parts[s].shared[whole] = own
+        for s, own_name in places:
+            parts[s].whole_names[own_name] = whole
+            if len({placement[k] for k, _ in places}) > 1:
+                parts[s].shared[whole] = own_name

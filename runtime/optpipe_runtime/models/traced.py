@@ -24,7 +24,7 @@ def traced(pipe: Pipe) -> list[Part]:
     placeholders = [node for node in nodes if node.op == "placeholder"]
     stages = [node for node in nodes if node.op == "call_module"]
     (output,) = (node for node in nodes if node.op == "output")
-    made = {node: s for s, node in enumerate(stages)}
+    number_of = {node: s for s, node in enumerate(stages)}
     takes = [_values(node.args) for node in stages]
     result = _values(output.args)
     used: dict[Value, int] = dict.fromkeys(result, len(stages))
@@ -33,21 +33,21 @@ def traced(pipe: Pipe) -> list[Part]:
     carried: list[Value] = [(node, 0) for node in placeholders]
     parts: list[Part] = []
     for s, node in enumerate(stages):
-        own = sorted({value for value in used if value[0] is node}, key=lambda value: value[1])
-        there = [*carried, *own]
+        outputs = sorted({value for value in used if value[0] is node}, key=lambda value: value[1])
+        available = [*carried, *outputs]
         last = s == len(stages) - 1
-        after = result if last else [value for value in there if used.get(value, -1) > s]
+        after = result if last else [value for value in available if used.get(value, -1) > s]
         sources = [_source(value, carried, node) for value in after]
         inside = [carried.index(value) for value in takes[s]]
         names = [str(value.target) for value in placeholders] if s == 0 else []
-        parts.append(_Stage(pipe.get_stage_module(made[node]), inside, sources, names))
+        parts.append(_Stage(pipe.get_stage_module(number_of[node]), inside, sources, names))
         carried = after
     return parts
 
 
 def _values(arguments: Any) -> list[Value]:
     """The values among a node's arguments, in order; a `getitem` stands for an output of the stage before it."""
-    found: list[Value] = []
+    values: list[Value] = []
 
     def visit(value: Any) -> None:
         if isinstance(value, Node):
@@ -55,9 +55,9 @@ def _values(arguments: Any) -> list[Value]:
                 source, number = value.args
                 assert isinstance(source, Node)
                 assert isinstance(number, int)
-                found.append((source, number))
+                values.append((source, number))
             else:
-                found.append((value, 0))
+                values.append((value, 0))
         elif isinstance(value, dict):
             for one in value.values():
                 visit(one)
@@ -66,13 +66,13 @@ def _values(arguments: Any) -> list[Value]:
                 visit(one)
 
     visit(arguments)
-    return found
+    return values
 
 
 def _source(value: Value, carried: Sequence[Value], node: Node) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """Where a stage finds a value: among what it got, or among what its module made."""
     if value[0] is node:
-        return lambda _, made: made[value[1]]
+        return lambda _, outputs: outputs[value[1]]
     place = carried.index(value)
     return lambda given, _: given[place]
 
@@ -94,6 +94,6 @@ class _Stage(Part):
     def forward(self, *given: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         values = [*given, *(kwargs[name] for name in self._names[len(given) :])]
         result = self.module(*(values[k] for k in self._inside))
-        made = result if isinstance(result, tuple | list) else (result,)
-        after = tuple(source(values, made) for source in self._sources)
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        after = tuple(source(values, outputs) for source in self._sources)
         return after[0] if len(after) == 1 else after

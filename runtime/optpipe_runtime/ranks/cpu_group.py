@@ -55,7 +55,7 @@ def on_each_rank(make: Callable[[], T], gather: Callable[[Any], list[Any]], desc
     """See `CpuGroup.on_each_rank`. `gather` gives the values of all ranks that agree."""
     failure: Exception | None = None
     try:
-        made = make()
+        result = make()
     except Exception as error:
         failure = error
     messages = gather(None if failure is None else describe(failure))
@@ -64,7 +64,7 @@ def on_each_rank(make: Callable[[], T], gather: Callable[[Any], list[Any]], desc
     for message in messages:
         if message is not None:
             raise InputError(message)
-    return made
+    return result
 
 
 class CpuGroup:
@@ -127,7 +127,7 @@ class CpuGroup:
         values, size = self.gather(value), self._team.size
         return [values[first : first + size] for first in range(0, len(values), size)]
 
-    def of_each_peer(self, value: Any, number: int) -> list[Any]:
+    def gather_from_peers(self, value: Any, number: int) -> list[Any]:
         """The value of rank `number` of each pipeline of the team, on every rank."""
         if self.peers == 1:
             return [self.broadcast(value, number)]
@@ -139,6 +139,6 @@ class CpuGroup:
 
     def all_equal(self, number: int | None) -> bool:
         """Whether every rank gives the same number of at most 63 bits. None is equal to nothing."""
-        own = -1 if number is None else number
-        least, minus_most = self.minimum(own, -own)
+        value = -1 if number is None else number
+        least, minus_most = self.minimum(value, -value)
         return least >= 0 and least == -minus_most

@@ -37,7 +37,7 @@ class Grid:
 def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
     peers. Raises `InputError` on all ranks if one gives what is invalid."""
-    answers = of_everyone((_members(group), _inner_ranks(inner)), timeout)
+    answers = gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)
     for pipeline, peers in answers:
         if isinstance(pipeline, str):
             raise InputError(f"group: {pipeline}")
@@ -70,7 +70,7 @@ def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     return Grid(tuple(sorted(set(by_rank))), own, own.index(answers[dist.get_rank()][0]))
 
 
-def of_everyone(value: Any, timeout: timedelta) -> list[Any]:
+def gather_from_everyone(value: Any, timeout: timedelta) -> list[Any]:
     """Collective over all ranks: the value of each, before there is a pipeline."""
     values: list[Any] = [None] * dist.get_world_size()
     everyone = dist.new_group(backend="gloo", timeout=timeout)

@@ -25,10 +25,10 @@ def require_inner(s: int, module: nn.Module, inner: Collection[int], replicas: C
     schedule. DTensors may also be spread over `replicas`, by `fully_shard`, which communicates between the steps."""
     for name, ranks in () if isinstance(module, Told) else _communicating(module):
         if not ranks <= set(inner) and not ranks <= set(replicas):
-            known = f"of which inner has {sorted(inner)}" if len(inner) > 1 else "which all must run one schedule"
+            allowed = f"of which inner has {sorted(inner)}" if len(inner) > 1 else "which all must run one schedule"
             raise InputError(
-                f"stage {s}: {name} communicates inside an op with ranks {sorted(ranks)}, {known}: give the Pipeline, "
-                "as inner, the DeviceMesh or process group of all ranks that compute this stage together"
+                f"stage {s}: {name} communicates inside an op with ranks {sorted(ranks)}, {allowed}: give the "
+                "Pipeline, as inner, the DeviceMesh or process group of all ranks that compute this stage together"
             )
 
 

@@ -42,7 +42,7 @@ class Layout:
     full_duplex: bool = False
 
     @classmethod
-    def of(cls, problem: Problem) -> Layout:
+    def from_problem(cls, problem: Problem) -> Layout:
         """The layout of the pipeline that a problem describes."""
         routes = problem.microbatch_routes or (0,) * problem.microbatches
         peers = tuple(device.peer for device in problem.devices)
@@ -69,7 +69,9 @@ class Layout:
     ) -> Layout:
         """A layout from the arguments of `Pipeline`. Without routes every micro-batch passes all stages in order.
         Raises `InputError` if they do not make a valid problem."""
-        return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex))
+        return cls.from_problem(
+            _unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
+        )
 
     def unmeasured(self) -> Problem:
         """A problem of this layout before anything is measured: ops take no time and memory is unlimited."""

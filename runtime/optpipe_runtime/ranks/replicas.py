@@ -71,8 +71,8 @@ class Replicas:
             self.modules[s] = inner
         self.reduced = sorted(self._copied.keys() | self._sharded.keys(), reverse=True)
         self._gathered: list[int] = []  # stages, in the context of `gathering`
-        own = {s: {id(tensor) for tensor in (*m.parameters(), *m.buffers())} for s, m in self.modules.items()}
-        self.sharing = {s: {s, *(other for other in own if own[s] & own[other])} for s in own}
+        tensors = {s: {id(tensor) for tensor in (*m.parameters(), *m.buffers())} for s, m in self.modules.items()}
+        self.sharing = {s: {s, *(other for other in tensors if tensors[s] & tensors[other])} for s in tensors}
 
     def ranks(self, s: int) -> set[int]:
         """The ranks over which a stage is `fully_shard`ed; none for other stages."""
@@ -229,16 +229,16 @@ class _Copied:
     def complete(self) -> Tensor:
         """Runs DDP's forward. Its backward finds every gradient complete and starts the reducer."""
         wrapper = self._wrapper
-        found = [parameter for parameter in self._trained.values() if parameter.grad is not None]
-        if not found or (len(found) < len(self._trained) and not wrapper.find_unused_parameters):
+        complete = [parameter for parameter in self._trained.values() if parameter.grad is not None]
+        if not complete or (len(complete) < len(self._trained) and not wrapper.find_unused_parameters):
             names = [name for name, parameter in self._trained.items() if parameter.grad is None]
             raise InputError(
                 f"stage {self._stage}: {names[0]} and {len(names) - 1} other parameters got no gradient in this "
                 "step: make its DistributedDataParallel with find_unused_parameters=True"
             )
-        module, wrapper.module = wrapper.module, _Complete(wrapper.module, found)
+        module, wrapper.module = wrapper.module, _Complete(wrapper.module, complete)
         try:
-            signal: Tensor = wrapper(found[0].new_empty(0))
+            signal: Tensor = wrapper(complete[0].new_empty(0))
         finally:
             wrapper.module = module
         return signal
@@ -250,10 +250,10 @@ class _Complete(nn.Module):
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._module, self._found = module, parameters
+        self._module, self._parameters_with_gradient = module, parameters
 
     def forward(self, _: Tensor) -> Any:
-        return _AddsNothing.apply(*self._found)  # type: ignore[no-untyped-call]
+        return _AddsNothing.apply(*self._parameters_with_gradient)  # type: ignore[no-untyped-call]
 
 
 class _AddsNothing(torch.autograd.Function):

@@ -90,15 +90,15 @@ class Team:
     ) -> Subgroup:
         number = own_ranks.index(dist.get_rank())
         for ranks in all_ranks:
-            made = self._new_group([ranks[member] for member in chosen], on_gpus=device.type == "cuda")
+            group = self._new_group([ranks[member] for member in chosen], on_gpus=device.type == "cuda")
             if list(ranks) == own_ranks:
-                own = made
+                own_group = group
         while _ended:  # making a group is collective, so all ranks have finished with earlier teams
             _ended.pop()._close()
         if number in chosen:
             if self._store is None:  # a group's name is unique, and the same on all members
-                self._store = PrefixStore(f"optpipe/{own.group_name}", default_store())
-            self._subgroups.append(Subgroup(self, chosen, own, own_ranks))
+                self._store = PrefixStore(f"optpipe/{own_group.group_name}", default_store())
+            self._subgroups.append(Subgroup(self, chosen, own_group, own_ranks))
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
         if device.type == "cuda" and self._watch is None:  # on all ranks: each watches the next one
@@ -208,9 +208,9 @@ class Team:
                 (absent := self._absent(self.everyone)) and time.monotonic() < until and not self._store.check(["why"])
             ):
                 time.sleep(0.02)
-        gone = ", ".join(map(self.name_of, absent))
+        names = ", ".join(map(self.name_of, absent))
         return self._first_reason(
-            f"rank{'s' * (len(absent) > 1)} {gone} did not answer any more; {why}" if absent else why
+            f"rank{'s' * (len(absent) > 1)} {names} did not answer any more; {why}" if absent else why
         )
 
     def _absent(self, ranks: Iterable[int]) -> list[int]:

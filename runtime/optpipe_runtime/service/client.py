@@ -129,11 +129,11 @@ class ScheduleClient:
         self._connection: ServiceConnection | None = None
         self._search: RemoteSearch | LocalSearch
         if url is None:
-            self._search = LocalSearch(asked, cache, self._found)
+            self._search = LocalSearch(asked, cache, self._offer)
         else:
             backoff = Backoff(*backoff_s)
             self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
-            self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._found)
+            self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._offer)
         self._version, self._wanted = 0, wanted
         self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
         self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
@@ -229,7 +229,7 @@ class ScheduleClient:
                 log.exception("the client of the solver service failed; training goes on with the schedule it has")
         self._searched = number
 
-    def _found(self, schedule: Schedule, job: str, seq: int) -> None:
+    def _offer(self, schedule: Schedule, job: str, seq: int) -> None:
         if self._wanted(schedule):
             self._version += 1
             self._newest.append((self._following, Offer(self._version, schedule, job, seq)))

@@ -196,8 +196,8 @@ def base_url(url: str, name: str = "url") -> str:
 
 def run_name() -> str:
     """What the cluster calls this training, such as `slurm-4711`; "" if nothing has started it that gives it a name."""
-    found = ((who, os.environ.get(variable, "")) for variable, who in RUNS.items())
-    return next((f"{who}-{name}" for who, name in found if name not in UNNAMED), "")[:200]
+    runs = ((who, os.environ.get(variable, "")) for variable, who in RUNS.items())
+    return next((f"{who}-{name}" for who, name in runs if name not in UNNAMED), "")[:200]
 
 
 def api_key(given: str | None) -> str | None:

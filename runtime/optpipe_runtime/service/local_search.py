@@ -25,21 +25,23 @@ HERE = "here"  # the job of its schedules
 
 
 class LocalSearch:
-    """Calls `found(schedule, job, seq)` for each schedule that is better than all before it and than the one that runs,
-    the cache's first. Its processes are nicer than the training."""
+    """Calls `report(schedule, job, seq)` for each schedule that is better than all before it and than the one that
+    runs, the cache's first. Its processes are nicer than the training."""
 
     def __init__(
-        self, options: SolveOptions, cache: ScheduleCache | None, found: Callable[[Schedule, str, int], None]
+        self, options: SolveOptions, cache: ScheduleCache | None, report: Callable[[Schedule, str, int], None]
     ) -> None:
-        self._options, self._cache, self._found = options, cache, found
+        self._options, self._cache, self._report = options, cache, report
         self._seq = 0
 
     async def follow(self, problem: Problem, running: Schedule | None) -> None:
         """Searches until time is up or the best is proven; cancelling it ends the processes."""
         best_ms = NEVER
         if running is not None:
-            here = Schedule(problem, running.programs, running.links, running.method)
-            best_ms = NEVER if check(problem, here) else self._value_ms(Result.from_schedule(here, self._options))
+            on_problem = Schedule(problem, running.programs, running.links, running.method)
+            best_ms = (
+                NEVER if check(problem, on_problem) else self._value_ms(Result.from_schedule(on_problem, self._options))
+            )
         arguments = self._options.arguments()
         try:
             begin = partial(improve, problem, warm_start=running, cache=self._cache, admit=_behind, **arguments)
@@ -50,7 +52,7 @@ class LocalSearch:
                     if result.schedule is not None and self._value_ms(result) < best_ms:
                         best_ms = self._value_ms(result)
                         self._seq += 1
-                        self._found(result.schedule, HERE, self._seq)
+                        self._report(result.schedule, HERE, self._seq)
             finally:
                 search.cancel()
         except OptPipeError as error:

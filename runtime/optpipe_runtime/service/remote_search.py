@@ -30,7 +30,7 @@ MOST_TIMES_STAGES = 16  # a placement that is read has at most so many times the
 
 
 class RemoteSearch:
-    """Calls `found(schedule, job, seq)` for each schedule that is better than all before it and than the one that
+    """Calls `report(schedule, job, seq)` for each schedule that is better than all before it and than the one that
     runs."""
 
     def __init__(
@@ -40,10 +40,10 @@ class RemoteSearch:
         options: SolveOptions,
         outages: Outages,
         backoff: Backoff,
-        found: Callable[[Schedule, str, int], None],
+        report: Callable[[Schedule, str, int], None],
     ) -> None:
         self._url, self._connection = url, connection
-        self._outages, self._backoff, self._found = outages, backoff, found
+        self._outages, self._backoff, self._report = outages, backoff, report
         self._options = options
         self._job: str | None = None
         self._seen = 0  # the number of the last incumbent of the job
@@ -81,9 +81,9 @@ class RemoteSearch:
     def _compare_with(self, running: Schedule) -> None:
         """Schedules must be better than the running one, if that is still valid: the problem may have changed."""
         placed = running.placement.apply(self._problem) if running.placement else self._problem
-        here = replace(running, problem=placed)
-        if not check(placed, here):
-            self._best_ms = self._value_ms(here)
+        on_problem = replace(running, problem=placed)
+        if not check(placed, on_problem):
+            self._best_ms = self._value_ms(on_problem)
 
     async def _go_on(self) -> None:
         """Submits a job if there is none, then takes incumbents as they come, to the end of the search."""
@@ -172,7 +172,7 @@ class RemoteSearch:
         value_ms = self._value_ms(schedule)
         if value_ms < self._best_ms:
             self._best, self._best_ms = schedule, value_ms
-            self._found(schedule, job, event.seq)
+            self._report(schedule, job, event.seq)
         return True
 
     def _value_ms(self, schedule: Schedule) -> float:

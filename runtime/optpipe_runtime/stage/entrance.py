@@ -28,16 +28,16 @@ def reached_inputs(output: Tensor, inputs: Tensors) -> frozenset[int]:
     """The numbers of the inputs, which are leaves of the graph, that a gradient of the output may reach."""
     number = {id(tensor): i for i, tensor in enumerate(inputs)}
     seen, waiting = {output.grad_fn}, [output.grad_fn]
-    found = set()
+    reached = set()
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        found.add(number.get(id(getattr(node, "variable", None)), -1))
+        reached.add(number.get(id(getattr(node, "variable", None)), -1))
         fresh = {after for after, _ in node.next_functions} - seen
         seen |= fresh
         waiting += fresh
-    return frozenset(found - {-1})
+    return frozenset(reached - {-1})
 
 
 class _Entrance(torch.autograd.Function):
@@ -51,6 +51,6 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        found = [None if gradient is None else local(gradient) for gradient in gradients]
-        ctx.gradients.append(dict(zip(ctx.numbers, found, strict=True)))
+        parts = [None if gradient is None else local(gradient) for gradient in gradients]
+        ctx.gradients.append(dict(zip(ctx.numbers, parts, strict=True)))
         return (None,) * (3 + len(gradients))

@@ -29,7 +29,7 @@ class Spec(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
+    def from_tensor(cls, tensor: Tensor) -> Spec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property

@@ -45,7 +45,7 @@ def learn(
     kwargs
         What the module gets by name, of one micro-batch.
     """
-    io = StageIO(tuple(Spec.of(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
+    io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     stage.at_b = None
     if route <= min(stage.io, default=route):  # a route learned before decides for all
         stage.norms_wait, stage.whole, stage.calls = True, False, Calls(stage.module)
@@ -60,7 +60,7 @@ def learn(
         stage.replay.changing = list(dict.fromkeys((*stage.replay.changing, *changed())))
     stage.io[route] = io = replace(
         io,
-        outputs=tuple(Spec.of(output) for output in outputs),
+        outputs=tuple(Spec.from_tensor(output) for output in outputs),
         reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
         changes_inputs=any(version(tensor) for tensor in tensors_in((copies, asked, named))),

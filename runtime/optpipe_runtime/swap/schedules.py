@@ -128,7 +128,7 @@ class Schedules:
     def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
         """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
         on its own problem: the costs measured here are of larger or smaller micro-batches."""
-        layout, scheduled = self._rank.layout, Layout.of(schedule.problem)
+        layout, scheduled = self._rank.layout, Layout.from_problem(schedule.problem)
         if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
             return replace(layout, microbatch_routes=scheduled.microbatch_routes), None
         return layout, self.problem
@@ -178,7 +178,7 @@ class Schedules:
 
     def _change_microbatches(self, plan: Plan) -> None:
         """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""
-        layout = replace(self._rank.layout, microbatch_routes=Layout.of(plan.problem).microbatch_routes)
+        layout = replace(self._rank.layout, microbatch_routes=Layout.from_problem(plan.problem).microbatch_routes)
         self._rank.layout = layout
         for stage in self._rank.stages.values():
             stage.set_loss_scale(1 / layout.microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,7 @@ from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.ranks.parts import local
 from support.ranks import inner
 from support.ranks.cases import batch, loss_fn
-from support.ranks.replicas import replaced, wrapped
+from support.ranks.replicas import wrapped
 from support.ranks.windows import policy
 
 FREE = 10**8
@@ -49,8 +50,8 @@ def profiled(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
     groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
     with Pipeline(modules, placement, loss_fn, m, **groups) as pipe:
         with (
-            replaced(step_runner, require_budget=lambda rank: None),
-            replaced(
+            patch.multiple(step_runner, require_budget=lambda rank: None),
+            patch.multiple(
                 torch.cuda,
                 mem_get_info=lambda device: (FREE, FREE),
                 memory_reserved=lambda device: 0,

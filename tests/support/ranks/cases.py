@@ -3,7 +3,7 @@ tests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -89,16 +89,27 @@ def numbers(modules: dict[int, nn.Module]) -> Gradients:
     }
 
 
-def plain_step(modules: Sequence[nn.Module], inputs: Tensor, targets: Tensor, microbatches: int) -> list[float]:
+def plain_step(
+    modules: Iterable[nn.Module],
+    inputs: Tensor,
+    targets: Tensor,
+    microbatches: int,
+    loss: Callable[..., Tensor] = loss_fn,
+) -> list[float]:
     """Plain autograd, one micro-batch after the other: the losses, and gradients of their mean in `.grad`."""
     losses = []
     for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
         for module in modules:
             x = module(x)
-        loss = loss_fn(x, y)
-        torch.autograd.backward(loss / microbatches)
-        losses.append(loss.item())
+        value = loss(x, y)
+        torch.autograd.backward(value / microbatches)
+        losses.append(value.item())
     return losses
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Of all their parameters, each once; of none, too."""
+    return torch.optim.SGD(dict.fromkeys([torch.zeros(0), *(p for m in modules for p in m.parameters())]), lr=0.1)
 
 
 def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
@@ -106,7 +117,7 @@ def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[flo
     after each."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
-    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+    optimizer = sgd(*modules)
     losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -125,12 +136,10 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
     """One step with each schedule, swapped between the steps."""
     microbatches = schedules[0].problem.microbatches
     modules = own_stages(placement)
-    optimizer = torch.optim.SGD(
-        [torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1
-    )
+    optimizer = sgd(*modules.values())
     reports, gradients = [], []
     with Pipeline(
-        modules, placement, loss_fn, microbatches, peers=Layout.of(schedules[0].problem).peers or None
+        modules, placement, loss_fn, microbatches, peers=Layout.from_problem(schedules[0].problem).peers or None
     ) as pipe:
         for step, schedule in enumerate(schedules):
             pipe.load(schedule)
@@ -180,12 +189,12 @@ def train_with_offers(
     microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
     modules = own_stages(placement)
     versions, gradients, complaint = [], [], ""
-    real = swapping.lower
+    lower = swapping.lower
 
     def picky(schedule: Schedule, *arguments: Any) -> Any:
         if schedule.method == refused_by_one.method and rank == 1:
             raise ScheduleError("not with me")
-        return real(schedule, *arguments)
+        return lower(schedule, *arguments)
 
     with mock.patch.object(swapping, "lower", picky), Pipeline(modules, placement, loss_fn, microbatches) as pipe:
         pipe.load(first)
@@ -332,10 +341,7 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
     first, last = next(whole[0].children()), list(whole[-1].children())[-1]
     last.weight = first.weight
     for step in range(2):
-        for x, y in zip(*(part.chunk(m) for part in batch(step, m)), strict=True):
-            for module in whole:
-                x = module(x)
-            torch.autograd.backward(loss_fn(x, y) / m)
+        plain_step(whole, *batch(step, m), m)
     return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]
 
 

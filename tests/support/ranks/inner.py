@@ -25,6 +25,7 @@ from torch.nn import functional
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from optpipe_runtime.stage.io import LossFn
 from support.ranks import cases
 from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
@@ -116,6 +117,12 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
 
 
+def two_stages(modules: dict[int, nn.Module], microbatches: int, loss: LossFn = loss_fn) -> Pipeline:
+    """One on ranks 0 and 1 together, one on ranks 2 and 3."""
+    groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
+    return Pipeline(modules, [0, 1], loss, microbatches, **groups)
+
+
 class Seen(NamedTuple):
     """Of one step on one rank."""
 
@@ -152,8 +159,7 @@ def plain(microbatches: int, steps: int) -> list[Seen]:
     """The whole model in one process, with clipping and an SGD step after each step."""
     torch.set_num_threads(1)
     modules = make_stages()
-    every = [p for module in modules for p in module.parameters()]
-    optimizer = torch.optim.SGD(every, lr=0.1)
+    optimizer = cases.sgd(*modules)
     seen = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -177,9 +183,7 @@ def trained(microbatches: int, programs: Sequence[Sequence[Sequence[str]]], bett
     module = parallel(make_stages()[stage], mesh()["tensor"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     steps, versions = [], []
-    with Pipeline(
-        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
-    ) as pipe:
+    with two_stages({stage: module}, m) as pipe:
         measured = pipe.profile(*batch(0, m), activation_budget_bytes=10**9, repeats=1)
         schedules = [Schedule.parse(measured, program, method=f"schedule {k}") for k, program in enumerate(programs)]
         for k in range(len(schedules)):
@@ -317,9 +321,7 @@ def killed() -> str:
 
     module.register_forward_pre_hook(dies)
     try:
-        with Pipeline(
-            {stage: module}, [0, 1], loss_fn, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
-        ) as pipe:
+        with two_stages({stage: module}, 4) as pipe:
             pipe.load(Schedule.parse(problem((0, 1), 4), SPLIT))
             pipe.step(*batch(0, 4))
             running = True
@@ -362,17 +364,14 @@ def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients
     module = parallel(modules[stage], mesh()["tensor"])
     copy = module.get_submodule("0" if stage == 0 else "2").weight
     assert isinstance(copy, nn.Parameter)
-    with Pipeline(
-        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
-    ) as pipe:
+    with two_stages({stage: module}, m) as pipe:
         pipe.tie(copy)
         pipe.load(Schedule.parse(problem((0, 1), m), programs))
         pipe.step(*batch(0, m))
         found = gradients({stage: module})
         norm = pipe.clip_grad_norm_(0.1)
     whole[1].get_submodule("2").weight = whole[0].get_submodule("0").weight
-    for x, y in zip(*(given.chunk(m) for given in batch(0, m)), strict=True):
-        torch.autograd.backward(loss_fn(whole[1](whole[0](x)), y) / m)
+    cases.plain_step(whole, *batch(0, m), m)
     expected = gradients({stage: whole[stage]})
     every = dict.fromkeys(p for one in whole for p in one.parameters())
     return found, norm, expected, nn.utils.clip_grad_norm_(list(every), 0.1).item()
@@ -399,9 +398,7 @@ def measured() -> tuple[list[int], frozenset[str], int]:
     }
     module = parallelize_module(whole, mesh()["tensor"], plan)
     given = torch.ones(2, 8, 8, WIDTH)
-    with Pipeline(
-        {stage: module}, [0, 1], functional.mse_loss, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
-    ) as pipe:
+    with two_stages({stage: module}, 4, functional.mse_loss) as pipe:
         problem = pipe.profile(*given, activation_budget_bytes=10 ** (9 - peer), repeats=1)
         first, device = problem.stages[0], problem.devices[0]
         pipe.load(Schedule.parse(problem, OFFLOADED))

@@ -18,9 +18,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline
-from support.ranks.cases import WIDTH, WORDS, batch, loss_fn
-from support.ranks.inner import Seen, mesh, plain_step, step_of
+from support.ranks.cases import WIDTH, WORDS, batch
+from support.ranks.inner import Seen, mesh, plain_step, step_of, two_stages
 
 RANKS = 2
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -117,9 +116,7 @@ def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[s
         module = DistributedDataParallel(module, process_group=ranks.get_group())
     given: list[Any] = [part.chunk(2, dim=1)[peer].contiguous() for part in uneven(kind, microbatches)]
     seen = []
-    with Pipeline(
-        {stage: module}, [0, 1], loss_fn, microbatches, group=mesh()["pipe"].get_group(), inner=ranks
-    ) as pipe:
+    with two_stages({stage: module}, microbatches) as pipe:
         problem = pipe.profile(*given, activation_budget_bytes=10**9, repeats=1)
         for program in programs:
             pipe.load(Schedule.parse(problem, program))

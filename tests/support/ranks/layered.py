@@ -16,6 +16,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Follower, Pipeline, as_whole, on_all_ranks, profile_layers, stages_of
 from support.following import until
 from support.ranks import models
+from support.ranks.cases import plain_step
 from support.ranks.models import MICROBATCHES
 from support.ranks.swaps import heard
 
@@ -62,7 +63,7 @@ def moved(
             losses.append(follow.step(*batch(step)).losses or [])
             optimizer.step()
             if step == 0 and (others := follow._other_stages):
-                until(lambda: others.found or others._client._newest)  # the next step polls it
+                until(lambda: others.best or others._client._newest)  # the next step polls it
         before = pipe.version, list(logged)
         better = on_all_ranks(follow.for_next_start or schedule)
     dcp.save(state(module, optimizer), checkpoint_id=folder)
@@ -108,11 +109,6 @@ def plain() -> list[list[float]]:
     losses = []
     for step in range(2 * STEPS):
         optimizer.zero_grad()
-        losses.append([])
-        inputs, targets = batch(step)
-        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
-            loss = models.loss_fn(whole(x), y)
-            torch.autograd.backward(loss / MICROBATCHES)
-            losses[-1].append(loss.item())
+        losses.append(plain_step([whole], *batch(step), MICROBATCHES, models.loss_fn))
         optimizer.step()
     return losses

@@ -51,7 +51,7 @@ def train(
 ) -> tuple[list[dict[int, float]], list[Gradients], list[Transfer]]:
     """One step with each schedule, all of one layout: losses by micro-batch, gradients, and every transfer. `alone`: no
     rank waits for its turn."""
-    layout = Layout.of(schedules[0].problem)
+    layout = Layout.from_problem(schedules[0].problem)
     modules, rank = own_stages(layout.placement), torch.distributed.get_rank()
     seen: list[Transfer] = []
 
@@ -90,7 +90,7 @@ def train(
 def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, int]:
     """Trains by each schedule in turn: bytes allocated for the host while ops run; what they used at most, and what the
     plans said."""
-    layout = Layout.of(schedules[0].problem)
+    layout = Layout.from_problem(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
         pool, run = pipe._rank.pool, pipe._step_runner.executor.run

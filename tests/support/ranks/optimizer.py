@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step
-from support.ranks.replicas import mesh, parameters, replaced, wrapped
+from support.ranks.replicas import mesh, parameters, wrapped
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -88,7 +89,7 @@ def train(
     schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = adam
 ) -> tuple[list[StepReport], Values, set[str]]:
     """A step by each schedule; reports, parameters in the end, and the gradients that are there after it."""
-    training = Training(Layout.of(schedules[0].problem), hosted, factory)
+    training = Training(Layout.from_problem(schedules[0].problem), hosted, factory)
     with training.pipe as pipe:
         reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]
         pipe.synchronize()
@@ -165,15 +166,15 @@ def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
         return told
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(pipe._rank.replicas, reduction=reduction))
+        stack.enter_context(patch.multiple(pipe._rank.replicas, reduction=reduction))
         for s, host in pipe.host_optimizers.items():
-            stack.enter_context(replaced(host, gradients_out=out(s)))
+            stack.enter_context(patch.multiple(host, gradients_out=out(s)))
         yield
 
 
 def unclipped(schedule: Schedule) -> str:
     """What a user is told who does not clip."""
-    layout, number = Layout.of(schedule.problem), torch.distributed.get_rank() % 2
+    layout, number = Layout.from_problem(schedule.problem), torch.distributed.get_rank() % 2
     own = {s: module for s, module in enumerate(make_stages(4)) if layout.placement[s] == number}
     hosts: dict[str, Any] = {"host_optimizers": {2: adam, 3: adam}, "clip_host_updates": True}
     group = mesh()["pipe"].get_group()
@@ -191,7 +192,7 @@ def resume(
     schedule: Schedule, hosted: Sequence[int], at: int, steps: int, module_first: bool
 ) -> tuple[list[Any], Values]:
     """Trains for `at` steps, saves, and goes on from there with other modules, whose parameters were zeros."""
-    before = Training(Layout.of(schedule.problem), hosted)
+    before = Training(Layout.from_problem(schedule.problem), hosted)
     with before.pipe as pipe:
         for k in range(at):
             before.step(k, schedule)
@@ -199,7 +200,7 @@ def resume(
         saved = deepcopy({s: module.state_dict() for s, module in before.modules.items()})
         hosts = deepcopy({s: host.state_dict() for s, host in pipe.host_optimizers.items()})
         optimizer = deepcopy(before.optimizer.state_dict())
-    after = Training(Layout.of(schedule.problem), hosted)
+    after = Training(Layout.from_problem(schedule.problem), hosted)
     for parameter in (p for module in after.modules.values() for p in module.parameters()):
         nn.init.zeros_(parameter)
     with after.pipe as pipe:
@@ -220,7 +221,7 @@ def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
     """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the
     end the modules load what they have."""
     training = Training(
-        Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16
+        Layout.from_problem(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16
     )
     with training.pipe as pipe:
         for k in range(steps):
@@ -240,7 +241,7 @@ def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
 def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
     """Loads ones into a stage on the host, and trains with learning rate 0; then changes a parameter at the wrong
     moment."""
-    training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
+    training = Training(Layout.from_problem(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
     ours = next(iter(training.pipe.host_optimizers))
     module, told = training.modules[ours], ""
     with training.pipe as pipe:
@@ -264,7 +265,7 @@ def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
 
 def mistakes(schedule: Schedule) -> list[str]:
     """What a user is told who makes each of these mistakes, on every rank."""
-    layout, rank = Layout.of(schedule.problem), torch.distributed.get_rank()
+    layout, rank = Layout.from_problem(schedule.problem), torch.distributed.get_rank()
     told = []
 
     def attempt(call: Any) -> None:
@@ -300,7 +301,9 @@ def failing_update(schedule: Schedule) -> list[str]:
         optimizer.register_step_pre_hook(_fail)
         return optimizer
 
-    training = Training(Layout.of(schedule.problem), [2, 3], breaks if torch.distributed.get_rank() == 0 else adam)
+    training = Training(
+        Layout.from_problem(schedule.problem), [2, 3], breaks if torch.distributed.get_rank() == 0 else adam
+    )
     try:
         training.step(0, schedule)
     except ValueError as error:

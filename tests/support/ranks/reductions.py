@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,8 +18,8 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages
-from support.ranks.replicas import gradients, mesh, parameters, replaced, wrapped
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, plain_step, sgd
+from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.swaps import failing
 
 PLACEMENT = [0, 1, 1, 0]
@@ -80,30 +80,29 @@ def trained(
 ) -> Ran:
     """Each replica trains by its own schedules. `late`: gradients are reduced when the step has ended. `tied`: a layer
     of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), schedules[0][0].problem.microbatches
+    here, m = place(), schedules[0][0].problem.microbatches
+    number, replica = here.number, here.replica
     own = {s: module for s, module in enumerate(make_stages(4)) if PLACEMENT[s] == number}
     if shared and number == 0:
         own[3].get_submodule("2").weight = own[0].get_submodule("0").weight
     modules = {s: wrapped(module, how) for s, module in own.items()}
-    trained = dict.fromkeys(p for module in modules.values() for p in module.parameters())
-    optimizer = torch.optim.SGD(trained, lr=0.1)
+    optimizer = sgd(*modules.values())
     ran = Ran([], [], [], [], {}, [], [], [])
-    with Pipeline(modules, PLACEMENT, loss_fn, m, group=group) as pipe:
+    with Pipeline(modules, PLACEMENT, loss_fn, m, group=here.group) as pipe:
         if tied:
             pipe.tie(_norm(own[number]))
         for step, turn in enumerate(turns):
             if turn.load is not None:
                 pipe.load(schedules[replica][turn.load])
             optimizer.zero_grad()
-            data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
+            data = here.batch(step, m)
             if replica == 0:
                 data = [part[:, : turn.length].contiguous() for part in data]
             events = Events()
             with ExitStack() as around:
                 around.enter_context(recorded(pipe, events, m, turn.awaits if replica == 0 and not late else None))
-                if late:
-                    around.enter_context(never())
+                if late:  # no reduction starts within a step
+                    around.enter_context(mock.patch.object(Reductions, "complete", return_value=None))
                 if turn.memory and dist.get_rank() == 0:
                     around.enter_context(failing("backward", 2, torch.OutOfMemoryError("too much")))
                 report = pipe.step(*data, trace=trace)
@@ -154,14 +153,12 @@ def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | No
         Replicas.gather(pipe._rank.replicas, s)
 
     ops = {"F": "forward", "B": "backward", "W": "weight"}
-    methods = {name: told(kind, getattr(StageRunner, name)) for kind, name in ops.items()}
-    with replaced(pipe._rank.replicas, reduction=reduction, gather=gather), mock.patch.multiple(StageRunner, **methods):
+    recording = {name: told(kind, getattr(StageRunner, name)) for kind, name in ops.items()}
+    with (
+        mock.patch.multiple(pipe._rank.replicas, reduction=reduction, gather=gather),
+        mock.patch.multiple(StageRunner, **recording),
+    ):
         yield
-
-
-def never() -> AbstractContextManager[object]:
-    """No reduction starts within a step."""
-    return mock.patch.object(Reductions, "complete", return_value=None)
 
 
 def plain_shared(microbatches: int, steps: int) -> list[Gradients]:
@@ -169,14 +166,11 @@ def plain_shared(microbatches: int, steps: int) -> list[Gradients]:
     torch.set_num_threads(1)
     modules = dict(enumerate(make_stages(4)))
     modules[3].get_submodule("2").weight = modules[0].get_submodule("0").weight
-    optimizer = torch.optim.SGD(dict.fromkeys(p for module in modules.values() for p in module.parameters()), lr=0.1)
+    optimizer = sgd(*modules.values())
     found = []
     for step in range(steps):
         optimizer.zero_grad()
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
-            for module in modules.values():
-                x = module(x)
-            torch.autograd.backward(loss_fn(x, y) / microbatches)
+        plain_step(modules.values(), *batch(step, microbatches), microbatches)
         found.append(gradients(modules))
         optimizer.step()
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.ranks.replicas import Replicas
-from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages
+from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, plain_step, sgd
 
 
 class Odd(nn.Module):
@@ -53,6 +54,28 @@ class Seen(NamedTuple):
 def mesh() -> DeviceMesh:
     """Two replicas of two ranks each: ranks 0 and 1, ranks 2 and 3."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+
+
+class Place(NamedTuple):
+    """This rank where two replicas of two ranks train."""
+
+    group: dist.ProcessGroup  # of its pipeline
+    replica: int
+    number: int  # in the pipeline
+
+    def batch(self, step: int, microbatches: int) -> list[Tensor]:
+        """Its half of a batch: inputs and targets."""
+        return [part.chunk(2)[self.replica] for part in batch(step, 2 * microbatches)]
+
+    def stages(self, placement: Sequence[int], how: str, **options: Any) -> dict[int, nn.Module]:
+        """Those of this rank, of the same model on both replicas."""
+        stages = enumerate(make_stages(len(placement)))
+        return {s: wrapped(module, how, **options) for s, module in stages if placement[s] == self.number}
+
+
+def place() -> Place:
+    group = mesh()["pipe"].get_group()
+    return Place(group, dist.get_rank() // 2, dist.get_rank(group))
 
 
 def whole(tensor: Tensor) -> Any:
@@ -88,22 +111,16 @@ def wrapped(module: nn.Module, how: str, replicas: DeviceMesh | None = None, **o
 
 def replicated(schedules: Sequence[Sequence[Schedule]], how: str, max_norm: float = 0.0, **options: Any) -> list[Seen]:
     """Each replica trains a step with each of its schedules on its half of the batch."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), schedules[0][0].problem.microbatches
-    placement = [stage.device for stage in schedules[0][0].problem.stages]
-    modules = {
-        s: wrapped(module, how, **options)
-        for s, module in enumerate(make_stages(len(placement)))
-        if placement[s] == number
-    }
-    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    here, problem = place(), schedules[0][0].problem
+    placement, m = [stage.device for stage in problem.stages], problem.microbatches
+    modules = here.stages(placement, how, **options)
+    optimizer = sgd(*modules.values())
     seen = []
-    with Pipeline(modules, placement, loss_fn, m, group=group) as pipe:
-        for step, schedule in enumerate(schedules[replica]):
+    with Pipeline(modules, placement, loss_fn, m, group=here.group) as pipe:
+        for step, schedule in enumerate(schedules[here.replica]):
             pipe.load(schedule)
             optimizer.zero_grad()
-            inputs, targets = (part.chunk(2)[replica] for part in batch(step, 2 * m))
-            report = pipe.step(inputs, targets)
+            report = pipe.step(*here.batch(step, m))
             norm = pipe.clip_grad_norm_(max_norm) if max_norm else 0.0
             seen.append(Seen(report.losses, gradients(modules), norm, report.peak_activation_bytes))
             optimizer.step()
@@ -136,12 +153,11 @@ def tied(module: nn.Module, stage: int) -> nn.Parameter:
 
 
 def odds(schedule: Schedule, how: str, **options: Any) -> Odds:
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), schedule.problem.microbatches
-    inner = odd_stages()[number]
+    here, m = place(), schedule.problem.microbatches
+    number, inner = here.number, odd_stages()[here.number]
     module = wrapped(inner, how, **options)
-    data = [tuple(part.chunk(2)[replica] for part in batch(step, 2 * m)) for step in range(2)]
-    with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
+    data = [here.batch(step, m) for step in range(2)]
+    with Pipeline({number: module}, [0, 1], loss_fn, m, group=here.group) as pipe:
         pipe.tie(tied(inner, number))
         problem = pipe.profile(*data[0], activation_budget_bytes=10**9, repeats=1)
         pipe.load(Schedule(problem, schedule.programs))
@@ -168,10 +184,7 @@ def plain_odds(microbatches: int) -> tuple[Gradients, float, Gradients]:
     tied(modules[1], 1).data = tied(modules[0], 0).data
     modules[1].get_submodule("layers.2").weight = tied(modules[0], 0)
     for step in range(2):
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
-            for module in modules:
-                x = module(x)
-            torch.autograd.backward(loss_fn(x, y) / microbatches)
+        plain_step(modules, *batch(step, microbatches), microbatches)
     found = gradients(dict(enumerate(modules)))
     norm = nn.utils.clip_grad_norm_(list(dict.fromkeys(p for module in modules for p in module.parameters())), 0.1)
     return found, norm.item(), gradients(dict(enumerate(modules)))
@@ -204,35 +217,24 @@ def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
 
         return read, counted
 
-    with Collectives(count), replaced(pipe._rank.replicas, reduction=reduction):
+    with Collectives(count), patch.multiple(pipe._rank.replicas, reduction=reduction):
         yield count
-
-
-@contextmanager
-def replaced(instance: object, **methods: Any) -> Iterator[None]:
-    vars(instance).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(instance, name)
 
 
 def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients], list[dict[str, int]]]:
     """On FSDP: only the first replica is offered a better schedule, and only its batch changes its shape, in the second
     step. Versions, gradients, and the collectives of each step."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), first.problem.microbatches
-    modules = {number: wrapped(make_stages(2)[number], "fsdp")}
+    here, m = place(), first.problem.microbatches
+    modules = here.stages([0, 1], "fsdp")
     versions, found, made = [], [], []
-    with Pipeline(modules, [0, 1], loss_fn, m, group=group) as pipe:
+    with Pipeline(modules, [0, 1], loss_fn, m, group=here.group) as pipe:
         pipe.load(first)
         if dist.get_rank() == 0:
             pipe.offer(better)
         for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
-            modules[number].zero_grad()
-            inputs, targets = (part.chunk(2)[replica] for part in batch(step, 2 * m))
-            if step == 1 and replica == 0:
+            modules[here.number].zero_grad()
+            inputs, targets = here.batch(step, m)
+            if step == 1 and here.replica == 0:
                 inputs, targets = inputs[:, : LENGTH // 2].contiguous(), targets[:, : LENGTH // 2].contiguous()
             with collectives(pipe) as count:
                 versions.append(pipe.step(inputs, targets).version)
@@ -248,9 +250,9 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
 def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
     """With a communication hook on DDP, which sets gradients to one: how many numbers it saw, each time; and how many
     there are."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), schedule.problem.microbatches
-    module, seen = wrapped(make_stages(2)[number], "ddp"), []
+    here, m = place(), schedule.problem.microbatches
+    (module,) = here.stages([0, 1], "ddp").values()
+    seen: list[int] = []
     assert isinstance(module, DistributedDataParallel)
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and takes no strings
@@ -260,10 +262,10 @@ def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
         return done
 
     module.register_comm_hook(None, hook)
-    with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
+    with Pipeline({here.number: module}, [0, 1], loss_fn, m, group=here.group) as pipe:
         pipe.load(schedule)
         for step in range(steps):
-            pipe.step(*(part.chunk(2)[replica] for part in batch(step, 2 * m)))
+            pipe.step(*here.batch(step, m))
     assert all(bool((p.grad == 1).all()) for p in module.parameters())
     return seen, sum(p.numel() for p in module.parameters())
 
@@ -271,24 +273,23 @@ def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
 def undone(first: Schedule, larger: Schedule, how: str, **options: Any) -> tuple[list[int], Gradients]:
     """One rank of the first replica runs out of memory late in its first step by another schedule. Versions, and the
     step's gradients."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, m = dist.get_rank(group), first.problem.microbatches
-    modules = {number: wrapped(make_stages(2)[number], how, **options)}
+    here, m = place(), first.problem.microbatches
+    modules = here.stages([0, 1], how, **options)
     full: list[bool] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if replica == 0 and pipe.version == 2:
+        if here.replica == 0 and pipe.version == 2:
             full.append(len(full) == m - 1)
             if full[-1]:
                 raise MemoryError("no more")
         return loss_fn(output, target)
 
     versions = []
-    with Pipeline(modules, [0, 1], loss, m, group=group) as pipe:
+    with Pipeline(modules, [0, 1], loss, m, group=here.group) as pipe:
         for step, schedule in enumerate((first, larger)):
             pipe.load(schedule)
-            modules[number].zero_grad()
-            versions.append(pipe.step(*(part.chunk(2)[replica] for part in batch(step, 2 * m))).version)
+            modules[here.number].zero_grad()
+            versions.append(pipe.step(*here.batch(step, m)).version)
         return versions, gradients(modules)
 
 
@@ -315,9 +316,8 @@ def bereft(schedule: Schedule, how: str) -> str:
 
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who wraps a stage in a way that cannot work."""
-    group, m = mesh()["pipe"].get_group(), schedule.problem.microbatches
-    number = dist.get_rank(group)
-    told = []
+    group, _, number = place()
+    m, told = schedule.problem.microbatches, list[str]()
 
     def attempt(module: nn.Module, **data: Tensor) -> None:
         try:

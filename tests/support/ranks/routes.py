@@ -49,7 +49,7 @@ def make(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
 
 def train(schedule: Schedule) -> tuple[list[float], Gradients]:
     """One step; the batch only where the rank needs it."""
-    layout = Layout.of(schedule.problem)
+    layout = Layout.from_problem(schedule.problem)
     pipe, modules = make(layout)
     inputs, targets = batch(layout.microbatches)
     with pipe:

@@ -24,7 +24,7 @@ from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers, plain_step, sgd
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -59,7 +59,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def trainer(modules: Mapping[int, nn.Module]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1)
+    return sgd(*modules.values())
 
 
 def plain(count: int, steps: int, microbatches: int) -> list[Step]:
@@ -68,13 +68,7 @@ def plain(count: int, steps: int, microbatches: int) -> list[Step]:
     optimizer = trainer(modules)
     for step in range(steps):
         optimizer.zero_grad()
-        losses = []
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step)), strict=True):
-            for module in modules.values():
-                x = module(x)
-            loss = mse_loss(x, y)
-            torch.autograd.backward(loss / microbatches)
-            losses.append(loss.item())
+        losses = plain_step(modules.values(), *batch(step), microbatches, mse_loss)
         found.append(Step(losses, numbers(modules), ""))
         optimizer.step()
     return found
@@ -87,7 +81,9 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
     optimizer = trainer(modules)
     problem = schedules[0].problem
     half = len(schedules) // 2
-    with Pipeline(modules, placement, mse_loss, problem.microbatches, peers=Layout.of(problem).peers or None) as pipe:
+    with Pipeline(
+        modules, placement, mse_loss, problem.microbatches, peers=Layout.from_problem(problem).peers or None
+    ) as pipe:
 
         def step() -> None:
             optimizer.zero_grad()
@@ -141,7 +137,7 @@ def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, 
     problem = first.problem
     modules = own_stages(placement, moody=True)
     state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
-    ways = {"peers": Layout.of(problem).peers or None, "links": [device.link for device in problem.devices]}
+    ways = {"peers": Layout.from_problem(problem).peers or None, "links": [device.link for device in problem.devices]}
     steps = []
     with Pipeline(modules, placement, _doubling, problem.microbatches, **ways) as pipe, heard() as logged:
         pipe.load(first)

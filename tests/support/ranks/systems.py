@@ -13,7 +13,7 @@ from torch import nn
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
-from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers, plain_step
 
 
 class Outcome(NamedTuple):
@@ -30,15 +30,9 @@ def model(stages: int) -> list[nn.Module]:
 def plain(layout: Layout) -> Outcome:
     """All micro-batches, one after the other, through the row of stages of which every route has a copy."""
     torch.set_num_threads(1)  # as on the ranks: sums over rows have the same order
-    modules, losses = model(len(layout.routes[0])), {}
-    inputs, targets = batch(0, layout.microbatches)
-    for j, (x, y) in enumerate(zip(inputs.chunk(layout.microbatches), targets.chunk(layout.microbatches), strict=True)):
-        for module in modules:
-            x = module(x)
-        loss = loss_fn(x, y)
-        torch.autograd.backward(loss / layout.microbatches)
-        losses[j] = loss.item()
-    return Outcome(losses, numbers(dict(enumerate(modules))))
+    modules = model(len(layout.routes[0]))
+    losses = plain_step(modules, *batch(0, layout.microbatches), layout.microbatches)
+    return Outcome(dict(enumerate(losses)), numbers(dict(enumerate(modules))))
 
 
 class Kept(torch.optim.SGD):
@@ -58,7 +52,7 @@ def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
     pipelines: dict[Any, tuple[Pipeline, dict[int, nn.Module]]] = {}
     outcomes = []
     for schedule in schedules:
-        layout = Layout.of(schedule.problem)
+        layout = Layout.from_problem(schedule.problem)
         hosted = frozenset(op.stage for program in schedule.programs for op in program.ops() if op.kind == Kind.U)
         if (layout, hosted) not in pipelines:
             pipelines[layout, hosted] = _pipeline(layout, hosted)

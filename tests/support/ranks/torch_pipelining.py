@@ -110,7 +110,7 @@ def run_offloaded(schedules: Sequence[Schedule]) -> list[Offloaded]:
 
 
 def _offloaded(schedule: Schedule) -> Offloaded:
-    layout, rank = Layout.of(schedule.problem), dist.get_rank()
+    layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
     count, m = len(layout.placement), layout.microbatches
     modules = {s: module for s, module in enumerate(model(count)) if layout.placement[s] == rank}
     stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
@@ -140,7 +140,7 @@ def _offloaded(schedule: Schedule) -> Offloaded:
 
 def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]:
     """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
-    layout, rank = Layout.of(schedule.problem), dist.get_rank()
+    layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
     modules = {s: paced.Stage(times) for s, place in enumerate(layout.placement) if place == rank}
     stages = [PipelineStage(m, s, len(layout.placement), torch.device("cpu")) for s, m in modules.items()]
     runtime = torch_schedule(schedule, stages, paced.loss)

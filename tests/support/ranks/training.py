@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages, plain_step
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages, plain_step, sgd
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 
 
@@ -31,7 +31,7 @@ def plain(
     torch.set_num_threads(1)
     modules = make_stages(stages)
     every = [p for module in modules for p in module.parameters()]
-    optimizer = torch.optim.SGD(every, lr=0.1)
+    optimizer = sgd(*modules)
     losses, found, norms = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -145,12 +145,12 @@ def habitual(schedule: Schedule, all_habits: Sequence[Habits], steps: int) -> li
 def plainly(habits: Habits, microbatches: int, steps: int) -> Gradients:
     torch.set_num_threads(1)
     modules = dict(enumerate(make_stages(2)))
-
-    def run(step: int) -> None:
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
-            torch.autograd.backward(loss_fn(modules[1](modules[0](x)), y) / microbatches)
-
-    return optimized(habits, modules, steps, run)
+    return optimized(
+        habits,
+        modules,
+        steps,
+        lambda step: plain_step(modules.values(), *batch(step, microbatches), microbatches),
+    )
 
 
 def scaled(schedule: Schedule, overflow: int) -> tuple[list[float], list[list[float] | None], Gradients]:
@@ -182,15 +182,11 @@ def plainly_skipping(microbatches: int, skipped: int, max_norm: float) -> tuple[
     torch.set_num_threads(1)
     modules = dict(enumerate(make_stages(2)))
     every = [p for module in modules.values() for p in module.parameters()]
-    optimizer = torch.optim.SGD(every, lr=0.1)
+    optimizer = sgd(*modules.values())
     losses: list[list[float]] = []
     for step in range(4):
         optimizer.zero_grad()
-        losses.append([])
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
-            loss = loss_fn(modules[1](modules[0](x)), y)
-            torch.autograd.backward(loss / microbatches)
-            losses[-1].append(loss.item())
+        losses.append(plain_step(modules.values(), *batch(step, microbatches), microbatches))
         nn.utils.clip_grad_norm_(every, max_norm)
         if step != skipped:
             optimizer.step()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,8 +20,8 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks import inner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem
-from support.ranks.replicas import gradients, mesh, parameters, replaced, wrapped
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, sgd
+from support.ranks.replicas import gradients, parameters, place, wrapped
 
 PATIENCE_S = 120.0
 
@@ -56,25 +55,20 @@ def trained(
     mixed: bool = False,
 ) -> Ran:
     """Both replicas train by schedules for the same problem. `mixed`: parameters are gathered in bfloat16."""
-    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
-    number, problem = dist.get_rank(group), schedules[0].problem
+    here, problem = place(), schedules[0].problem
     placement, m = [stage.device for stage in problem.stages], problem.microbatches
-    modules = {
-        s: wrapped(module, "fsdp", **policy(mixed))
-        for s, module in enumerate(make_stages(len(placement)))
-        if placement[s] == number
-    }
-    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    modules = here.stages(placement, "fsdp", **policy(mixed))
+    optimizer = sgd(*modules.values())
     ran = Ran([], [], [], [], [], {})
-    with Pipeline(modules, placement, loss_fn, m, group=group, whole_gradients=whole_gradients) as pipe:
-        pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), activation_budget_bytes=10**9, repeats=1)
+    with Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole_gradients) as pipe:
+        pipe.profile(*here.batch(0, m), activation_budget_bytes=10**9, repeats=1)
         pipe.problem = problem
         for step, turn in enumerate(turns):
             if turn.load is not None:
-                pipe.load(schedules[turn.load[replica]])
+                pipe.load(schedules[turn.load[here.replica]])
             optimizer.zero_grad()
-            data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
-            if replica == 0:
+            data = here.batch(step, m)
+            if here.replica == 0:
                 data = [part[:, : turn.length].contiguous() for part in data]
             with recorded(pipe, turn.until) as reduced:
                 report = pipe.step(*data, trace=True)
@@ -111,7 +105,7 @@ def recorded(pipe: Pipeline, until: tuple[int, int, int] | None) -> Iterator[lis
         return take
 
     with (
-        replaced(replicas, reduction=told(Replicas.reduction), window=told(Replicas.window)),
+        mock.patch.multiple(replicas, reduction=told(Replicas.reduction), window=told(Replicas.window)),
         waiting(until[:2], ended) if until and until[0] in pipe._rank.stages else nullcontext(),
     ):
         yield started
@@ -166,15 +160,13 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who asks for windows where there can be none."""
-    group, m = mesh()["pipe"].get_group(), schedule.problem.microbatches
-    number, told = dist.get_rank(group), []
+    here, m, told = place(), schedule.problem.microbatches, list[str]()
     placement = [stage.device for stage in schedule.problem.stages]
 
     def attempt(how: str, whole: int) -> None:
-        own = {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
-        modules = {s: wrapped(module, how) for s, module in own.items()}
+        modules = here.stages(placement, how)
         try:
-            Pipeline(modules, placement, loss_fn, m, group=group, whole_gradients=whole).close()
+            Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole).close()
         except InputError as error:
             told.append(str(error))
 
@@ -192,7 +184,7 @@ def of_inner_peers(program: Sequence[str], steps: int, mixed: bool = False) -> l
         s: wrapped(inner.parallel(module, ranks["tensor"]), "fsdp", ranks["replica"], **policy(mixed))
         for s, module in enumerate(inner.make_stages())
     }
-    optimizer, found = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1), []
+    optimizer, found = sgd(*modules.values()), []
     groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
     with Pipeline(modules, [0, 0], loss_fn, m, whole_gradients=1, **groups) as pipe:
         pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), activation_budget_bytes=10**9, repeats=1)

@@ -97,7 +97,7 @@ class Evictions(Feature):
 
 def require_peers(schedule: Schedule, layout: Layout) -> None:
     """Raises `ScheduleError` if it evicts to another peer than the layout has."""
-    scheduled = Layout.of(schedule.problem)
+    scheduled = Layout.from_problem(schedule.problem)
     for d, program in enumerate(schedule.programs):
         if scheduled.peer(d) != layout.peer(d) and of_kinds(program.table, Kind.E).any():
             raise ScheduleError(

@@ -16,7 +16,7 @@ class Casts:
         self.nbytes, self._keep = 0, keep
         self._made: dict[tuple[Tensor, torch.dtype], tuple[int, Tensor]] = {}
 
-    def of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if parameter.dtype == dtype:
             return parameter
         if not self._keep or type(parameter) is not nn.Parameter:  # a view is another tensor in every forward

@@ -71,12 +71,12 @@ class _Split(torch.autograd.Function):
         def gradients(of: Sequence[Any]) -> Sequence[Tensor]:
             return torch.autograd.grad(y, of, dy, retain_graph=True)
 
-        found: dict[int, Tensor | None] = {}
+        grads: dict[int, Tensor | None] = {}
         if inputs:
-            found |= zip(inputs, gradients(list(inputs.values())), strict=True)
+            grads |= zip(inputs, gradients(list(inputs.values())), strict=True)
         parameters = list(weights.values())
-        found |= zip(weights, weight_grads(parameters, lambda: gradients(parameters), dy, *kept), strict=True)
-        return None, None, None, *map(found.get, range(ctx.count))
+        grads |= zip(weights, weight_grads(parameters, lambda: gradients(parameters), dy, *kept), strict=True)
+        return None, None, None, *map(grads.get, range(ctx.count))
 
 
 def _number(kept: list[Tensor], tensor: Tensor) -> int:

@@ -32,7 +32,7 @@ def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = No
         return functional.linear(input, weight, bias)  # raises torch's own error
     if not torch.is_grad_enabled():  # a forward that is to be recomputed
         return functional.linear(
-            input, casts.of(weight, input.dtype), None if bias is None else casts.of(bias, input.dtype)
+            input, casts.cast(weight, input.dtype), None if bias is None else casts.cast(bias, input.dtype)
         )
     result: Tensor = _Linear.apply(input, weight, bias, casts)  # type: ignore[no-untyped-call]
     return result
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.casts, ctx.version = weight, bias, casts, version(weight)
         y = not_a_view(
-            functional.linear(x, casts.of(weight, x.dtype), None if bias is None else casts.of(bias, x.dtype))
+            functional.linear(x, casts.cast(weight, x.dtype), None if bias is None else casts.cast(bias, x.dtype))
         )
         ctx.waiting = waits(y, x)
         return y
@@ -111,11 +111,11 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             require_unchanged(version(weight) != ctx.version, weight.shape)
-            dx = flat_dy.mm(ctx.casts.of(weight, dy.dtype)).view(x.shape)
+            dx = flat_dy.mm(ctx.casts.cast(weight, dy.dtype)).view(x.shape)
         if bias is None:
             return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None, None
-        found = weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
-        return dx, *found, None
+        grads = weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
+        return dx, *grads, None
 
 
 class _LayerNorm(torch.autograd.Function):

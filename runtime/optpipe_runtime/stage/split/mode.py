@@ -140,6 +140,6 @@ def would_hold(edges: Iterable[GradientEdge]) -> int:
         fresh = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= fresh
         nodes += fresh
-    found: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
-    inputs = {key: nbytes for _, inputs in found for key, nbytes in inputs.items()}
-    return sum(nbytes for nbytes, _ in found) + sum(inputs.values())
+    waiting: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
+    inputs = {key: nbytes for _, inputs in waiting for key, nbytes in inputs.items()}
+    return sum(nbytes for nbytes, _ in waiting) + sum(inputs.values())

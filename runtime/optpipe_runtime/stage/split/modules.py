@@ -81,7 +81,7 @@ class Delayed:
         for parameter in aside:
             parameter.grad = None
         module.backward_dw()  # type: ignore[operator]
-        found = [parameter.grad for parameter in aside]
+        gradients = [parameter.grad for parameter in aside]
         for parameter, before in aside.items():
             parameter.grad = before
-        return list(aside), found
+        return list(aside), gradients

@@ -59,8 +59,8 @@ class WeightQueue:
     def held(self) -> dict[int, int]:
         """Bytes of the storages that live until W, by key."""
         storages = (local(tensor).untyped_storage() for _, holds in self._jobs for tensor in holds)
-        found = {storage_id(storage): storage.nbytes() for storage in storages}
-        return found | {key: ref.nbytes for key, ref in self._watched.items() if ref.alive}
+        queued = {storage_id(storage): storage.nbytes() for storage in storages}
+        return queued | {key: ref.nbytes for key, ref in self._watched.items() if ref.alive}
 
     @torch.no_grad()
     def run(self) -> None:
