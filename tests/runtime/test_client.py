@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,37 +127,6 @@ def test_a_service_that_is_restarted_goes_on_with_the_job(settings: Settings, ca
         7,
         9.5,
     )
-
-
-def test_a_service_that_has_lost_its_database_is_asked_again(settings: Settings, tmp_path: Path) -> None:
-    port = free_port()
-    (tmp_path / "other").mkdir()
-    with ScheduleClient(f"http://127.0.0.1:{port}", chain(), method="hang", **QUICK) as client:
-        with running(settings, port):
-            first = until(client.poll)
-        with running(settings_in(tmp_path / "other"), port) as (url, _):
-            [job] = until(lambda: jobs_at(url))
-            best = until(lambda: seen(url + job["url"])["best"])
-    assert job["state"] in OPEN
-    assert best["makespan_ms"] == first.makespan_ms
-    assert best["source"] == "warm_start"
-
-
-def test_a_purged_job_is_submitted_again(settings: Settings) -> None:
-    with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
-        first = until(client.poll)
-        assert httpx.delete(f"{url}/v1/jobs/{first.job}", trust_env=False).status_code == 204
-        [job] = until(lambda: [job for job in jobs_at(url) if job["id"] != first.job])
-        assert job["state"] in OPEN
-
-
-def test_a_full_service_is_asked_again(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    with running(replace(settings, queue=0)) as (url, _):
-        with ScheduleClient(url, chain(), method="hang", **QUICK) as client:
-            until(lambda: warnings(caplog))
-            assert client.poll() is None
-        assert jobs_at(url) == []
-    assert "is unavailable: HTTP status 429" in warnings(caplog)[0]
 
 
 # The costs change

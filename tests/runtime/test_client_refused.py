@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from email.utils import formatdate
 
 import pytest
 from support import fake_service as fake
@@ -90,11 +89,6 @@ def test_new_costs_and_close_end_a_wait() -> None:
 )
 def test_seconds_to_wait(text: str, seconds: float) -> None:
     assert _seconds(text) == seconds
-
-
-def test_retry_after_may_be_a_date() -> None:
-    assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 61
-    assert _seconds(formatdate(time.time() - 60, usegmt=True)) == 0
 
 
 # Keys

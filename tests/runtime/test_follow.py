@@ -198,23 +198,22 @@ def test_the_service_gets_another_number_of_microbatches(ranks: Ranks) -> None:
     assert [body["problem"]["microbatches"] for body in posed] == [M, M // 2]
 
 
-@pytest.mark.parametrize(("every", "threshold"), [(0, 0.2), (16, 0.0), (16, -1.0), (16, float("nan"))])
-def test_invalid_arguments_are_refused(every: int, threshold: float) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        *(
+            ({"every": e, "threshold": t}, "at least 1 step, and more than 0")
+            for e, t in ((0, 0.2), (16, float("nan")))
+        ),
+        ({"url": "localhost"}, "must be http://HOST:PORT"),
+        ({"key": "two words"}, "^key: must be an API key of the service"),
+        ({"methud": "auto"}, r"^Follower: methud is not an option; did you mean method\?$"),
+    ],
+)
+def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], sentence: str) -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match="at least 1 step, and more than 0"):
-        Follower(nothing, NOWHERE, every=every, threshold=threshold)
-
-
-def test_an_invalid_address_is_refused_at_once() -> None:
-    nothing: Any = None
-    with pytest.raises(InputError, match="must be http://HOST:PORT"):
-        Follower(nothing, "localhost")
-
-
-def test_an_invalid_key_is_refused_at_once() -> None:
-    nothing: Any = None
-    with pytest.raises(InputError, match=r"^key: must be an API key of the service"):
-        Follower(nothing, NOWHERE, key="two words")
+    with pytest.raises(InputError, match=sentence):
+        Follower(nothing, **{"url": NOWHERE, **arguments})
 
 
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)])
@@ -228,12 +227,3 @@ def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple
 def test_one_at_a_time_on_two_routes() -> None:
     problem = cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
     assert check(problem, one_at_a_time(problem)) == []
-
-
-def test_an_unknown_option_is_refused_at_once() -> None:
-    nothing: Any = None
-    with pytest.raises(
-        InputError,
-        match=r"^Follower: methud is not an option; did you mean method\?$",
-    ):
-        Follower(nothing, NOWHERE, methud="auto")

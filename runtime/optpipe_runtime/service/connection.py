@@ -10,10 +10,8 @@ import asyncio
 import json
 import os
 import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 # httpx imports these at its first request. That would take a tenth of a second beside the training, and a full garbage
@@ -154,14 +152,9 @@ def _detail(reply: bytes | bytearray) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds that Retry-After asks for; it gives seconds or a date."""
-    wanted = 0.0
-    if re.fullmatch(r"[0-9]{1,9}", retry_after):
-        wanted = float(retry_after)
-    elif retry_after:
-        with suppress(ValueError, TypeError, OverflowError):
-            wanted = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    return min(max(wanted, 0.0), LONGEST_WAIT_S)
+    """The seconds that Retry-After asks for; 0 for a date, which the service never gives."""
+    seconds = float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else 0.0
+    return min(seconds, LONGEST_WAIT_S)
 
 
 def service_url(given: str | None, cache: ScheduleCache | None = None) -> str | None:
