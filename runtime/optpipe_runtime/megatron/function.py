@@ -110,7 +110,7 @@ class ForwardBackward:
         ScheduleError
             If the schedule cannot run here.
         """
-        chunks, groups = list(model) if isinstance(model, Sequence) else [model], pg_collection or _groups()
+        chunks, groups = _in_list(model), pg_collection or _groups()
         config = get_model_config(chunks[0])
         step = Step(
             forward_step_func,
@@ -121,26 +121,15 @@ class ForwardBackward:
             partial(schedules.check_first_val_step, first_val_step, forward_only),
         )
         pipeline = self._start(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         batch = _places(num_microbatches, seq_length, micro_batch_size)
         run = pipeline.evaluate if forward_only else pipeline.step
-        with ExitStack() as not_synchronizing:
-            for context in _no_sync(config):
-                not_synchronizing.enter_context(context())
-            self.report = run(batch, batch, kwargs={"place": batch})
-        if not forward_only and config.finalize_model_grads_func is not None:
-            tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=_device(chunks)))
-            config.finalize_model_grads_func(
-                chunks,
-                tokens if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
-        for chunk in self._chunks:
-            chunk.end_step(num_microbatches)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+        with _timed(config):
+            with _without_sync(config):
+                self.report = run(batch, batch, kwargs={"place": batch})
+            if not forward_only:
+                _finalize_gradients(config, chunks, step, groups, force_all_reduce)
+            for chunk in self._chunks:
+                chunk.end_step(num_microbatches)
         return [step.results[j] for j in sorted(step.results)]
 
     def profile(
@@ -168,7 +157,7 @@ class ForwardBackward:
             All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
             measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
         """
-        chunks, groups = list(model) if isinstance(model, Sequence) else [model], pg_collection or _groups()
+        chunks, groups = _in_list(model), pg_collection or _groups()
         config = get_model_config(chunks[0])
         step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
         pipeline = self._start(chunks, groups, step, data_iterator)
@@ -265,12 +254,12 @@ class ForwardBackward:
             )
         for stage in pipeline._rank.stages.values():
             stage.set_loss_scale(1.0)  # the loss is in Megatron's own scale
-        given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if len(given) != len(self._chunks):
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(self._chunks):
             raise InputError(
-                f"data_iterator: {len(given)} are given, one is needed for each of {len(self._chunks)} chunks"
+                f"data_iterator: {len(iterators)} are given, one is needed for each of {len(self._chunks)} chunks"
             )
-        for chunk, iterator in zip(self._chunks, given, strict=True):
+        for chunk, iterator in zip(self._chunks, iterators, strict=True):
             chunk.start_step(step, iterator)
 
 
@@ -303,9 +292,42 @@ def _inner(groups: Any) -> dist.ProcessGroup | None:
     return both
 
 
-def _no_sync(config: Any) -> list[Callable[[], Any]]:
+def _in_list(model: Any) -> list[nn.Module]:
+    """Megatron gives one chunk alone, several in a list."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's own timer of this function, if it has timers."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+
+
+@contextmanager
+def _without_sync(config: Any) -> Iterator[None]:
+    """In the context that keeps Megatron's DistributedDataParallel from reducing gradients, of every chunk."""
     given = config.no_sync_func
-    return [] if given is None else given if isinstance(given, list) else [given]
+    contexts = [] if given is None else given if isinstance(given, list) else [given]
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def _finalize_gradients(config: Any, chunks: list[nn.Module], step: Step, groups: Any, force_all_reduce: bool) -> None:
+    """Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens."""
+    if config.finalize_model_grads_func is not None:
+        tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=_device(chunks)))
+        config.finalize_model_grads_func(
+            chunks,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
 
 
 @contextmanager

@@ -7,9 +7,10 @@ same ops in the same order, so they are one team, with one schedule. Messages be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from optpipe.errors import InputError
 
 Pipelines = tuple[tuple[int, ...], ...]  # the ranks of each, by their numbers in the default group
+
+
+class Answer(NamedTuple):
+    """What one rank has given. A text instead of ranks says what is wrong with it."""
+
+    pipeline: Any
+    peers: Any
 
 
 @dataclass(frozen=True)
@@ -37,37 +45,49 @@ class Grid:
 def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
     peers. Raises `InputError` on all ranks if one gives what is invalid."""
-    answers = gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)
+    answers = [Answer(*answer) for answer in gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)]
+    _require_ranks(answers)
+    _require_equal_pipelines(answers)
+    teams = [tuple(answers[peer].pipeline for peer in answer.peers) for answer in answers]  # of each rank
+    _require_same_peers(answers, teams)
+    rank = dist.get_rank()
+    return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank].pipeline))
+
+
+def _require_ranks(answers: Sequence[Answer]) -> None:
     for pipeline, peers in answers:
         if isinstance(pipeline, str):
             raise InputError(f"group: {pipeline}")
         if isinstance(peers, str):
             raise InputError(f"inner: {peers}")
-    pipelines = sorted({ranks for ranks, _ in answers})
-    if (
-        sorted(rank for ranks in pipelines for rank in ranks) != list(range(len(answers)))
-        or len({len(ranks) for ranks in pipelines}) > 1
-    ):
+
+
+def _require_equal_pipelines(answers: Sequence[Answer]) -> None:
+    """Every rank must be in one pipeline, and all must be equally large."""
+    pipelines = sorted({answer.pipeline for answer in answers})
+    members = sorted(rank for ranks in pipelines for rank in ranks)
+    if members != list(range(len(answers))) or len({len(ranks) for ranks in pipelines}) > 1:
         raise InputError(
             f"group: the pipelines have ranks {[list(ranks) for ranks in pipelines]}; every rank must be in exactly "
             "one, and all must be equally large"
         )
-    by_rank = [tuple(answers[peer][0] for peer in peers) for _, peers in answers]
+
+
+def _require_same_peers(answers: Sequence[Answer], teams: Sequence[Pipelines]) -> None:
+    """The k-th rank of a pipeline must have one peer in each pipeline of its team, the k-th rank there. All ranks of a
+    team must see the same team."""
     for rank, (pipeline, peers) in enumerate(answers):
-        number = pipeline.index(rank)
-        apart = len(set(by_rank[rank])) == len(peers) == len(answers[0][1])
-        if not apart or any(
-            member[number] != peer or by_rank[other] != by_rank[rank]
-            for member, peer in zip(by_rank[rank], peers, strict=True)
-            for other in member
+        team, number = teams[rank], pipeline.index(rank)
+        in_one_pipeline_each = len(set(team)) == len(peers) == len(answers[0].peers)
+        if not in_one_pipeline_each or any(
+            member[number] != peer or any(teams[other] != team for other in member)
+            for member, peer in zip(team, peers, strict=True)
         ):
             raise InputError(
-                f"inner: rank {rank} has peers {list(peers)}, in pipelines {sorted(map(list, set(by_rank[rank])))}: "
+                f"inner: rank {rank} has peers {list(peers)}, in pipelines {sorted(map(list, set(team)))}: "
                 "give `group` one rank of each stage and `inner` the ranks of one stage, as two dimensions of one "
                 "DeviceMesh do"
             )
-    own = by_rank[dist.get_rank()]
-    return Grid(tuple(sorted(set(by_rank))), own, own.index(answers[dist.get_rank()][0]))
 
 
 def gather_from_everyone(value: Any, timeout: timedelta) -> list[Any]:
