@@ -306,10 +306,10 @@ class StageRunner:
                 self._forward(running, microbatch, given)
 
         running.again = again
-        if running.io.changes_inputs:
-            given = Given(*clones((given.inputs, given.target, dict(given.kwargs))))
+        # What the forward changes in place must be for C as it is now.
+        used = Given(*clones((given.inputs, given.target, dict(given.kwargs)))) if running.io.changes_inputs else given
         with torch.no_grad(), self._mode():
-            return self._detached(running, self.outputs(running.io, *given, microbatch))
+            return self._detached(running, self.outputs(running.io, *used, microbatch))
 
     def _forward(self, running: Running, microbatch: int, given: Given) -> Tensors:
         """An F or a C that builds a graph: keeps what autograd saves."""
