@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks import solver
-from benchmarks.pareto import table, verdicts
+from benchmarks.pareto import verdicts
 from benchmarks.random_problems import KINDS, random_problem
 from benchmarks.solver import EACH, comparison, gaps_by_kind
 from optpipe import Problem, Result, Schedule
@@ -17,7 +16,6 @@ from optpipe.comparison import Comparison, Row
 from optpipe.options import CompareOptions, Placements, SearchOptions
 from optpipe_solver import systems
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.heuristics import generate
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FASTLINK = EXAMPLES / "fastlink-4x8.json"
@@ -30,18 +28,6 @@ def test_random_problems_have_schedules_and_are_always_the_same():
     assert [problem.name.partition("-")[0] for problem in problems] == 4 * list(KINDS)
     assert len({problem.sha256 for problem in problems}) == len(problems)
     assert [random_problem(number).sha256 for number in range(11)] == [each.sha256 for each in problems[:11]]
-
-
-def test_a_kind_is_what_its_name_says():
-    by_kind = dict(zip(KINDS, map(random_problem, range(len(KINDS))), strict=True))
-    assert not any(stage.can_offload or stage.can_recompute for stage in by_kind["stays"].stages)
-    assert all(stage.can_offload and stage.can_recompute for stage in by_kind["either"].stages)
-    assert all(stage.offload_parts > 1 for stage in by_kind["parts"].stages)
-    assert by_kind["duplex"].transfer_mode == "full_duplex"
-    assert by_kind["shared"].shared_links
-    assert len({stage.forward_ms for stage in by_kind["uneven"].stages}) > 1
-    assert len(by_kind["chunks"].stages) == 2 * len(by_kind["chunks"].devices)
-    assert len(by_kind["few"].devices) == 16
 
 
 def test_gaps_are_told_by_kind_and_of_all():
@@ -158,19 +144,6 @@ def row(method: str, schedule: Schedule, placements: Placements = "all", reason:
 
 def compared(problem: Problem, *rows: Row) -> Comparison:
     return Comparison.from_rows(problem, CompareOptions(), rows)
-
-
-def test_pareto_as_a_table(capsys):
-    problem = Problem.load(FASTLINK)
-    naive, steady = generate("naive", problem), systems.generate("1f1b", problem)
-    tight = compared(problem, row("1f1b", steady, reason="needs more"), row("naive", naive))
-    ample = compared(problem, row("1f1b", steady), row("naive", naive))
-    Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
-        ["1f1b", "324", "20", "GB", "–"],
-        ["naive", "944", "5", "GB", "944", "5", "GB"],
-    ]
 
 
 def test_being_behind_is_reported():
