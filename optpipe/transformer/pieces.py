@@ -105,8 +105,16 @@ class Pieces:
     @cached_property
     def message_bytes(self) -> float:
         """2·b·s·h: what passes from stage to stage."""
-        e, n, h = self.run.value_bytes, self.tokens, self.shape.hidden
-        return e * n * h / self.parallelism.along_sequence
+        return self._tensor(self.shape.hidden) / self.parallelism.along_sequence
+
+    def _tensor(self, width: float) -> float:
+        """Bytes of a tensor that has `width` numbers for each token."""
+        return self.run.value_bytes * self.tokens * width
+
+    def _dropout_mask(self) -> list[Saved]:
+        """What the dropout before a residual saves, if there is any."""
+        mask = MASK * self.message_bytes / self.run.value_bytes
+        return [Saved("dropout mask", mask, "cheap")] if self.shape.dropout else []
 
     @property
     def skipped(self) -> int:
@@ -137,21 +145,21 @@ class Pieces:
 
         Korthikanti et al. 2023, section 4.3. Of tied matrices this is the copy on the last stage.
         """
-        shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
-        logits = n * shape.vocabulary / t
+        shape, tp, value_bytes = self.shape, self.parallelism.tp, self.run.value_bytes
+        logits = self.tokens * shape.vocabulary / tp
         return Piece(
             kind="head",
-            weights=shape.vocabulary / t * shape.hidden + shape.hidden,
+            weights=shape.vocabulary / tp * shape.hidden + shape.hidden,
             expert_weights=0.0,
             saved=(
                 Saved("norm input", self.message_bytes, None),
                 Saved("head input", self.message_bytes, None, operand=True),
                 Saved("logits", FP32 * logits, None),
             ),
-            gradients=e * logits,
+            gradients=value_bytes * logits,
             work=Work(
                 matmul=2 * logits * shape.hidden,
-                traffic=2 * self.message_bytes + (e + 2 * FP32) * logits,
+                traffic=2 * self.message_bytes + (value_bytes + 2 * FP32) * logits,
                 over_tensor=self.reduced,
             ),
         )
@@ -175,34 +183,32 @@ class Pieces:
 
         Keys and values are narrower with grouped queries.
         """
-        shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
-        h, q, s, cp = shape.hidden, shape.query_width / t, self.sequence, self.parallelism.cp
-        kv = max(shape.key_width / t, shape.query_width / shape.heads)  # at least one group on each GPU
-        whole, mask = self.message_bytes, MASK * self.message_bytes / e
+        shape, parallelism, whole = self.shape, self.parallelism, self.message_bytes
+        queries = shape.query_width / parallelism.tp
+        keys = max(shape.key_width / parallelism.tp, shape.query_width / shape.heads)  # at least one group on each GPU
+        weights = shape.hidden * (2 * queries + 2 * keys)
         saved = [
             Saved("norm input", whole, None),
             Saved("qkv input", whole, "cheap", operand=True),
-            Saved("queries", e * n * q),
-            Saved("keys and values", 2 * e * n * kv),
-            Saved("projection input", e * n * q, operand=True),
+            Saved("queries", self._tensor(queries)),
+            Saved("keys and values", 2 * self._tensor(keys)),
+            Saved("projection input", self._tensor(queries), operand=True),
             *self._scores(),
+            *self._dropout_mask(),
         ]
-        traffic = (NORM + RESIDUAL) * whole + self._scores_traffic
-        if shape.dropout:
-            saved.append(Saved("dropout mask", mask, "cheap"))
         return Piece(
             kind="dense",
-            weights=h * (2 * q + 2 * kv),
+            weights=weights,
             expert_weights=0.0,
             saved=tuple(saved),
-            gradients=e * n * (q + 2 * kv) + whole,
+            gradients=self._tensor(queries + 2 * keys) + whole,
             work=Work(
-                matmul=2 * n * h * (2 * q + 2 * kv),
-                scores=4 * n * s * q / self.skipped,
-                traffic=traffic,
+                matmul=2 * self.tokens * weights,
+                scores=4 * self.tokens * self.sequence * queries / self.skipped,
+                traffic=(NORM + RESIDUAL) * whole + self._scores_traffic,
                 again=NORM * whole,
                 over_tensor=self.reduced,
-                over_context=2 * e * n * kv * (cp - 1),
+                over_context=2 * self._tensor(keys) * (parallelism.cp - 1),
             ),
         )
 
@@ -213,48 +219,50 @@ class Pieces:
         part of the sequence (as Megatron-LM has it); what goes up, and the heads, are divided. Each head's key has a
         copy of the one with positions that all heads share.
         """
-        shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
-        h, s, cp, whole = shape.hidden, self.sequence, self.parallelism.cp, self.message_bytes
-        along = self.parallelism.along_sequence
-        scored = shape.heads * ((shape.head_size or 0) + shape.rope_size) / t  # the width of queries, and of keys
-        value, kv, q = shape.heads * shape.value_size / t, shape.kv_latent, shape.query_latent
-        down = h * (q + kv + shape.rope_size)
-        up = (q or h) * scored + kv * (shape.heads * (shape.head_size or 0) / t + value)
-        latent = e * n * (q + kv) / along
+        shape, parallelism, whole = self.shape, self.parallelism, self.message_bytes
+        heads, along = shape.heads / parallelism.tp, parallelism.along_sequence
+        head_size = shape.head_size or 0
+        keys = heads * (head_size + shape.rope_size)  # the width of keys, and of queries
+        values = heads * shape.value_size
+        latent_width = shape.query_latent + shape.kv_latent
+        down = shape.hidden * (latent_width + shape.rope_size)
+        up = (shape.query_latent or shape.hidden) * keys + shape.kv_latent * (heads * head_size + values)
+        out = values * shape.hidden
+        latents = self._tensor(latent_width) / along
         return Piece(
             kind="dense",
-            weights=down + up + value * h + q + kv,
+            weights=down + up + out + latent_width,
             expert_weights=0.0,
             saved=(
                 Saved("norm input", whole, None),
                 Saved("latents' input", whole, "cheap", operand=True),
-                Saved("latents", latent),
-                Saved("latents behind their norms", latent, "cheap", operand=True),
-                Saved("queries", e * n * scored),
-                Saved("keys and values", e * n * (scored + value)),
-                Saved("projection input", e * n * value, operand=True),
+                Saved("latents", latents),
+                Saved("latents after their norms", latents, "cheap", operand=True),
+                Saved("queries", self._tensor(keys)),
+                Saved("keys and values", self._tensor(keys + values)),
+                Saved("projection input", self._tensor(values), operand=True),
                 *self._scores(),
-                *([Saved("dropout mask", MASK * whole / e, "cheap")] if shape.dropout else []),
+                *self._dropout_mask(),
             ),
-            gradients=latent + e * n * (2 * scored + value) + whole,
+            gradients=latents + self._tensor(2 * keys + values) + whole,
             work=Work(
-                matmul=2 * n * (down / along + up + value * h),
-                scores=2 * n * s * (scored + value) / self.skipped,
-                traffic=(NORM + RESIDUAL) * whole + NORM * latent + self._scores_traffic,
-                again=NORM * (whole + latent),
+                matmul=2 * self.tokens * (down / along + up + out),
+                scores=2 * self.tokens * self.sequence * (keys + values) / self.skipped,
+                traffic=(NORM + RESIDUAL) * whole + NORM * latents + self._scores_traffic,
+                again=NORM * (whole + latents),
                 over_tensor=self.reduced,
-                over_context=e * n * (scored + value) * (cp - 1),
+                over_context=self._tensor(keys + values) * (parallelism.cp - 1),
             ),
         )
 
     def _scores(self) -> list[Saved]:
         """What attention saves of its scores: flash attention 4 bytes a row of them (Dao et al. 2022)."""
-        shape, t, e = self.shape, self.parallelism.tp, self.run.value_bytes
+        value_bytes = self.run.value_bytes
         if self.run.attention == "flash":
-            return [Saved("row sums of scores", FP32 * shape.heads * self.tokens / t)]
-        saved = [Saved("softmax of scores", e * self._score_count, "selective")]
-        if shape.dropout:
-            saved.append(Saved("scores' dropout", (e + MASK) * self._score_count, "selective"))
+            return [Saved("row sums of scores", FP32 * self.shape.heads * self.tokens / self.parallelism.tp)]
+        saved = [Saved("softmax of scores", value_bytes * self._score_count, "selective")]
+        if self.shape.dropout:
+            saved.append(Saved("scores' dropout", (value_bytes + MASK) * self._score_count, "selective"))
         return saved
 
     @property
@@ -268,21 +276,19 @@ class Pieces:
 
     def _mlp(self, width: int) -> Piece:
         """19·b·s·h and its norm's 2·b·s·h, if the width is 4h and there is no gate."""
-        shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
-        whole, mask = self.message_bytes, MASK * self.message_bytes / e
+        shape, whole = self.shape, self.message_bytes
+        local_width, matrices = width / self.parallelism.tp, shape.up_matrices + 1
+        middle, weights = self._tensor(local_width), shape.hidden * local_width * matrices
         saved = [Saved("norm input", whole), Saved("MLP input", whole, "cheap", operand=True)]
-        saved += self._between(width * n / t)
-        if shape.dropout:
-            saved.append(Saved("dropout mask", mask, "cheap"))
-        matrices, middle = shape.up_matrices + 1, e * width * n / t
+        saved += [*self._between(local_width * self.tokens), *self._dropout_mask()]
         return Piece(
             kind="dense",
-            weights=shape.hidden * width * matrices / t,
+            weights=weights,
             expert_weights=0.0,
             saved=tuple(saved),
             gradients=shape.up_matrices * middle + whole,
             work=Work(
-                matmul=2 * n * shape.hidden * width * matrices / t,
+                matmul=2 * self.tokens * weights,
                 traffic=(NORM + RESIDUAL) * whole + matrices * middle,
                 again=NORM * whole + matrices * middle,
                 over_tensor=self.reduced,
@@ -294,27 +300,33 @@ class Pieces:
 
         What comes back is weighted by the router and stays saved for the weights' gradients.
         """
-        shape, parallelism, e, n = self.shape, self.parallelism, self.run.value_bytes, self.tokens
-        h, t, sent = shape.hidden, parallelism.tp, n * shape.experts_per_token * self.run.expert_load
-        whole, matrices = self.message_bytes, shape.up_matrices + 1
-        middle, shared = shape.expert_ffn * sent / t, shape.shared_ffn * n / t
-        router = Saved("router's output", FP32 * n * shape.experts / parallelism.along_sequence)
-        saved = [Saved("norm input", whole), Saved("router's input", whole, "cheap", operand=True), router]
-        saved += [Saved("experts' input", e * sent * h, operand=True), *self._between(middle + shared)]
-        saved.append(Saved("experts' output", e * n * shape.experts_per_token * h / parallelism.along_sequence))
-        elsewhere = (parallelism.ep - 1) / parallelism.ep
+        shape, parallelism, whole = self.shape, self.parallelism, self.message_bytes
+        hidden, tp, along = shape.hidden, parallelism.tp, parallelism.along_sequence
+        matrices, value_bytes = shape.up_matrices + 1, self.run.value_bytes
+        sent = self.tokens * shape.experts_per_token * self.run.expert_load  # tokens to this GPU's experts
+        sent_bytes = value_bytes * sent * hidden
+        numbers = shape.expert_ffn * sent / tp + shape.shared_ffn * self.tokens / tp  # behind the up matrices
+        middle = value_bytes * numbers
+        saved = [
+            Saved("norm input", whole),
+            Saved("router's input", whole, "cheap", operand=True),
+            Saved("router's output", FP32 * self.tokens * shape.experts / along),
+            Saved("experts' input", sent_bytes, operand=True),
+            *self._between(numbers),
+            Saved("experts' output", self._tensor(shape.experts_per_token * hidden) / along),
+        ]
         return Piece(
             kind="expert",
-            weights=h * shape.experts + h * shape.shared_ffn * matrices / t,
-            expert_weights=shape.experts / parallelism.ep * h * shape.expert_ffn * matrices / t,
+            weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp,
+            expert_weights=shape.experts / parallelism.ep * hidden * shape.expert_ffn * matrices / tp,
             saved=tuple(saved),
-            gradients=e * (shape.up_matrices * (middle + shared) + sent * h) + (whole if shape.shared_ffn else 0.0),
+            gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
             work=Work(
-                matmul=2 * n * h * shape.experts / parallelism.along_sequence + 2 * h * matrices * (middle + shared),
-                traffic=(NORM + RESIDUAL) * whole + 4 * e * sent * h + matrices * e * (middle + shared),
-                again=NORM * whole + matrices * e * (middle + shared),
+                matmul=2 * self.tokens * hidden * shape.experts / along + 2 * hidden * matrices * numbers,
+                traffic=(NORM + RESIDUAL) * whole + 4 * sent_bytes + matrices * middle,
+                again=NORM * whole + matrices * middle,
                 over_tensor=self.reduced,
-                over_experts=2 * e * sent * h * elsewhere / t,
+                over_experts=2 * sent_bytes * (1 - 1 / parallelism.ep) / tp,
             ),
         )
 
