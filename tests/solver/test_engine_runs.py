@@ -1,11 +1,11 @@
-"""From which schedule an engine run starts, and when an engine does not run again."""
+"""Which engine runs when, from which schedule, how long and with how many threads; when one does not run again."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -14,117 +14,166 @@ from support.chain import chain
 from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
-from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Request
+from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import engine_processes
-from optpipe_solver.portfolio.engine_processes import EngineProcess
+from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.search_state import SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
 
 PROBLEM: Problem = chain(m=6)
 NAIVE, BETTER = generate("naive", PROBLEM), generate("adaoffload", PROBLEM)
+LNS, LNS_FROM_HEURISTICS = EngineRun("lns"), EngineRun("lns", from_heuristics=True)
+TABLE = [EngineRun("cpsat"), EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)]
+BETTER_IS_FOUND = Incumbent(method="x", schedule=Programs.from_schedule(BETTER))
+
+
+class Started(NamedTuple):
+    """An engine that was started."""
+
+    engine: str
+    threads: int
+    time_limit_s: float
+    start: Schedule | None
+    deadline: float
+    allotted_s: float
 
 
 @pytest.fixture
-def state() -> SearchState:
-    """What is known when `naive` has run."""
-    found = SearchState(Request(problem=PROBLEM), lambda frame: None)
-    assert found.offer(NAIVE) is None
-    return found
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """The engines that are started, without their processes."""
+    engines: list[Started] = []
+
+    def start(
+        self: EngineProcesses, asked: Request, start: Schedule | None, deadline: float, allotted_s: float
+    ) -> None:
+        engines.append(Started(asked.method, asked.threads, asked.time_limit_s, start, deadline, allotted_s))
+
+    monkeypatch.setattr(EngineProcesses, "start", start)
+    return engines
 
 
-@pytest.fixture
-def runs(state: SearchState) -> EngineRuns:
-    request = Request(problem=PROBLEM)
-    return EngineRuns(request, [], state, TimeLimit(request), lambda frame: None)
+def searching(planned: list[EngineRun], best: Schedule | None = NAIVE, **asked: object) -> EngineRuns:
+    """The engine runs of a search that has a schedule."""
+    request = Request.model_validate({"problem": PROBLEM, "threads": 2, "time_limit_s": 1000.0, **asked})
+    state = SearchState(request, lambda frame: None)
+    if best:
+        assert state.offer(best) is None
+    return EngineRuns(request, planned, state, TimeLimit(request), lambda frame: None)
 
 
-def end(runs: EngineRuns, start: Schedule | None, spent_s: float) -> None:
-    """As if lns had ended by itself, by its own count after so much of ten seconds."""
-    process = EngineProcess("lns", cast(Child, None), 1, start, time.monotonic() + 60, allotted_s=10.0, spent_s=spent_s)
-    runs.handle(process, None)
+def process(engine: str = "lns", start: Schedule | None = None, spent_s: float = 9.0) -> EngineProcess:
+    """One that has used so much of its ten seconds, by its own count."""
+    return EngineProcess(engine, cast(Child, None), 1, start, time.monotonic() + 60, 10.0, spent_s=spent_s)
 
 
-def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(
-    runs: EngineRuns, state: SearchState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts: list[Schedule | None] = []
-    monkeypatch.setattr(
-        engine_processes.EngineProcesses,
-        "start",
-        lambda self, request, start, deadline, allotted_s: starts.append(start),
-    )
-    found = replace(BETTER, method="dispatch")
-    assert state.offer(found) is None
-    for run in (EngineRun("lns"), EngineRun("lns", from_heuristics=True)):
+def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(started: list[Started]) -> None:
+    runs, by_engine = searching([]), replace(BETTER, method="dispatch")
+    assert runs._state.offer(by_engine) is None
+    for run in (LNS, LNS_FROM_HEURISTICS):
         runs.start(run, 5.0, 1)
-    assert starts == [found, NAIVE]
+    assert [engine.start for engine in started] == [by_engine, NAIVE]
 
 
-def test_what_is_better_and_has_no_rules_gets_those_of_the_best(runs: EngineRuns, state: SearchState) -> None:
+def test_what_is_better_and_has_no_rules_gets_those_of_the_best() -> None:
     rules = Rules(np.array([1, 1]), np.zeros((2, 2)), np.zeros((2, 6), dtype=int), np.zeros(2))
     best = generate("zb-auto", PROBLEM)
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
-    assert state.offer(replace(BETTER, rules=rules)) is None
-    process = EngineProcess("lns", cast(Child, None), 1, NAIVE, time.monotonic() + 60, allotted_s=10.0)
-    runs.handle(process, Incumbent(method="lns", schedule=Programs.from_schedule(best)))
-    assert state.best is not None
-    assert state.best.makespan_ms == best.makespan_ms
-    assert state.best.rules is rules
+    runs = searching([], replace(BETTER, rules=rules))
+    runs.handle(process(), Incumbent(method="lns", schedule=Programs.from_schedule(best)))
+    assert runs._state.best is not None
+    assert runs._state.best.makespan_ms == best.makespan_ms
+    assert runs._state.best.rules is rules
 
 
-def test_an_engine_has_a_second_at_least(state: SearchState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_a_second_at_least(started: list[Started]) -> None:
     """A small share of a short time would be over before the engine has started."""
-    allotted: list[float] = []
-    monkeypatch.setattr(
-        engine_processes.EngineProcesses,
-        "start",
-        lambda self, request, start, deadline, allotted_s: allotted.append(allotted_s),
-    )
-    request = Request(problem=PROBLEM, time_limit_s=60.0, threads=2)
     for share in (0.001, 0.5):
         planned = [EngineRun("lns", share), EngineRun("lns", repeat=True)]
-        EngineRuns(request, planned, state, TimeLimit(request), lambda frame: None).start_next(beside_heuristics=True)
-    assert allotted[0] == plan.ENGINE_LEAST_S < 20.0 < allotted[1]
+        searching(planned, time_limit_s=60.0).start_next(beside_heuristics=True)
+    assert started[0].allotted_s == plan.ENGINE_LEAST_S < 20.0 < started[1].allotted_s
 
 
-@pytest.mark.parametrize(("threads", "limit_s"), [(2, plan.NO_LIMIT_S), (1, 4.5)])
-def test_relax_ends_by_its_own_count_only_where_work_is_counted(
-    threads: int, limit_s: float, state: SearchState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[float] = []
-    monkeypatch.setattr(
-        engine_processes.EngineProcesses,
-        "start",
-        lambda self, request, start, deadline, allotted_s: limits.append(request.time_limit_s),
-    )
-    request = Request(problem=PROBLEM, threads=threads)
-    EngineRuns(request, [], state, TimeLimit(request), lambda frame: None).start(EngineRun("relax"), 5.0, 1)
-    assert limits == [limit_s]
+@pytest.mark.parametrize("threads", [1, 2])
+def test_where_the_clock_counts_open_ended_engines_make_no_end(threads: int, started: list[Started]) -> None:
+    """`cpsat` plans its time; with one thread work is counted, and all engines end by their count."""
+    runs = searching([], threads=threads)
+    for run in (*TABLE, EngineRun("relax")):
+        runs.start(run, 10.0, 1)
+    open_ended_s = 9.5 if threads == 1 else plan.NO_LIMIT_S
+    assert [engine.time_limit_s for engine in started] == [9.5, *[open_ended_s] * 3]
+    assert all(engine.deadline > time.monotonic() + engine.allotted_s / 2 for engine in started)
 
 
-LNS = EngineRun("lns")
+@pytest.mark.parametrize(
+    ("threads", "shared"),
+    [
+        (1, {"dispatch": 1}),
+        (2, {"dispatch": 1, "relax": 1}),
+        (8, {"dispatch": 1, "relax": 1, "cpsat": 6}),
+        (16, {"dispatch": 1, "relax": 1, "cpsat": 5, "lns": 5, "milp": 4}),
+    ],
+)
+def test_what_an_engine_cannot_use_others_have(threads: int, shared: dict[str, int], started: list[Started]) -> None:
+    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "lns", "milp", "robust")]
+    searching(table, None, threads=threads).start_next(beside_heuristics=False)
+    assert {engine.engine: engine.threads for engine in started} == shared
+    assert sum(shared.values()) == threads
 
 
-def test_an_engine_that_ended_early_runs_again_only_from_another_schedule(runs: EngineRuns, state: SearchState) -> None:
+@pytest.mark.parametrize(("best", "following"), [(NAIVE, ["cpsat", "dispatch"]), (BETTER, ["cpsat", "lns"])])
+def test_an_engine_that_gained_runs_again(best: Schedule, following: list[str], started: list[Started]) -> None:
+    """With one thread, where shares are counted; after those that do not repeat."""
+    runs = searching(list(TABLE), best, threads=1)
+    ended = process("dispatch")
+    for message in (BETTER_IS_FOUND, None):
+        runs.handle(ended, message)
+    for _ in following:
+        runs.start_next(beside_heuristics=False)
+    assert [engine.engine for engine in started] == following
+
+
+@pytest.mark.parametrize(("best", "more_s"), [(NAIVE, 10.0), (BETTER, 4.0)])
+def test_an_engine_goes_on_while_it_gains(best: Schedule, more_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its share again from its last gain on; it has used six of its ten seconds."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    runs, under_way = searching(list(TABLE), best), process("dispatch")
+    under_way.deadline = 104.0
+    runs.handle(under_way, BETTER_IS_FOUND)
+    assert under_way.deadline == 100.0 + more_s
+
+
+def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> None:
+    runs = searching([])
     assert runs.may_gain(LNS)
-    end(runs, NAIVE, spent_s=1.0)
+    runs.handle(process("lns", NAIVE, spent_s=1.0), None)
     assert not runs.may_gain(LNS)
     assert runs.may_gain(EngineRun("cpsat"))
-    found = replace(BETTER, method="dispatch")
-    state.offer(found)
+    by_engine = replace(BETTER, method="dispatch")
+    runs._state.offer(by_engine)
     assert runs.may_gain(LNS)
-    assert not runs.may_gain(EngineRun("lns", from_heuristics=True))
-    end(runs, found, spent_s=1.0)
+    assert not runs.may_gain(LNS_FROM_HEURISTICS)
+    runs.handle(process("lns", by_engine, spent_s=1.0), None)
     assert not runs.may_gain(LNS)
 
 
-def test_an_engine_that_used_its_time_runs_again(runs: EngineRuns) -> None:
-    end(runs, NAIVE, spent_s=9.0)
+def test_an_engine_that_used_its_time_runs_again() -> None:
+    runs = searching([])
+    runs.handle(process("lns", NAIVE, spent_s=9.0), None)
     assert runs.may_gain(LNS)
+
+
+def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
+    """One that was asked for by name starts after them."""
+    runs, under_way = searching(list(TABLE)), process("lns")
+    assert not runs.loading
+    runs._processes.running.append(under_way)
+    assert runs.loading
+    runs.handle(under_way, Ready())
+    assert not runs.loading
 
 
 def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:
@@ -166,17 +215,8 @@ def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
 
 
 @pytest.mark.parametrize(("engine", "counts"), [("milp", False), ("lns", True)])
-def test_with_one_thread_the_milp_has_all_of_the_time(
-    state: SearchState, monkeypatch: pytest.MonkeyPatch, engine: str, counts: bool
-) -> None:
+def test_with_one_thread_the_milp_has_all_of_the_time(engine: str, counts: bool, started: list[Started]) -> None:
     """Its solvers count no work, so none of the clock is kept for a busy machine."""
-    allotted: list[float] = []
-    monkeypatch.setattr(
-        engine_processes.EngineProcesses,
-        "start",
-        lambda self, request, start, deadline, allotted_s: allotted.append(allotted_s),
-    )
-    request = Request(problem=PROBLEM, method=engine, threads=1, time_limit_s=1000.0)
-    limit = TimeLimit(request)
-    EngineRuns(request, [EngineRun(engine)], state, limit, lambda frame: None).start_next(beside_heuristics=False)
-    assert (allotted[0] < 0.9 * limit.left_s) == counts
+    runs = searching([EngineRun(engine)], method=engine, threads=1)
+    runs.start_next(beside_heuristics=False)
+    assert (started[0].allotted_s < 0.9 * runs._limit.left_s) == counts

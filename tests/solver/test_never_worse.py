@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,17 +14,13 @@ from support.examples import examples
 from support.problems import pipeline, stage
 
 from optpipe.model.problem import Problem
-from optpipe.process.child import Child
-from optpipe.process.protocol import Incumbent, Programs, Ready, Request
+from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.parts import in_all_parts
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
-from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.search_state import SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
@@ -117,94 +113,6 @@ def test_a_schedule_with_all_parts_stays_as_it_is():
     assert in_all_parts(generate("adaoffload", chain(m=3))) is None
 
 
-TABLE = [EngineRun("cpsat"), EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)]
-
-
-def searching(threads: int, known: str) -> tuple[EngineRuns, Incumbent]:
-    """A search that knows the schedule of a heuristic, and AdaOffload's schedule as an engine finds it."""
-    problem = chain(m=6)
-    request = Request(problem=problem, threads=threads, time_limit_s=1000.0)
-    state = SearchState(request, lambda frame: None)
-    state.offer(generate(known, problem))
-    found = Incumbent(method="x", schedule=Programs.from_schedule(generate("adaoffload", problem)))
-    return EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None), found
-
-
-@pytest.mark.parametrize(("known", "following"), [("naive", ["cpsat", "dispatch"]), ("adaoffload", ["cpsat", "lns"])])
-def test_an_engine_that_gained_runs_again(known: str, following: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one thread, where shares are counted; behind those that do not repeat."""
-    runs, found = searching(1, known)
-    started: list[str] = []
-
-    def start(self: EngineProcesses, asked: Request, *_: object) -> None:
-        started.append(asked.method)
-        self.running.append(process(asked.method))
-
-    monkeypatch.setattr(EngineProcesses, "start", start)
-    ended = process("dispatch")
-    for message in (found, None):
-        runs.handle(ended, message)
-    for _ in following:
-        runs.start_next(beside_heuristics=False)
-        runs._processes.running.clear()
-    assert started == following
-
-
-@pytest.mark.parametrize(("known", "more_s"), [("naive", 10.0), ("adaoffload", 4.0)])
-def test_an_engine_goes_on_while_it_gains(known: str, more_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For its share again from its last gain on; it has used six of its ten seconds."""
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    runs, found = searching(2, known)
-    under_way = process("dispatch")
-    under_way.deadline = 104.0
-    runs.handle(under_way, found)
-    assert under_way.deadline == 100.0 + more_s
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_where_the_clock_counts_it_makes_no_end_itself(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`cpsat` plans its time; with one thread work is counted, and all engines end by their count."""
-    runs, _ = searching(threads, "naive")
-    limits: dict[str, float] = {}
-
-    def start(self: EngineProcesses, asked: Request, _: Schedule, deadline: float, allotted_s: float) -> None:
-        limits[asked.method] = asked.time_limit_s
-        assert deadline > time.monotonic() + allotted_s / 2
-
-    monkeypatch.setattr(EngineProcesses, "start", start)
-    for run in TABLE:
-        runs.start(run, 10.0, 1)
-    assert limits == {"cpsat": 9.5} | dict.fromkeys(("lns", "dispatch"), 9.5 if threads == 1 else plan.NO_LIMIT_S)
-
-
-@pytest.mark.parametrize(
-    ("threads", "shared"),
-    [
-        (1, {"dispatch": 1}),
-        (2, {"dispatch": 1, "relax": 1}),
-        (8, {"dispatch": 1, "relax": 1, "cpsat": 6}),
-        (16, {"dispatch": 1, "relax": 1, "cpsat": 5, "lns": 5, "milp": 4}),
-    ],
-)
-def test_what_an_engine_cannot_use_others_have(
-    threads: int, shared: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = Request(problem=chain(m=6), threads=threads, time_limit_s=1000.0)
-    state = SearchState(request, lambda frame: None)
-    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "lns", "milp", "robust")]
-    started: dict[str, int] = {}
-    monkeypatch.setattr(EngineProcesses, "start", lambda self, asked, *_: started.update({asked.method: asked.threads}))
-    runs = EngineRuns(request, table, state, TimeLimit(request), lambda frame: None)
-    runs.start_next(beside_heuristics=False)
-    assert started == shared
-    assert sum(started.values()) == threads
-
-
-def process(engine: str) -> EngineProcess:
-    """One that has used its ten seconds."""
-    return EngineProcess(engine, cast(Child, None), 1, None, time.monotonic() + 60, 10.0, spent_s=9.0)
-
-
 @pytest.mark.parametrize(("gains_at_s", "ready_s", "until_s"), [(1.0, 0.0, 15.0), (15.0, 0.0, 22.5), (1.0, 40.0, 40.0)])
 def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
     gains_at_s: float, ready_s: float, until_s: float, monkeypatch: pytest.MonkeyPatch
@@ -253,14 +161,3 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
     for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, plan.HEURISTICS_SHARE):
         pass
     assert tried == order
-
-
-def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
-    """One that was asked for by name starts behind them."""
-    runs, _ = searching(2, "naive")
-    assert not runs.loading
-    under_way = process("lns")
-    runs._processes.running.append(under_way)
-    assert runs.loading
-    runs.handle(under_way, Ready())
-    assert not runs.loading

@@ -350,17 +350,6 @@ def test_an_unknown_method_is_one_sentence():
     assert refused.reason.startswith("method = 'best': the methods are auto, ")
 
 
-def test_through_the_front_door():
-    problem = pipeline(microbatches=5)
-    result = optpipe.solve(problem, method="zb-auto", time_limit_s=20.0, gap=1.0)
-    assert result.schedule is not None
-    assert result.method == "zb-auto"
-    assert check(problem, result.schedule) == []
-    assert result.lower_bound_ms == 33 + 5 * 20 + 3 * 11 + 8  # the last device's wait, its F and B, the way back
-    assert result.notes == ()
-    assert optpipe.solve(pipeline(memory=4), time_limit_s=20.0).status == "infeasible"
-
-
 def test_a_huge_problem_ends_in_time():
     began = time.monotonic()
     result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit_s=2.0)

@@ -146,17 +146,17 @@ class HeuristicRuns:
         """Offer what rules lead to when so many ops are simulated in all, or time is up, and return how long that
         is."""
         self._offer_by_rules(most, self._limit.deadline)
-        return self._in_rules.ms
+        return self._rules_search.ms
 
     def _offer_by_rules(self, most: int, until: float = inf) -> None:
-        def found() -> Iterator[Schedule]:
-            if schedule := self._in_rules.go_on(most, until):
+        def shortest() -> Iterator[Schedule]:
+            if schedule := self._rules_search.go_on(most, until):
                 yield schedule
 
-        self._next("dispatch", found())
+        self._next("dispatch", shortest())
 
     @cached_property
-    def _in_rules(self) -> RulesSearch:
+    def _rules_search(self) -> RulesSearch:
         return RulesSearch(self._request.problem, None, self._request.objective)
 
     def published(self) -> Iterator[None]:

@@ -127,5 +127,4 @@ def is_modelled(schedule: Schedule) -> bool:
 
 
 def found_by_engine(schedule: Schedule) -> bool:
-    """Whether its method is an engine, or begins with one, such as `milp+lns`."""
-    return schedule.method.partition("+")[0] in (*ENGINES, ROBUST)
+    return schedule.method in (*ENGINES, ROBUST)

@@ -9,7 +9,7 @@ from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.length import shortest_paths
-from optpipe_solver.relax import one_stage_search, several_stages_search
+from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import Passes, several_stages_device
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
@@ -60,7 +60,7 @@ def device_bounds(
     expand: Callable[[States, int], float]
     if len(passes) == 1:
         expand = partial(one_stage_search.expand, one_stage_device(problem, *passes[0], microbatches, objective))
-        must_equal = one_stage_search.must_equal(microbatches)
+        must_equal = one_stage_state.must_equal(microbatches)
     else:
         device = several_stages_device(problem, passes, microbatches, objective)
         expand, must_equal = partial(several_stages_search.expand, device), several_stages_search.must_equal(device)

@@ -112,15 +112,27 @@ class SeveralStages(NamedTuple):
     worth: Worth
 
 
+class WeightGradient(NamedTuple):
+    """ms of a stage's weight gradient, bytes of an activation that waits for it, and bytes while it runs."""
+
+    ms: float
+    waiting_bytes: int
+    bytes: int
+
+
 def several_stages_device(problem: Problem, passes: Passes, microbatches: int, objective: Objective) -> SeveralStages:
     """Return the device that so many micro-batches pass on these stages of one route."""
-    stages = [s for _, s in passes]
+    stages, c = [s for _, s in passes], len(passes)
     times, bytes_of = shortest_times(problem), stage_bytes(problem)
     held = [bytes_of[s] for s in stages]
     step_ms = np.array([*times[Kind.F, stages], *times[Kind.B, stages[::-1]]])
     gap_ms = _gaps(problem, passes, step_ms, objective)
-    weight_ms = [float(times[Kind.W, s]) for s in stages]
-    weights = _weight_gradients(weight_ms, held)
+    gradients = [
+        WeightGradient(float(times[Kind.W, s]), each.waiting, each.weight) for s, each in zip(stages, held, strict=True)
+    ]
+    groups = sorted({gradient for gradient in gradients if gradient.ms > 0.0})
+    group = [-1] * c + [groups.index(gradient) if gradient in groups else -1 for gradient in gradients[::-1]]
+    beside = [each.forward - each.stays for each in held] + [each.backward for each in held[::-1]]
     budget = problem.devices[problem.stages[stages[0]].device].activation_budget_bytes
     return SeveralStages(
         microbatches=microbatches,
@@ -128,17 +140,19 @@ def several_stages_device(problem: Problem, passes: Passes, microbatches: int, o
         gap_ms=gap_ms,
         rest_ms=np.cumsum((step_ms + gap_ms)[::-1])[::-1],
         work_ms=np.cumsum(step_ms[::-1])[::-1],
-        shortest_backward_ms=float(step_ms[len(stages) :].min()),
+        shortest_backward_ms=float(step_ms[c:].min()),
         bottlenecks=_bottlenecks(problem, passes),
-        weights=weights,
+        weights=WeightGradients(
+            ms=np.array([gradient.ms for gradient in groups]),
+            waiting_bytes=np.array([gradient.waiting_bytes for gradient in groups], dtype=np.int64),
+            group=np.array(group, dtype=np.int64),
+        ),
         memory=Memory(
             budget=budget,
-            held=_present(len(stages)) @ np.array([each.stays for each in held]),
-            beside=np.array(
-                [each.forward - each.stays for each in held] + [each.backward for each in held[::-1]], dtype=np.int64
-            ),
+            held=_present(c) @ np.array([each.stays for each in held]),
+            beside=np.array(beside, dtype=np.int64),
         ),
-        worth=_worth(measures(budget, held), held, step_ms, gap_ms, _groups(weight_ms, held), weights),
+        worth=_worth(measures(budget, held), held, step_ms, gap_ms, groups, group),
     )
 
 
@@ -166,28 +180,6 @@ def _bottlenecks(problem: Problem, passes: Passes) -> Floats:
     return np.array([*largest, (0.0, 0.0)])
 
 
-Group = tuple[float, int, int]  # ms of a weight gradient, bytes that wait for it, and bytes while it runs
-
-
-def _kinds(weight_ms: list[float], held: list[StageBytes]) -> list[Group]:
-    """Return (c,) the group of each stage's weight gradient, also of one that takes no time."""
-    return [(ms, each.waiting, each.weight) for ms, each in zip(weight_ms, held, strict=True)]
-
-
-def _groups(weight_ms: list[float], held: list[StageBytes]) -> list[Group]:
-    return sorted({kind for kind in _kinds(weight_ms, held) if kind[0] > 0.0})
-
-
-def _weight_gradients(weight_ms: list[float], held: list[StageBytes]) -> WeightGradients:
-    kinds, groups = _kinds(weight_ms, held), _groups(weight_ms, held)
-    after_backward = [groups.index(kind) if kind in groups else -1 for kind in kinds[::-1]]
-    return WeightGradients(
-        ms=np.array([ms for ms, _, _ in groups]),
-        waiting_bytes=np.array([waiting for _, waiting, _ in groups], dtype=np.int64),
-        group=np.array([-1] * len(kinds) + after_backward, dtype=np.int64),
-    )
-
-
 def _present(c: int) -> Ints:
     """Return (2c + 1, c) whether the activation of each stage is there before a step: from the end of its forward, step
     k, to the start of its backward, step 2c - 1 - k."""
@@ -199,8 +191,8 @@ def _worth(
     held: list[StageBytes],
     step_ms: Floats,
     gap_ms: Floats,
-    groups: list[Group],
-    weights: WeightGradients,
+    groups: list[WeightGradient],
+    group: list[int],
 ) -> Worth:
     """For each measure of sizes; the first one comes twice, at first without what waits for weight gradients."""
     rows = []
@@ -208,9 +200,9 @@ def _worth(
         between = _present(len(held)) @ np.array([measure(stage.stays) for stage in held])
         forward = [measure(stage.forward) - measure(stage.stays) for stage in held]
         beside = np.array([*forward, *(measure(stage.backward) for stage in held[::-1])])
-        weight = np.array([measure(size) if number else 0.0 for _, _, size in groups])
+        weight = np.array([measure(gradient.bytes) if number else 0.0 for gradient in groups])
         step = step_ms * (beside + between[1:]) + gap_ms * between[1:]
-        step += [weight[g] * groups[g][0] if g >= 0 else 0.0 for g in weights.group]
+        step += [weight[g] * groups[g].ms if g >= 0 else 0.0 for g in group]
         alone = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
         rows.append((between, [*np.cumsum(step[::-1])[::-1], 0.0], weight, alone))
     return Worth(*(np.array(column) for column in zip(*rows, strict=True)))

@@ -1,5 +1,5 @@
-"""Best-first search over what a device with several stages can do, where all activations stay on it. Compiled;
-`support/one_device.py` is its plain reference.
+"""Best-first search over what a device with several stages can do, where all activations stay on it. Compiled; tests
+compare it with a plain one.
 
 A state is a row of numbers in which compute is free; `State` names the columns after the first ones.
 """

@@ -1,0 +1,201 @@
+"""The least end of every schedule that begins like a state of the search over a device with one stage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe_solver.relax.one_stage import OneStage
+from optpipe_solver.relax.one_stage_state import (
+    ACTIVATIONS,
+    BACK,
+    BACKWARD,
+    CHECKPOINT,
+    DIRECTION,
+    ENDS,
+    FORWARD,
+    IDLE,
+    OP,
+    OP_ENDS,
+    OUT,
+    PARTS,
+    READY,
+    STARTED,
+    TURN,
+    WAITING,
+    WEIGHT,
+    WHOSE,
+    State,
+    is_moving,
+)
+from optpipe_solver.relax.states import NOW
+from optpipe_solver.relax.uncounted import uncounted
+
+
+class Remaining(NamedTuple):
+    """What is left to do in a state.
+
+    Attributes
+    ----------
+    forwards, backwards
+        Micro-batches that have not begun; input gradients to start.
+    op_ms
+        Of the op that runs.
+    compute_ms, weight_ms
+        Of compute without weight gradients, and of weight gradients, but for one that runs.
+    out_ms, back_ms
+        Of the link: transfers that run, and parts that have to come back.
+    whole
+        Activations of which all parts can still leave, those to come included.
+    """
+
+    forwards: float
+    backwards: float
+    op_ms: float
+    compute_ms: float
+    weight_ms: float
+    out_ms: float
+    back_ms: float
+    whole: float
+
+
+@uncounted
+def least_end(state: State, device: OneStage) -> float:
+    """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by link and memory."""
+    remaining = _remaining(state, device)
+    now = state.row[NOW]
+    end = _end_by_paths(state, remaining, device)
+    end = max(end, now + remaining.compute_ms + remaining.weight_ms)
+    if remaining.backwards == 0.0:
+        return float(end)
+    end = max(end, now + remaining.compute_ms + device.ms.tail)
+    for measure in range(len(device.worth.forward)):
+        end = max(end, _end_by_memory(state, remaining, measure, end, device))
+    return float(end)
+
+
+@uncounted
+def _remaining(state: State, device: OneStage) -> Remaining:
+    row, lines, activations, ms = state.row, state.lines, state.activations, device.ms
+    now, count, forwards = row[NOW], int(row[ACTIVATIONS]), device.microbatches - row[STARTED]
+    recompute_ms, away, whole = 0.0, 0.0, forwards
+    for i in range(count):
+        parts = activations[i, PARTS]
+        if parts == CHECKPOINT:
+            recompute_ms += ms.recompute
+        elif parts >= 0.0:
+            away += device.parts - parts
+            whole += parts == device.parts
+    out_ms, back_ms = 0.0, 0.0
+    for line in range(2):
+        if lines[line, DIRECTION] == OUT:
+            out_ms += lines[line, ENDS] - now
+            away += 1.0
+        elif lines[line, DIRECTION] == BACK:
+            back_ms += lines[line, ENDS] - now
+            away -= 1.0
+    op_ms = max(0.0, row[OP_ENDS] - now) if row[OP] != IDLE else 0.0
+    backwards = forwards + count
+    compute_ms = forwards * ms.forward + backwards * ms.backward + recompute_ms + op_ms
+    weight_ms = (backwards + row[WAITING]) * ms.weight + (ms.weight if row[OP] == BACKWARD else 0.0)
+    return Remaining(forwards, backwards, op_ms, compute_ms, weight_ms, out_ms, back_ms + away * ms.reload, whole)
+
+
+@uncounted
+def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float:
+    """The least end by the way of each micro-batch alone."""
+    row, activations, ms = state.row, state.activations, device.ms
+    free, forwards = row[NOW] + remaining.op_ms, remaining.forwards
+    end = free + ms.tail if row[OP] == BACKWARD else row[NOW]
+    if forwards:
+        end = free + forwards * ms.forward + ms.away + ms.backward + ms.tail
+        for b in range(len(state.passed)):
+            passes_ms, works_ms = device.bottlenecks[b]
+            last = max(state.passed[b] + works_ms, free + ms.forward + passes_ms) + (forwards - 1.0) * works_ms
+            end = max(end, last + ms.backward + ms.tail)
+    for i in range(int(row[ACTIVATIONS])):
+        end = max(end, max(activations[i, READY], activations[i, TURN]) + ms.backward + ms.tail)
+    return float(end)
+
+
+@uncounted
+def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float, device: OneStage) -> float:
+    """The least end by memory over time, if at least `end`: of the activations that are yet to begin, some are computed
+    again; of the others, parts leave as long as that pays."""
+    now, ms, worth = state.row[NOW], device.ms, device.worth
+    need = _memory_needed(state, remaining, measure, device)
+    best = np.inf
+    for computed in range(int(remaining.forwards) + 1 if device.can_recompute else 1):
+        by_memory = need - computed * worth.saved_by_recompute[measure]
+        begin = max(end, now + remaining.compute_ms + remaining.weight_ms + computed * ms.recompute)
+        sent, level, sent_at_level = 0.0, 0, 0.0  # parts that leave, the first of each activation first
+        while begin < best:
+            by_line = _end_by_lines(now, sent, remaining, device)
+            best = min(best, max(begin, now + by_memory, by_line))
+            if by_line >= now + by_memory or now + by_memory <= begin or device.lines == 0 or level == device.parts:
+                break
+            by_memory -= worth.saved_by_part[measure, level]
+            sent += 1.0
+            sent_at_level += 1.0
+            if sent_at_level >= remaining.whole - computed:
+                level, sent_at_level = level + 1, 0.0
+        if begin >= best:
+            break
+    return float(best)
+
+
+@uncounted
+def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStage) -> float:
+    """The least end by the lines if so many further parts leave and come back."""
+    ms = device.ms
+    if device.lines == 1:
+        line_ms = remaining.out_ms + remaining.back_ms + sent * (ms.offload + ms.reload)
+    else:
+        line_ms = max(remaining.out_ms + sent * ms.offload, remaining.back_ms + sent * ms.reload)
+    return float(now + line_ms + ms.backward + ms.tail if line_ms > 0.0 else now)
+
+
+@uncounted
+def _memory_needed(state: State, remaining: Remaining, measure: int, device: OneStage) -> float:
+    """ms of all the memory that are needed from now on by this measure if no further part leaves."""
+    op, ms, worth = state.row[OP], device.ms, device.worth
+    forwards, backwards = remaining.forwards, remaining.backwards
+    area = forwards * (ms.forward * worth.forward[measure] + ms.away * worth.present[measure, device.parts])
+    area += backwards * ms.backward * worth.backward[measure]
+    area += remaining.weight_ms * worth.weight[measure]
+    if op == BACKWARD:
+        area += remaining.op_ms * worth.backward[measure]
+    elif op == WEIGHT:
+        area += remaining.op_ms * worth.weight[measure]
+    for i in range(int(state.row[ACTIVATIONS])):
+        area = _add_memory_while_away(area, state, remaining, i, measure, device)
+    unused, n = 0.0, 1  # while the last but n input gradient runs, n + 1 activations are there at most
+    while n < backwards and n * worth.alone[measure] < 1.0:
+        unused += ms.backward * (1.0 - n * worth.alone[measure])
+        n += 1
+    return float(area + unused + (0.0 if worth.weight[measure] > 0.0 else ms.tail))  # W may run to the end
+
+
+@uncounted
+def _add_memory_while_away(
+    area: float, state: State, remaining: Remaining, i: int, measure: int, device: OneStage
+) -> float:
+    """Add ms of all the memory that an activation needs until its input gradient."""
+    row, lines, worth, ms = state.row, state.lines, device.worth, device.ms
+    parts, wait = state.activations[i, PARTS], state.activations[i, READY] - row[NOW]
+    if row[OP] == FORWARD and i == int(row[ACTIVATIONS]) - 1:
+        area += remaining.op_ms * worth.forward[measure]
+        wait -= remaining.op_ms
+    if parts == device.parts and not is_moving(state, i):
+        area += wait * worth.present[measure, device.parts]
+    elif parts >= 0.0:
+        there = int(parts)  # parts that it may be left with, but for one that is coming back
+        for line in range(2):
+            if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i:
+                there += 1 if lines[line, DIRECTION] == BACK else -1
+        for k in range(there, device.parts):
+            area += worth.present[measure, k + 1] * ms.reload
+    elif parts == CHECKPOINT:
+        area += max(0.0, wait - ms.recompute) * worth.checkpoint[measure] + ms.recompute * worth.recompute[measure]
+    return float(area)

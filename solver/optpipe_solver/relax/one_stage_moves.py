@@ -1,0 +1,272 @@
+"""What can follow in a state of the search over a device with one stage: ops and transfers start, and time goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optpipe_solver.relax.one_stage import OneStage
+from optpipe_solver.relax.one_stage_state import (
+    ACTIVATIONS,
+    BACK,
+    BACKWARD,
+    BYTES,
+    CHECKPOINT,
+    DIRECTION,
+    ENDS,
+    FORWARD,
+    FORWARD_THEN_RECOMPUTE,
+    IDLE,
+    IMPOSSIBLE,
+    OP,
+    OP_ENDS,
+    OUT,
+    PARTS,
+    READY,
+    RECOMPUTE,
+    RECOMPUTING,
+    STARTED,
+    TURN,
+    WAITING,
+    WEIGHT,
+    WHOSE,
+    State,
+    is_moving,
+)
+from optpipe_solver.relax.states import NOW
+from optpipe_solver.relax.uncounted import uncounted
+
+# What can start now. Each function returns the bytes that are held then, or IMPOSSIBLE.
+
+
+@uncounted
+def start_op(state: State, op: int, device: OneStage, held: int) -> int:
+    """Start an op on compute, or nothing."""
+    if op == IDLE:
+        return held
+    if state.row[OP] != IDLE:
+        return IMPOSSIBLE
+    if op == WEIGHT:
+        held = _start_weight_gradient(state, device, held)
+    elif op == BACKWARD:
+        held = _start_backward(state, device, held)
+    elif op == RECOMPUTE:
+        held = _start_recompute(state, device, held)
+    else:
+        held = _start_forward(state, op, device, held)
+    state.row[BYTES] = held
+    return held if held <= device.memory.budget else IMPOSSIBLE
+
+
+@uncounted
+def _run(state: State, op: int, ms: float) -> None:
+    state.row[OP], state.row[OP_ENDS] = op, state.row[NOW] + ms
+
+
+@uncounted
+def _start_weight_gradient(state: State, device: OneStage, held: int) -> int:
+    if state.row[WAITING] == 0.0:
+        return IMPOSSIBLE
+    _run(state, WEIGHT, device.ms.weight)
+    state.row[WAITING] -= 1.0
+    return held + device.memory.weight - device.memory.waiting
+
+
+@uncounted
+def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
+    row, activations, ms = state.row, state.activations, device.ms
+    is_recomputed = op == FORWARD_THEN_RECOMPUTE
+    if row[STARTED] == device.microbatches or (is_recomputed and not device.can_recompute):
+        return IMPOSSIBLE
+    _run(state, FORWARD, ms.forward)
+    row[STARTED] += 1.0
+    i = int(row[ACTIVATIONS])
+    row[ACTIVATIONS] += 1.0
+    activations[i, READY] = row[OP_ENDS] + ms.away
+    activations[i, PARTS] = CHECKPOINT if is_recomputed else device.parts
+    for b in range(len(state.passed)):
+        passes_ms, works_ms = device.bottlenecks[b]
+        state.passed[b] = max(state.passed[b] + works_ms, row[OP_ENDS] + passes_ms)
+        activations[i, TURN] = max(activations[i, TURN], state.passed[b])
+    return held + device.memory.forward
+
+
+@uncounted
+def _start_recompute(state: State, device: OneStage, held: int) -> int:
+    """Compute the first activation again that has only its checkpoint."""
+    for i in range(int(state.row[ACTIVATIONS])):
+        if state.activations[i, PARTS] == CHECKPOINT:
+            _run(state, RECOMPUTE, device.ms.recompute)
+            state.activations[i, PARTS] = RECOMPUTING
+            return held + device.memory.recompute - device.memory.checkpoint
+    return IMPOSSIBLE
+
+
+@uncounted
+def _start_backward(state: State, device: OneStage, held: int) -> int:
+    """Start the input gradient of the first activation that is ready and there as a whole."""
+    now, activations = state.row[NOW], state.activations
+    if activations[0, TURN] > now:
+        return IMPOSSIBLE
+    for i in range(int(state.row[ACTIVATIONS])):
+        is_ready = activations[i, READY] <= now and activations[i, PARTS] == device.parts
+        if is_ready and not is_moving(state, i):
+            _run(state, BACKWARD, device.ms.backward)
+            _remove_activation(state, i)
+            return held + device.memory.backward - int(device.memory.present[device.parts])
+    return IMPOSSIBLE
+
+
+@uncounted
+def _remove_activation(state: State, i: int) -> None:
+    """Remove an activation, and the first turn."""
+    activations, lines, last = state.activations, state.lines, int(state.row[ACTIVATIONS]) - 1
+    for j in range(i, last):
+        activations[j, READY], activations[j, PARTS] = activations[j + 1, READY], activations[j + 1, PARTS]
+    for rank in range(last):
+        activations[rank, TURN] = activations[rank + 1, TURN]
+    activations[last, READY] = activations[last, PARTS] = activations[last, TURN] = 0.0
+    state.row[ACTIVATIONS] -= 1.0
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] > i:
+            lines[line, WHOSE] -= 1.0
+
+
+@uncounted
+def start_transfer(state: State, line: int, choice: int, device: OneStage, held: int) -> int:
+    """Let a line carry a part: choice 1 + 2i sends one of activation i out, 2 + 2i brings one back, 0 does nothing."""
+    if choice == 0:
+        return held
+    row, lines, present = state.row, state.lines, device.memory.present
+    i, direction = (choice - 1) // 2, OUT if choice % 2 else BACK
+    if lines[line, DIRECTION] != 0.0 or (device.lines == 2 and (direction == OUT) != (line == 0)):
+        return IMPOSSIBLE
+    parts = int(state.activations[i, PARTS])
+    if not _may_move(state, i, direction, device):
+        return IMPOSSIBLE
+    if direction == BACK:
+        held += present[parts + 1] - present[parts]
+    if row[OP] != IDLE:
+        row[BYTES] = held
+    lines[line, ENDS] = row[NOW] + (device.ms.offload if direction == OUT else device.ms.reload)
+    lines[line, DIRECTION], lines[line, WHOSE] = direction, i
+    return held if held <= device.memory.budget else IMPOSSIBLE
+
+
+@uncounted
+def _may_move(state: State, i: int, direction: int, device: OneStage) -> bool:
+    """Whether a part of an activation may go out or come back, and no other activation with as many parts comes first:
+    the last one to leave, the first one to come back."""
+    row, activations = state.row, state.activations
+    parts, count = activations[i, PARTS], int(row[ACTIVATIONS])
+    in_forward = count - 1 if row[OP] == FORWARD else count  # the activation whose forward runs, if any
+    if i == in_forward or parts < (1 if direction == OUT else 0) or (direction == BACK and parts == device.parts):
+        return False
+    if is_moving(state, i):
+        return True
+    begin, end = (i + 1, count) if direction == OUT else (0, i)
+    for j in range(begin, end):
+        if activations[j, PARTS] == parts and j != in_forward and not is_moving(state, j):
+            return False
+    return True
+
+
+# Time goes on
+
+
+@uncounted
+def go_to_next_event(state: State, device: OneStage) -> bool:
+    """Go to the next event. False if there is none."""
+    event = _next_event(state)
+    if event == np.inf:
+        return False
+    _end_op(state, event, device)
+    _end_transfers(state, event)
+    state.row[NOW] = event
+    _forget_the_past(state, device)
+    _sort_equally_ready(state)
+    return True
+
+
+@uncounted
+def _next_event(state: State) -> float:
+    """When the op on compute or a transfer ends or, with compute idle, an input gradient may start."""
+    row, lines, activations, event = state.row, state.lines, state.activations, np.inf
+    count, now = int(row[ACTIVATIONS]), row[NOW]
+    if row[OP] != IDLE:
+        event = row[OP_ENDS]
+    else:
+        for i in range(count):
+            if activations[i, READY] > now:
+                event = min(event, activations[i, READY])
+        if count and activations[0, TURN] > now:
+            event = min(event, activations[0, TURN])
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0:
+            event = min(event, lines[line, ENDS])
+    return float(event)
+
+
+@uncounted
+def _end_op(state: State, event: float, device: OneStage) -> None:
+    row, activations = state.row, state.activations
+    if row[OP] == IDLE or row[OP_ENDS] > event:
+        return
+    if row[OP] == BACKWARD:
+        row[WAITING] += device.ms.weight > 0.0
+    elif row[OP] == RECOMPUTE:
+        for i in range(int(row[ACTIVATIONS])):
+            if activations[i, PARTS] == RECOMPUTING:
+                activations[i, PARTS] = device.parts
+    row[OP_ENDS] = row[OP] = row[BYTES] = 0.0
+
+
+@uncounted
+def _end_transfers(state: State, event: float) -> None:
+    lines = state.lines
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0 and lines[line, ENDS] <= event:
+            change = 1.0 if lines[line, DIRECTION] == BACK else -1.0
+            state.activations[int(lines[line, WHOSE]), PARTS] += change
+            lines[line, ENDS] = lines[line, DIRECTION] = lines[line, WHOSE] = 0.0
+
+
+@uncounted
+def _forget_the_past(state: State, device: OneStage) -> None:
+    """Raise the times that are over to now, so that states that differ only there are equal."""
+    row, activations, now = state.row, state.activations, state.row[NOW]
+    for i in range(int(row[ACTIVATIONS])):
+        activations[i, READY] = max(activations[i, READY], now)
+        activations[i, TURN] = max(activations[i, TURN], now)
+    for b in range(len(state.passed)):  # the next one to pass it has its forward yet to begin
+        passes_ms, works_ms = device.bottlenecks[b]
+        soonest = now + device.ms.forward + passes_ms - works_ms
+        state.passed[b] = max(state.passed[b], soonest) if row[STARTED] < device.microbatches else 0.0
+
+
+@uncounted
+def _sort_equally_ready(state: State) -> None:
+    """Sort activations that are ready at the same time by their parts; the one whose forward runs stays the last."""
+    row, activations, count = state.row, state.activations, int(state.row[ACTIVATIONS])
+    for i in range(1, count):
+        j = i
+        while (
+            j > 0
+            and activations[j, READY] == activations[j - 1, READY]
+            and activations[j, PARTS] > activations[j - 1, PARTS]
+            and not (row[OP] == FORWARD and j == count - 1)
+        ):
+            activations[j, PARTS], activations[j - 1, PARTS] = activations[j - 1, PARTS], activations[j, PARTS]
+            _swap_transfers(state, j - 1, j)
+            j -= 1
+
+
+@uncounted
+def _swap_transfers(state: State, i: int, j: int) -> None:
+    """Let lines that carry a part of one of two activations carry one of the other."""
+    lines = state.lines
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0:
+            if lines[line, WHOSE] == j:
+                lines[line, WHOSE] = i
+            elif lines[line, WHOSE] == i:
+                lines[line, WHOSE] = j
