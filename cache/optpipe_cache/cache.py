@@ -154,16 +154,7 @@ class Cache:
         if not verified and (wrong := check(schedule.problem, schedule)):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = length_ms(schedule, objective)
-        if lower_bound_ms is not None and not reaches(lower_bound_ms, value):
-            raise InputError(
-                f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not "
-                "above it"
-            )
-        if status == "optimal" and gap(value, lower_bound_ms) != 0:
-            raise InputError(
-                f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is "
-                f"{value} ms"
-            )
+        _require_proven(status, lower_bound_ms, value, objective)
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -320,6 +311,18 @@ class Cache:
         """Delete all but the `keep` entries that were used last, and those unused for `days`; return how many were
         deleted. Raises `InputError` for a negative number."""
         return self.storage.prune(Retention(keep, days))
+
+
+def _require_proven(status: Found, lower_bound_ms: float | None, value: float, objective: Objective) -> None:
+    """Raise InputError for a bound above the schedule's length `value`, and for `optimal` without a proof."""
+    if lower_bound_ms is not None and not reaches(lower_bound_ms, value):
+        raise InputError(
+            f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not above it"
+        )
+    if status == "optimal" and gap(value, lower_bound_ms) != 0:
+        raise InputError(
+            f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is {value} ms"
+        )
 
 
 def _now() -> str:

@@ -88,7 +88,7 @@ class Noise:
         together = [slice(None)]
         if objective == "span":
             together = [lasting & (rows.device == d) for d in np.unique(rows.device[lasting])]
-        lengths: Floats = np.max([end[own].max(axis=0) - start[own].min(axis=0) for own in together], axis=0)
+        lengths: Floats = np.max([end[group].max(axis=0) - start[group].min(axis=0) for group in together], axis=0)
         return lengths
 
     def durations_ms(self, rows: Rows) -> Floats:

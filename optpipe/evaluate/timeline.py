@@ -46,12 +46,12 @@ class Timeline:
     @cached_property
     def span_ms(self) -> float:
         """The longest first-start-to-last-end of one device (OptPipe, Eq. 3)."""
-        return max((float(self.end[own].max() - self.start[own].min()) for own in self._by_device()), default=0.0)
+        return max((float(self.end[rows].max() - self.start[rows].min()) for rows in self._by_device()), default=0.0)
 
     def busy_ms(self) -> list[float]:
         """Compute time of each device that has ops."""
         alone = self.rows.of_kinds(*COMPUTE) & ~self.rows.second  # a pair's time counts once
-        return [float((self.end - self.start)[own][alone[own]].sum()) for own in self._by_device()]
+        return [float((self.end - self.start)[rows][alone[rows]].sum()) for rows in self._by_device()]
 
     @property
     def bubble(self) -> float:

@@ -210,7 +210,9 @@ def _times(found: Sequence[Timed], stages: int) -> list[dict[Kind, MeasuredTimes
     by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in range(stages)]
     for each in found:
         by_kind[each.op.stage][each.op.kind].append(each.ms)
-    return [{kind: MeasuredTimes.from_samples(times) for kind, times in sorted(own.items())} for own in by_kind]
+    return [
+        {kind: MeasuredTimes.from_samples(times) for kind, times in sorted(of_stage.items())} for of_stage in by_kind
+    ]
 
 
 def _ms(times: Mapping[Kind, MeasuredTimes], weight_share: float | None) -> dict[str, float]:

@@ -181,8 +181,8 @@ class Estimate:
         """The longest time that a device reduces its gradients over data-parallel ranks, once an iteration."""
         pieces = [[self.pieces[i] for i in held] for held in self._held]
         return max(
-            self.clock.reduction_ms(self._dense_weights(own), sum(piece.expert_weights for piece in own))
-            for own in pieces
+            self.clock.reduction_ms(self._dense_weights(of_device), sum(piece.expert_weights for piece in of_device))
+            for of_device in pieces
         )
 
     def divided(self, parallelism: Parallelism, run: Run) -> Estimate:

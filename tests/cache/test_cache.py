@@ -49,7 +49,13 @@ def _spoil(path: Path, column: str, value: str | bytes) -> None:
 
 
 @pytest.fixture
-def cache(kept: tuple[Cache, Spoil]) -> Cache:
+def cache(tmp_path: Path) -> Cache:
+    """One in a file, for what does not depend on the storage."""
+    return Cache(tmp_path / "cache.sqlite")
+
+
+@pytest.fixture
+def each_cache(kept: tuple[Cache, Spoil]) -> Cache:
     return kept[0]
 
 
@@ -58,15 +64,11 @@ def spoil(kept: tuple[Cache, Spoil]) -> Spoil:
     return kept[1]
 
 
-def test_an_empty_cache_has_no_hit(cache: Cache) -> None:
-    assert cache.lookup(chain()) is None
-    assert cache.entries() == []
-
-
-def test_exact_hit(cache: Cache) -> None:
+def test_exact_hit(each_cache: Cache) -> None:
     problem = chain()
-    assert cache.add(gpipe(problem), "feasible", 5.0)
-    hit = cache.lookup(problem)
+    assert each_cache.lookup(problem) is None
+    assert each_cache.add(gpipe(problem), "feasible", 5.0)
+    hit = each_cache.lookup(problem)
     assert hit is not None
     assert hit.exact
     assert hit.distance == 0.0
@@ -87,23 +89,23 @@ def test_rules_are_kept_with_a_schedule(cache: Cache) -> None:
         assert (kept == array).all()
 
 
-def test_the_better_schedule_is_kept(cache: Cache) -> None:
+def test_the_better_schedule_is_kept(each_cache: Cache) -> None:
     problem = chain()
     assert gpipe(problem).makespan_ms < one_by_one(problem).makespan_ms
-    assert cache.add(one_by_one(problem), "feasible")
-    assert cache.add(gpipe(problem), "feasible", 3.0)
-    assert not cache.add(one_by_one(problem), "feasible")
-    assert not cache.add(gpipe(problem), "feasible", 2.0)
-    assert cache.add(gpipe(problem), "feasible", 4.0)
-    [entry] = cache.entries()
+    assert each_cache.add(one_by_one(problem), "feasible")
+    assert each_cache.add(gpipe(problem), "feasible", 3.0)
+    assert not each_cache.add(one_by_one(problem), "feasible")
+    assert not each_cache.add(gpipe(problem), "feasible", 2.0)
+    assert each_cache.add(gpipe(problem), "feasible", 4.0)
+    [entry] = each_cache.entries()
     assert (entry.method, entry.lower_bound_ms) == ("gpipe", 4.0)
 
 
-def test_each_objective_has_its_own_schedule(cache: Cache) -> None:
+def test_each_objective_has_its_own_schedule(each_cache: Cache) -> None:
     problem = chain()
-    cache.add(gpipe(problem), "feasible", objective="span")
-    assert cache.lookup(problem) is None
-    hit = cache.lookup(problem, "span")
+    each_cache.add(gpipe(problem), "feasible", objective="span")
+    assert each_cache.lookup(problem) is None
+    hit = each_cache.lookup(problem, "span")
     assert hit is not None
     assert hit.entry.objective_ms == gpipe(problem).span_ms
 
@@ -122,10 +124,10 @@ def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -
     )
 
 
-def test_the_nearest_comes_first(cache: Cache) -> None:
+def test_the_nearest_comes_first(each_cache: Cache) -> None:
     for forward in (1.2, 2.0, 3.0):
-        cache.add(gpipe(chain(forward=forward)), "feasible")
-    hit = cache.lookup(chain(forward=2.6))
+        each_cache.add(gpipe(chain(forward=forward)), "feasible")
+    hit = each_cache.lookup(chain(forward=2.6))
     assert hit is not None
     assert hit.entry.problem == chain(forward=3.0)
     assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
@@ -214,14 +216,14 @@ def test_an_invalid_schedule_is_not_added(cache: Cache) -> None:
     assert cache.entries() == []
 
 
-def test_export_and_import(cache: Cache, tmp_path: Path) -> None:
+def test_export_and_import(each_cache: Cache, tmp_path: Path) -> None:
     for forward in (1.0, 2.0):
-        cache.add(gpipe(chain(forward=forward)), "feasible", 2.0)
-    lines = [*cache.export_lines(), "", "\n"]
+        each_cache.add(gpipe(chain(forward=forward)), "feasible", 2.0)
+    lines = [*each_cache.export_lines(), "", "\n"]
     other = Cache(tmp_path / "other.sqlite")
     assert other.import_lines(lines) == 2
     assert other.import_lines(lines) == 0
-    assert set(other.export_lines()) == set(cache.export_lines())
+    assert set(other.export_lines()) == set(each_cache.export_lines())
 
 
 @pytest.mark.parametrize(
@@ -248,34 +250,34 @@ def _forwards(cache: Cache) -> list[tuple[float, int]]:
     return [(entry.problem.stages[0].forward_ms, hits) for entry, hits in cache.entries_and_hits()]
 
 
-def test_what_is_kept_for_another_problem_is_no_hit(cache: Cache, spoil: Spoil, caplog: Any) -> None:
+def test_what_is_kept_for_another_problem_is_no_hit(each_cache: Cache, spoil: Spoil, caplog: Any) -> None:
     """Its bound would be told as this problem's."""
     best = gpipe(chain(memory=2, forward=0.5))
-    cache.add(best, "optimal", best.makespan_ms)
-    [other] = cache.export_lines()
-    cache.prune(0)
-    cache.add(gpipe(chain(memory=2)), "feasible")
+    each_cache.add(best, "optimal", best.makespan_ms)
+    [other] = each_cache.export_lines()
+    each_cache.prune(0)
+    each_cache.add(gpipe(chain(memory=2)), "feasible")
     spoil("entry", other)
-    assert cache.lookup(chain(memory=2)) is None
-    assert cache.lookup(chain(memory=2, forward=1.01)) is None
+    assert each_cache.lookup(chain(memory=2)) is None
+    assert each_cache.lookup(chain(memory=2, forward=1.01)) is None
     assert "of another problem" in caplog.text
 
 
-def test_prune_keeps_what_was_used_last(cache: Cache, spoil: Spoil) -> None:
+def test_prune_keeps_what_was_used_last(each_cache: Cache, spoil: Spoil) -> None:
     for forward in (1.0, 2.0, 3.0):
-        cache.add(gpipe(chain(forward=forward)), "feasible")
-    assert cache.lookup(chain(forward=1.0))
-    assert cache.prune(2) == 1
-    assert _forwards(cache) == [(1.0, 1), (3.0, 0)]
-    assert cache.prune(2) == cache.prune(10**30) == 0
-    assert cache.prune(days=1) == cache.prune(days=10**9) == 0
+        each_cache.add(gpipe(chain(forward=forward)), "feasible")
+    assert each_cache.lookup(chain(forward=1.0))
+    assert each_cache.prune(2) == 1
+    assert _forwards(each_cache) == [(1.0, 1), (3.0, 0)]
+    assert each_cache.prune(2) == each_cache.prune(10**30) == 0
+    assert each_cache.prune(days=1) == each_cache.prune(days=10**9) == 0
     spoil("used", (datetime.now(UTC) - timedelta(days=3)).isoformat())
-    assert cache.prune(days=4) == 0
-    assert cache.prune(days=2) == 2
+    assert each_cache.prune(days=4) == 0
+    assert each_cache.prune(days=2) == 2
     for wrong in ({"keep": -1}, {"days": -0.5}):
         [(name, value)] = wrong.items()
         with pytest.raises(InputError, match=f"{name} = {value}"):
-            cache.prune(**wrong)
+            each_cache.prune(**wrong)
 
 
 def test_a_hit_that_cannot_be_counted_is_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +292,8 @@ def test_a_hit_that_cannot_be_counted_is_a_hit(tmp_path: Path, monkeypatch: pyte
     assert _forwards(cache) == [(1.0, 0)]
 
 
-def test_a_full_cache_loses_what_was_unused_longest(cache: Cache) -> None:
-    full = Cache(cache.storage, Retention(keep=2))
+def test_a_full_cache_loses_what_was_unused_longest(each_cache: Cache) -> None:
+    full = Cache(each_cache.storage, Retention(keep=2))
     for forward in (1.0, 2.0):
         full.add(gpipe(chain(forward=forward)), "feasible")
     assert full.lookup(chain(forward=1.01)), "a nearest hit is a use, too"
@@ -301,23 +303,25 @@ def test_a_full_cache_loses_what_was_unused_longest(cache: Cache) -> None:
     assert _forwards(full) == [(1.0, 1), (3.0, 0)], "a better entry keeps its hits"
 
 
-def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache, spoil: Spoil) -> None:
-    cache.add(gpipe(chain()), "feasible")
-    [line] = cache.export_lines()
+def test_a_damaged_entry_is_no_hit_and_is_replaced(each_cache: Cache, spoil: Spoil) -> None:
+    each_cache.add(gpipe(chain()), "feasible")
+    [line] = each_cache.export_lines()
     spoil("entry", line.replace("0F1", "0F7"))
-    assert cache.lookup(chain()) is None
-    assert cache.lookup(chain(scale=2.0)) is None
-    assert cache.add(gpipe(chain()), "feasible")
-    assert cache.lookup(chain()) is not None
+    assert each_cache.lookup(chain()) is None
+    assert each_cache.lookup(chain(scale=2.0)) is None
+    assert each_cache.add(gpipe(chain()), "feasible")
+    assert each_cache.lookup(chain()) is not None
 
 
 @pytest.mark.parametrize("damaged", [b"", b"1", b"\xff" * 99])
-def test_damaged_features_are_no_hit_and_are_reported(cache: Cache, spoil: Spoil, damaged: bytes, caplog: Any) -> None:
-    cache.add(gpipe(chain()), "feasible")
+def test_damaged_features_are_no_hit_and_are_reported(
+    each_cache: Cache, spoil: Spoil, damaged: bytes, caplog: Any
+) -> None:
+    each_cache.add(gpipe(chain()), "feasible")
     spoil("features", damaged)
-    assert cache.lookup(chain(scale=2.0)) is None
+    assert each_cache.lookup(chain(scale=2.0)) is None
     assert "skipped 1 entries whose features cannot be read" in caplog.text
-    assert cache.lookup(chain()) is not None
+    assert each_cache.lookup(chain()) is not None
 
 
 def test_entries_that_are_not_text_are_no_hit(tmp_path: Path) -> None:
@@ -354,14 +358,11 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTPIPE_CACHE", "/elsewhere/cache.sqlite")
     assert default_path() == Path("/elsewhere/cache.sqlite")
 
-
-def test_a_user_without_a_home_folder_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPTPIPE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    for name in ("OPTPIPE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(InputError, match="OPTPIPE_CACHE is not set"):
         default_path()
