@@ -66,7 +66,7 @@ def ran_before(schedule: Any, device: int, kind: Kind, chunk: int, other: int) -
 
 
 @pytest.mark.parametrize("v", [2, 3, 4, 5])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 8, 9, 13])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 8])
 def test_chronos_pipe_is_as_long_as_1f1b(p, v):
     for m in (1, 2, 3, 7, 20):
         problem = units(p, m, v=v)
@@ -75,7 +75,7 @@ def test_chronos_pipe_is_as_long_as_1f1b(p, v):
         assert schedule.makespan_ms == 3 * v * (m + p - 1)
 
 
-@pytest.mark.parametrize("p", [*range(1, 20), 32])
+@pytest.mark.parametrize("p", [*range(1, 10), 32])
 def test_two_chunks_hold_what_the_paper_says_but_for_odd_p(p):
     """The paper's peaks of chunk 1 and of chunk 2 are at one time for even p only."""
     of_1 = ceil(Fraction(2, 3) + ceil(Fraction(p - 3, 6)) + ceil(Fraction(2 * p - 3, 6)) + Fraction(p, 2))
@@ -90,7 +90,7 @@ def test_more_chunks_hold_less(p, v):
     assert peaks(schedule) == [most_held(p, v) - s for s in range(p)]
 
 
-@pytest.mark.parametrize("p", range(3, 25))
+@pytest.mark.parametrize("p", [*range(3, 10), 16])
 def test_chunks_follow_each_other_as_many_rounds_later_as_the_paper_says(p):
     schedule = generate("chronos", units(p, 2 * p, v=2))
     assert ran_before(schedule, 0, Kind.F, chunk=0, other=1) == 1 + ceil(Fraction(p - 3, 6))
@@ -132,9 +132,7 @@ def blocking(schedule: Any, c: Fraction) -> Fraction:
     return max(ended.values())
 
 
-@pytest.mark.parametrize(
-    ("p", "v"), [*((p, v) for p in (2, 4, 5, 6, 7, 8, 10, 16) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)]
-)
+@pytest.mark.parametrize(("p", "v"), [*((p, v) for p in (2, 4, 5, 8) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)])
 @pytest.mark.parametrize("c", [1 / 64, 1 / 4])
 def test_messages_that_block_nobody_take_less(p, v, c):
     """The way there and back of the first micro-batch, and less than 2v for each further one: v times what 1F1B
@@ -186,7 +184,7 @@ def rounds_later(p: int) -> int:
     return next(k for k in range(p) if interval - shorter + 7 * k >= 0)
 
 
-@pytest.mark.parametrize("p", range(1, 25))
+@pytest.mark.parametrize("p", [*range(1, 12), 16, 20])
 def test_chronos_recomp_is_as_long_as_the_paper_says_or_shorter(p):
     """Shorter by the time that chunk 1's first backward waits for its beat, and one."""
     waits = 4 + 7 * ceil(Fraction(2 * p - 4, 7)) - 2 * p
@@ -214,7 +212,7 @@ def test_chronos_recomp_holds_a_quarter_and_what_it_recomputes(p):
     assert peaks(alone) == [ceil(Fraction(p - s, 2)) for s in range(p)]
 
 
-@pytest.mark.parametrize("p", range(3, 45))
+@pytest.mark.parametrize("p", [3, 4, 7, 8, 10, 12, 16, 27, 36])
 def test_chunk_2_is_delayed_by_the_rounds_of_equation_8(p):
     schedule = generate("chronos-recomp", units(p, 2 * p, v=2, **AGAIN))
     assert ran_before(schedule, 0, Kind.F, chunk=0, other=1) == 1 + ceil(Fraction(p - 3, 6)) + rounds_later(p)

@@ -72,17 +72,6 @@ def test_for_other_times_the_bubble_is_the_one_that_is_derived(n, more, times, s
         assert bubble == pytest.approx((n - 1) * (pair + b - 2 * w))
 
 
-@pytest.mark.parametrize("p", [2, 4, 8, 16])
-@pytest.mark.parametrize("m", [64, 96])
-def test_the_survey_is_generous(p, m):
-    """Its approximations are a bubble of (P-1)/(2M) of the ideal time, and 2P activations."""
-    schedule = both_ways(p, m, 1.0)
-    share = schedule.makespan_ms / (3 * m) - 1
-    assert share == pytest.approx((p - 2) / (3 * m))
-    assert share <= (p - 1) / (2 * m)
-    assert max(peaks(schedule)) <= 2 * p * ACTIVATION
-
-
 def test_overlapping_hides_less_than_the_survey_says():
     """Its `effective_bubble`: (p-1)/(2m), of which 80 % are hidden."""
     measured = []
@@ -119,13 +108,6 @@ def text_of(item: Any, stage: Any, microbatch: Any) -> list[tuple[Kind, int, int
     return [
         (op.kind, stage(op.stage), microbatch(op.microbatch)) for op in (item if isinstance(item, Pair) else [item])
     ]
-
-
-def test_every_device_has_the_stages_of_both_directions():
-    problem = both_ways(6, 12, None).problem
-    costs = [stage.model_dump(exclude={"device"}) for stage in problem.stages]
-    assert [stage.device for stage in problem.stages] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
-    assert costs[:6] == costs[6:]
 
 
 def test_the_outermost_device_of_the_figure():

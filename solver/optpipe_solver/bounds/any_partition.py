@@ -12,9 +12,9 @@ from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
+from optpipe_solver.bounds.choices import all_weights
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
-from optpipe_solver.bounds.weights import weights
 
 
 def partition_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -65,7 +65,7 @@ def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backw
     if len(parts) > 1:
         return 0.0
     (n,) = parts
-    memory, link, compute = weights()
+    memory, link, compute = all_weights()
     byte = memory / roomiest  # of a byte for a ms
     duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
     trips = (forward + backward)[::-1].cumsum()[::-1]

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.model.arrays import Floats, Ints
+from optpipe_solver import plan
 
 MEMORY, OUT, BACK, COMPUTE = range(4)  # columns: ms of all of the device's memory, of its link each way, of compute
 MOST = 100_000  # numbers of activations for each choice that are tried
 
 
+class Weights(NamedTuple):
+    """Ways to split one over memory, link and compute: arrays of one shape. Each makes one bound of three limits."""
+
+    memory: Floats
+    link: Floats
+    compute: Floats
+
+
+@cache
+def all_weights() -> Weights:
+    """Return all ways, in `plan.WEIGHT_STEPS` steps."""
+    n = plan.WEIGHT_STEPS
+    return Weights(*np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n)
+
+
 def least_of_all(groups: Sequence[tuple[int, Floats]], fixed: Floats, once: Floats) -> float:
     """Return the least T for which every column suffices, over all choices for whole activations.
 
-    Weights of the columns (`weights`) give a bound where a part of an activation may be chosen for; here none may.
+    Weights of the columns (`all_weights`) give a bound where a part of an activation may be chosen for; here none may.
 
     Parameters
     ----------

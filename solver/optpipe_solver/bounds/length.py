@@ -18,10 +18,9 @@ from optpipe.model.arrays import OFF_ROUTE, Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
-from optpipe_solver.bounds.choices import least_of_all
+from optpipe_solver.bounds.choices import all_weights, least_of_all
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
-from optpipe_solver.bounds.weights import weights
 
 
 def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -70,7 +69,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # route and stage
     for r, s in paths.round_trip:
         passes_on[problem.stages[s].device].append((r, s))
-    memory, link, compute = weights()
+    memory, link, compute = all_weights()
     bounds = [deferral_bound(problem, objective)]
     for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in passes_on[d]]
@@ -118,8 +117,8 @@ def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float
 
 
 def _cheapest(choices: Floats) -> Floats:
-    """Return the least weighted cost of one activation for all `weights()`; a link each way counts half."""
-    memory, link, compute = weights()
+    """Return the least weighted cost of one activation for `all_weights`; a link each way counts half."""
+    memory, link, compute = all_weights()
     cost = choices @ np.array([memory, link / 2, link / 2, compute])
     least: Floats = cost.min(axis=0)
     return least

@@ -22,7 +22,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
-from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.order import by_slot, count_chunks, count_devices, distinct_slots
 from optpipe_solver.systems.system import System
 
 F, C, BW = 1, 1, 2  # units that each lasts
@@ -64,7 +64,7 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     again device s holds floor((p-s)/2) + 1: the paper's formula leaves that one out, its measurements do not (5/16 of M
     at p = 8). Eq. 8 delays by one round not, as stated, at all p from 8 to 40: by none at 10, by two at 27.
     """
-    p, v = _shape(problem)
+    p, v = count_devices(problem), count_chunks(problem)
     if not 1 <= recomputed <= v:
         raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
     shallow = range(recomputed * p)
@@ -103,13 +103,8 @@ class _Beats:
         return next(n for n in count(like % len(self.lasts), len(self.lasts)) if self.start(n) >= ready)
 
 
-def _shape(problem: Problem) -> tuple[int, int]:
-    p = len({stage.device for stage in problem.stages})
-    return p, len(problem.stages) // p
-
-
 def _pipe(problem: Problem, group: int) -> Schedule:
-    p, v = _shape(problem)
+    p, v = count_devices(problem), count_chunks(problem)
     beats = _Beats([F + BW])
     launches = [v * group * (j // group) + j % group for j in range(problem.microbatches)]
     return repeat(problem, _block(p, *_launches(p, v, group), beats), [beats.start(n) for n in launches])
@@ -121,21 +116,9 @@ def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
     A chunk's p forwards last p/3 beats, its backwards 2p/3. In the deepest chunk, the last device's backward follows
     its forward in one beat.
     """
-    there = [group * n for n in _distinct_beats(v, -(-p // (3 * group)))]
-    back = [group * n + there[-1] + p - 1 for n in _distinct_beats(v, -(-2 * p // (3 * group)))]
+    there = [group * n for n in distinct_slots(0, v, -(-p // (3 * group)))]
+    back = [group * n + there[-1] + p - 1 for n in distinct_slots(0, v, -(-2 * p // (3 * group)))]
     return there, back[::-1]
-
-
-def _distinct_beats(v: int, apart: int) -> list[int]:
-    """Return the beats of v chunks, each at least `apart` behind the one before, no two the same modulo v.
-
-    So chunks wait gcd(apart, v) - 1 times in all; no other choice holds less.
-    """
-    beats = [0]
-    while len(beats) < v:
-        taken = {n % v for n in beats}
-        beats.append(next(n for n in count(beats[-1] + apart) if n % v not in taken))
-    return beats
 
 
 def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> Block:

@@ -8,7 +8,7 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
+from optpipe_solver.systems.order import count_chunks, count_devices, even_groups, in_order, visits, warmed_up
 from optpipe_solver.systems.system import System
 
 
@@ -66,8 +66,8 @@ def interleaved(problem: Problem) -> Schedule:
     smaller last group would leave devices idle between its chunks, or deadlock: the backwards of one group wait for
     forwards of the next.) Fewer than p are one group.
     """
-    p = len({stage.device for stage in problem.stages})
-    chunks, groups = range(len(problem.stages) // p), even_groups(problem.microbatches, p)
+    p = count_devices(problem)
+    chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
     there, back = visits(groups, chunks), visits(groups, chunks[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(p):

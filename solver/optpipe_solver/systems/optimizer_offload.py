@@ -14,7 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.chronos import chronos
-from optpipe_solver.systems.order import in_order
+from optpipe_solver.systems.order import count_chunks, count_devices, in_order
 from optpipe_solver.systems.system import System
 
 
@@ -27,8 +27,7 @@ def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
     they take beyond that makes the iteration longer. What is saved, two thirds of these chunks' model state, is no
     activation, so the certificate does not change.
     """
-    devices = len({stage.device for stage in problem.stages})
-    v = len(problem.stages) // devices
+    devices, v = count_devices(problem), count_chunks(problem)
     if not 1 <= chunks < v:
         raise InputError(f"chunks = {chunks}: expected 1 to {v - 1}, the shallowest chunk of a device is updated there")
     deep = range((v - chunks) * devices, len(problem.stages))

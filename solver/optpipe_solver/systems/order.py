@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -46,8 +46,8 @@ def even_groups(m: int, size: int) -> list[range]:
 
     If there are fewer than `size` they are one group.
     """
-    count = max(1, m // size)
-    ends = [k * (m // count) + min(k, m % count) for k in range(count + 1)]
+    groups = max(1, m // size)
+    ends = [k * (m // groups) + min(k, m % groups) for k in range(groups + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
 
 
@@ -55,3 +55,26 @@ def visits(groups: Iterable[Sequence[int]], chunks: Iterable[int]) -> list[tuple
     """Interleave: group by group, chunk by chunk, the group's micro-batches. Returns chunk and micro-batch."""
     chunks = list(chunks)
     return [(c, j) for group in groups for c in chunks for j in group]
+
+
+def distinct_slots(first: int, chunks: int, apart: int) -> list[int]:
+    """Return the slots of a device's chunks, each at least `apart` after the one before, no two the same modulo their
+    number, so that chunks do not collide when all is repeated.
+
+    Chunks wait gcd(apart, chunks) - 1 times in all; no other choice holds less.
+    """
+    slots = [first]
+    while len(slots) < chunks:
+        taken = {slot % chunks for slot in slots}
+        slots.append(next(slot for slot in count(slots[-1] + apart) if slot % chunks not in taken))
+    return slots
+
+
+def count_devices(problem: Problem) -> int:
+    """How many devices run any stage."""
+    return len({stage.device for stage in problem.stages})
+
+
+def count_chunks(problem: Problem) -> int:
+    """How many stages each of these devices runs."""
+    return len(problem.stages) // count_devices(problem)

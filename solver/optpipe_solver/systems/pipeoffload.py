@@ -7,7 +7,6 @@ The paper's letters: d devices, v looped stages on each, g micro-batches a group
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from math import ceil
 
 import numpy as np
@@ -19,7 +18,7 @@ from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, slots
-from optpipe_solver.systems.order import in_order, visits, warmed_up
+from optpipe_solver.systems.order import count_chunks, count_devices, distinct_slots, in_order, visits, warmed_up
 from optpipe_solver.systems.slots import Slots, fill, staggered
 from optpipe_solver.systems.system import System
 
@@ -35,22 +34,21 @@ def gis(problem: Problem, group: int | None = None) -> Schedule:
     all devices, df and db. A last group that is not full is run as if it were, without the micro-batches that are not
     there.
     """
-    return _in_groups(problem, "gis", _devices(problem) if group is None else group)
+    return _in_groups(problem, "gis", count_devices(problem) if group is None else group)
 
 
 def gis_h(problem: Problem, group: int | None = None) -> Schedule:
     """GIS-H: GIS with groups of ceil(d/2) micro-batches, the smallest in whose time a forward can pass all devices."""
-    return _in_groups(problem, "gis-h", ceil(_devices(problem) / 2) if group is None else group)
+    return _in_groups(problem, "gis-h", ceil(count_devices(problem) / 2) if group is None else group)
 
 
 def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
-    d, m = _devices(problem), problem.microbatches
-    v = _chunks(problem)
+    d, m = count_devices(problem), problem.microbatches
+    v = count_chunks(problem)
     if not ceil(d / 2) <= g <= d:
         raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
-    groups = [
-        range(first, first + g) for first in range(0, m, g)
-    ]  # the last one may have micro-batches that do not exist
+    # The last group may have micro-batches that do not exist.
+    groups = [range(first, first + g) for first in range(0, m, g)]
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(d):
@@ -68,7 +66,7 @@ def po_h(problem: Problem) -> Schedule:
     Bubble: Table 1's v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots:
     ceil(df/T) + ceil(db/T) <= d (but for d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
-    return pipe_offload(problem, ceil(_chunks(problem) / 2))
+    return pipe_offload(problem, ceil(count_chunks(problem) / 2))
 
 
 def po_f(problem: Problem) -> Schedule:
@@ -77,7 +75,7 @@ def po_f(problem: Problem) -> Schedule:
     Where k is at most 1 a device holds three activations at most, whatever d and v are (the paper's experiments say
     about four). The bubble is bounded as PO-H's.
     """
-    return pipe_offload(problem, _chunks(problem))
+    return pipe_offload(problem, count_chunks(problem))
 
 
 def pipe_offload(problem: Problem, leaving: int) -> Schedule:
@@ -88,7 +86,7 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
     transfers have their slots, so that the links keep up. The resulting programs run as soon as they can.
     """
     block, slot_ms = uniform_block(problem)
-    interval = slot_ms * _chunks(problem)
+    interval = slot_ms * count_chunks(problem)
     launches = [j * interval for j in range(problem.microbatches)]
     lives = [(start + block.lasts[0], end) for start, end in zip(block.forward, block.backward, strict=True)]
     leave = {
@@ -133,7 +131,7 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     stages of a device in one slot, being a multiple of v apart, the later one takes the next slot that is free (the
     paper's minor modifications).
     """
-    d, v = _devices(problem), _chunks(problem)
+    d, v = count_devices(problem), count_chunks(problem)
     f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
     if f + b + w == 0:
         f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
@@ -141,8 +139,8 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     n = _whole((f + b + 2 * h) / T)
     there_g, back_g = _intervals(d * (f + h) / T, d * (b + h) / T, n * d)
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
-    there = _starts(0, v, there_g)
-    back = _starts(there[-1], v, back_g)[::-1]
+    there = distinct_slots(0, v, there_g)
+    back = distinct_slots(there[-1], v, back_g)[::-1]
     forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
     backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
     return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
@@ -161,14 +159,6 @@ def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
 
 def _whole(slots: float) -> int:
     return ceil(slots - TOLERANCE)
-
-
-def _starts(first: int, v: int, g: int) -> list[int]:
-    """Return the slots in which v stages start, at least g after each other, no two the same modulo v."""
-    starts = [first]
-    while len(starts) < v:
-        starts.append(next(slot for slot in count(starts[-1] + g) if all((slot - other) % v for other in starts)))
-    return starts
 
 
 def _links(problem: Problem, leave: Mapping[int, Sequence[int]]) -> list[list[int]]:
@@ -196,16 +186,6 @@ def _slots(
     parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
     begin = min(lives[s][0] for s in leave[sharers[0]])
     return staggered(lengths, begin, slot_ms / parts, problem.transfer_mode == "half_duplex")
-
-
-def _devices(problem: Problem) -> int:
-    """d, the devices that run any stage."""
-    return len({stage.device for stage in problem.stages})
-
-
-def _chunks(problem: Problem) -> int:
-    """v, the stages of each of these devices."""
-    return len(problem.stages) // _devices(problem)
 
 
 SYSTEMS = (

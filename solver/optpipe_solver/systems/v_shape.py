@@ -19,7 +19,7 @@ from itertools import accumulate
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, reordered, slots, with_weights
-from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.order import by_slot, count_devices
 from optpipe_solver.systems.system import System
 
 INTERVAL = 6  # F, B and W of two chunks
@@ -47,7 +47,7 @@ def v_half(problem: Problem) -> Schedule:
     Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2
     modulo 3, those that go the same way where they differ at all; hence the slots at the ends.
     """
-    return _v_schedule(problem, 2, 1, (1, 1 if _devices(problem) % 2 else 4, 2))
+    return _v_schedule(problem, 2, 1, (1, 1 if count_devices(problem) % 2 else 4, 2))
 
 
 def v_min(problem: Problem) -> Schedule:
@@ -59,7 +59,7 @@ def v_min(problem: Problem) -> Schedule:
     Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the
     same way as long as the 2p slots between them are no multiple of six, else with two more.
     """
-    return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
+    return _v_schedule(problem, 1, 1, (1, 1 if count_devices(problem) % 3 else 3, 1))
 
 
 def v_block(problem: Problem, there: Sequence[int], back: Sequence[int], ends: Ends) -> Block:
@@ -91,12 +91,8 @@ def repeated(problem: Problem, block: Block) -> Schedule:
 
 
 def _v_schedule(problem: Problem, there: int, back: int, ends: Ends) -> Schedule:
-    hops = _devices(problem) - 1
+    hops = count_devices(problem) - 1
     return repeated(problem, v_block(problem, [there] * hops, [back] * hops, ends))
-
-
-def _devices(problem: Problem) -> int:
-    return len(problem.stages) // 2
 
 
 SYSTEMS = (

@@ -11,6 +11,7 @@ from optpipe.model.problem import Problem
 from optpipe_solver import plan
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
+from optpipe_solver.systems.order import count_chunks, count_devices
 
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
     "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
@@ -34,13 +35,13 @@ def is_system(method: str) -> bool:
 
 def variants(problem: Problem) -> Iterator[str]:
     """Yield the systems that run on the problem's own stages, with choices of their parameters."""
-    devices = len({stage.device for stage in problem.stages})
+    devices, chunks = count_devices(problem), count_chunks(problem)
     for name, system in SYSTEMS.items():
         with suppress(InputError):
             system.placement(problem, "keep")
             yield name
             if name in CHOICES:
                 parameter, values = CHOICES[name]
-                choices = list(values(devices, len(problem.stages) // devices))
+                choices = list(values(devices, chunks))
                 step = -(-len(choices) // plan.VARIANTS) or 1
                 yield from (f"{name}:{parameter}={value}" for value in choices[::step])
