@@ -57,7 +57,7 @@ def deliveries(schedule: Schedule, objective: Objective) -> Floats:
 def tails(schedule: Schedule, delivery: Floats | None = None) -> list[float]:
     """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph backwards.
 
-    `delivery`: what to add behind each device's compute ops, as from `deliveries`.
+    `delivery`: what to add after each device's compute ops, as from `deliveries`.
     """
     compiled = schedule.compiled
     lasts = compiled.durations_ms.tolist()

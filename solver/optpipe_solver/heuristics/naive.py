@@ -13,7 +13,7 @@ from optpipe_solver.bounds.least_memory import Relief, reliefs
 
 
 def one_at_a_time(problem: Problem, method: str) -> Schedule:
-    """Schedule each micro-batch behind the one before it, and offload or recompute no more than memory demands.
+    """Schedule each micro-batch after the one before it, and offload or recompute no more than memory demands.
 
     All programs and shared links keep one order of all ops, so nothing deadlocks.
     """

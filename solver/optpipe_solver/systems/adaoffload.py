@@ -22,7 +22,7 @@ def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
     """Algorithm 1 with a tolerance T of `tolerance` ms.
 
     Steps 1 and 2: a stage fills with forwards until the next one would delay its first backward by T or more
-    (`fills`). Step 3, PipeOffload's rules: then one backward, its weight gradient right behind, and one forward take
+    (`fills`). Step 3, PipeOffload's rules: then one backward, its weight gradient right after it, and one forward take
     turns; every activation leaves after its forward and returns before its backward, but for those whose backward
     follows at once. A forward waits until the activation before it has left (line 18), which is all that keeps memory
     low: nothing asks for the limit.

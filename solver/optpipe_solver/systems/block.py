@@ -75,7 +75,7 @@ def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> li
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:
-    """Put each W in the first slot behind its B that is free when the block is repeated every `interval` slots.
+    """Put each W in the first slot after its B that is free when the block is repeated every `interval` slots.
 
     Slots are whole, and every op lasts one.
     """
@@ -94,7 +94,7 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
 def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = False) -> Floats:
     """Return the slots after the paper's reordering: it fills bubbles of warm-up and cool-down within the same peak.
 
-    In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F
+    In the order of their slots, ops move to the first slot of their device that is free after what they need; an F
     only as far as no device then holds more activations, each from its F to its W, than the fullest did. From the first
     B of stage 0 to its last F the pipeline is full: there no op overtakes another, unless all is reordered `wholly`, as
     the block's own order mostly suits other times better. Behind a device's last F nothing is allocated: there weight
@@ -125,7 +125,7 @@ def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = Fa
     by_time = np.lexsort((microbatch, stage, kind, at, waits))
     columns = (by_time, kind[by_time], device[by_time], at[by_time], waits[by_time], _needs(problem, table)[by_time])
     moved = [-1] * (len(table) + 1)  # the last entry is for no op: nothing to wait for
-    reached = [0] * len(problem.devices)  # the slot behind the last op that has moved
+    reached = [0] * len(problem.devices)  # the slot after the last op that has moved
     for row, k, d, was, later, needs in zip(*(column.tolist() for column in columns), strict=True):
         to = moved[needs] + 1
         if was in full:
@@ -150,7 +150,7 @@ def _needs(problem: Problem, table: Table) -> Ints:
     row = np.full((len(Kind), len(problem.stages) + 1, problem.microbatches), -1)
     kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
     row[kind, stage, microbatch] = np.arange(len(table))
-    row[Kind.B, -1] = row[Kind.F, -2]  # behind the last stage stands its own forward
+    row[Kind.B, -1] = row[Kind.F, -2]  # after the last stage comes its own forward
     needs: Ints = np.where(
         kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch]
     )

@@ -129,7 +129,7 @@ def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places:
     """Add accepts and vacates to the peer's ops. `places` says before which of its ops each load has ended.
 
     Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the
-    eviction that gets its memory, which stands behind the load on the link between the devices.
+    eviction that gets its memory, which stands after the load on the link between the devices.
     """
     before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]
     before[0] = [accept for accept, load in rooms if load is None]

@@ -29,7 +29,7 @@ F, C, BW = 1, 1, 2  # units that each lasts
 
 
 def chronos(problem: Problem) -> Schedule:
-    """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat behind the chunk before it.
+    """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat after the chunk before it.
 
     3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c +
     e_c) / v over c < v, where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards.

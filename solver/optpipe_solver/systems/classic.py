@@ -31,7 +31,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
 def recomputed(problem: Problem, every: int = 1) -> Schedule:
     """1F1B with activation checkpointing (survey, section on it).
 
-    Of every n-th micro-batch only the checkpoints stay behind its forward, and the rest is recomputed right before its
+    Of every n-th micro-batch only the checkpoints stay after its forward, and the rest is recomputed right before its
     backward. How much is dropped and recomputed is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and
     selective checkpointing are two sets of figures. The survey drops every n-th layer. A stage has one figure for all
     of its layers, so that is one more set of figures or, for the same share of all activations, every n-th micro-batch

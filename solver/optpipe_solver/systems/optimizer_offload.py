@@ -21,7 +21,7 @@ from optpipe_solver.systems.system import System
 def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
     """Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host.
 
-    Parameters come in first, in the order of the stages; gradients go out behind a stage's last backward, and the
+    Parameters come in first, in the order of the stages; gradients go out after a stage's last backward, and the
     update follows. The iteration is no longer than Chronos-Pipe's where Eq. 5 and 7 hold. For v = 2 and stages alike
     the exact limits are wider: parameters may take p forwards of a chunk, gradients and update p of its backwards. What
     they take beyond that makes the iteration longer. What is saved, two thirds of these chunks' model state, is no

@@ -26,7 +26,7 @@ from optpipe_solver.systems.system import System
 def gis(problem: Problem, group: int | None = None) -> Schedule:
     """GIS, the generalised interleaved schedule (section 3): a device changes its stage every `group` micro-batches.
 
-    The default is d; W comes right behind B.
+    The default is d; W comes right after B.
     Rank i begins with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one
     forward. So rank 0 holds g(v-1) + d activations at most, whether they count until B or until W. Bubble: (d-1)(f+b),
     and for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more: the paper's (d-g)(v-1) is meant in units

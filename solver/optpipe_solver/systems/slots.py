@@ -48,7 +48,7 @@ def staggered(
     """Make the slots for offloads and for reloads of each device of one link.
 
     One device's offload and the next one's reload stand together, as in the paper's synchronized interleaved transfers:
-    at one time or, on a half-duplex link, one behind the other. The first device's next slot is `pitch` ms after its
+    at one time or, on a half-duplex link, one after the other. The first device's next slot is `pitch` ms after its
     last one, or as soon after as the link allows. So a device that has a link for itself offloads at the beginning of
     each pitch, the first of which is at `begin`, and has reloaded by its end.
 
@@ -76,7 +76,7 @@ def fill(
 ) -> list[tuple[float, float] | None]:
     """Find when each of these activations leaves and comes back; None for one that finds no time for both, and stays.
 
-    From left to right each takes the first free slot behind its forward, then from right to left the last one before
+    From left to right each takes the first free slot after its forward, then from right to left the last one before
     its backward.
 
     Parameters
@@ -84,7 +84,7 @@ def fill(
     stays
         When the forward of each ends and its backward starts (ms), in order of time.
     patience
-        An activation that would wait longer than this (ms) for a link that is too slow stays; else those behind would
+        An activation that would wait longer than this (ms) for a link that is too slow stays; else those after it would
         wait longer and longer.
     away
         An activation that would not be away for so long (ms) stays.

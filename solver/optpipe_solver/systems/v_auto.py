@@ -74,10 +74,10 @@ class _Memory:
         self._rest: Floats = np.array([stage.saved_for_weight_bytes for stage in problem.stages]) / room
 
     def share(self, block: Block) -> float:
-        """Return that of the fullest device, on average over time; a W without a slot comes right behind its B."""
+        """Return that of the fullest device, on average over time; a W without a slot comes right after its B."""
         backward = np.array(block.backward)
-        behind = 1 if block.weight is None else np.array(block.weight) - backward
-        held = self._whole * (backward + 1 - np.array(block.forward)) + self._rest * behind
+        waiting = 1 if block.weight is None else np.array(block.weight) - backward
+        held = self._whole * (backward + 1 - np.array(block.forward)) + self._rest * waiting
         return float(np.bincount(self._device, held).max())
 
 

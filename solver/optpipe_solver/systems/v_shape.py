@@ -63,7 +63,7 @@ def v_min(problem: Problem) -> Schedule:
 
 
 def v_block(problem: Problem, there: Sequence[int], back: Sequence[int], ends: Ends) -> Block:
-    """Return the building block; each W is in the first slot left behind its B."""
+    """Return the building block; each W is in the first slot left after its B."""
     return with_weights(problem, v_path(there, back, ends), INTERVAL)
 
 
