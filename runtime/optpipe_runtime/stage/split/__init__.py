@@ -1,10 +1,15 @@
 """Split backward: the input gradient now (B), the weight gradient later (W).
 
-`layers` splits linear, embedding and norms, `graph` the other products with parameters, both under the mode
-`Splitting`. `hooked` does the first in less host time, for modules that a stage is known to call. A user's own autograd
-function returns its `weight_grads`. `modules` is for modules with a queue of their own, as TransformerEngine's. Every
-other parameter gets its gradient at B: those of other norms, parameters that are computed from others, an LSTM's, and
-those of ops that stay in a compiled region.
+Each way leaves jobs to the `queue` of a micro-batch, which W runs:
+
+- `mode`: while `Splitting` is active it sees every call of torch, and hands ops with parameters to `layers` (linear
+  layers and layer norms, a node each) or to `graph` (any other op, by its own graph);
+- `hooked`: the same in less host time, for modules that `calls` has seen the stage call;
+- `weight_grads`: for a user's own autograd function;
+- `modules`: for modules with a queue of their own, as TransformerEngine's.
+
+Every other parameter gets its gradient at B: those of other norms, parameters that are computed from others, an LSTM's,
+and those of ops that stay in a compiled region. `casts` keeps the casts of weights under autocast.
 """
 
 from optpipe_runtime.stage.split.calls import Calls

@@ -99,17 +99,19 @@ class Splitting(TorchFunctionMode):
         if torch.compiler.is_compiling():
             ends = not self._whole and func in _ENDING and torch.is_grad_enabled() and _trains(*args, *kwargs.values())
             return self._interpreted(func, args, kwargs) if ends else func(*args, **kwargs)
-        if self._note is not None and not is_mapping():
-            self._note(func, args, kwargs)
-        if func in LINEAR and not is_mapping():
-            return layers.linear(self._casts, *args, **kwargs)
-        waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
-        if (waits is None and not opened) or not torch.is_grad_enabled() or is_mapping():
+        if is_mapping():
             return func(*args, **kwargs)
-        if waits is not None:
-            return waits(*args, **kwargs)
-        with self:
-            return _opened(func)(*args, **kwargs)
+        if self._note is not None:
+            self._note(func, args, kwargs)
+        if func in LINEAR:  # without a graph, too: it keeps casts
+            return layers.linear(self._casts, *args, **kwargs)
+        if not torch.is_grad_enabled():  # a forward that is to be recomputed
+            return func(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        split = self._waiting.get(func, func)
+        return split(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so a region that calls it ends
     def _interpreted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -140,6 +142,6 @@ def would_hold(edges: Iterable[GradientEdge]) -> int:
         fresh = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= fresh
         nodes += fresh
-    waiting: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
-    inputs = {key: nbytes for _, inputs in waiting for key, nbytes in inputs.items()}
-    return sum(nbytes for nbytes, _ in waiting) + sum(inputs.values())
+    owed: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
+    inputs = {key: nbytes for _, inputs in owed for key, nbytes in inputs.items()}
+    return sum(nbytes for nbytes, _ in owed) + sum(inputs.values())
