@@ -9,7 +9,7 @@ from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
-from optpipe_server.database.jobs import KeyReusedError, QueueFullError, options_of
+from optpipe_server.database.jobs import ConflictError, KeyReusedError, QueueFullError, options_of
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -141,6 +141,19 @@ def test_pages_go_back_in_time(jobs: Jobs, database: Database) -> None:
     assert [job.id for job in jobs.page(A, None, first[-1].number, 9)] == [ids[2], ids[1], ids[0]]
     assert [job.id for job in jobs.page(A, "queued", first[0].number, 2)] == [ids[2], ids[1]]
     assert [job.id for job in jobs.page(A, "cancelled", None, 9)] == [ids[3]]
+
+
+def test_a_job_can_change_after_a_cancel_that_came_too_late(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    jobs.cancel(A, job_id)
+    with pytest.raises(ConflictError, match="The job is cancelled"):
+        jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+    leases.finish(claim, "done", found(SLOW), 1.0)  # its proof came before it had heard
+    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+    assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "done", "failed"])

@@ -385,7 +385,7 @@ class Model(RuleBasedStateMachine):
                 self.known[job_id].is_as(job, self.jobs.incumbents(job_id), self.jobs.bounds(job_id))
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.soak)])
 def test_jobs_on_sqlite(tmp_path: Path, examples: int) -> None:
     def opening() -> Iterator[str]:
         with TemporaryDirectory(dir=tmp_path) as folder:
