@@ -13,7 +13,7 @@ from optpipe_cli.output import Json, ProblemPath, ScheduleOutput, print_json, pr
 if TYPE_CHECKING:
     from optpipe.options import SearchOptions
     from optpipe.schedule import Found
-    from optpipe_cache import Cache
+    from optpipe_cache import Cache, Hit
 
 app = typer.Typer(help="Solved schedules, found again.", no_args_is_help=True)
 
@@ -44,32 +44,40 @@ def lookup(
     if hit is None:
         print_json({"hit": None}) if json else typer.echo("no schedule in the cache is valid for this problem")
         raise typer.Exit(1)
-    ms = length_ms(hit.schedule, objective)
     bound_ms = max(hit.lower_bound_ms or 0.0, lower_bound(wanted, objective))
-    share = gap(ms, bound_ms)
-    status: Found = "optimal" if share == 0 else "feasible"
+    share = gap(length_ms(hit.schedule, objective), bound_ms)
     if output:
+        status: Found = "optimal" if share == 0 else "feasible"
         of_makespan = (status, bound_ms) if objective == "makespan" else ()  # so is a file's bound
         ScheduleFile.from_schedule(hit.schedule, *of_makespan).save(output)
-    content = {
-        "hit": "exact" if hit.exact else "nearest",
-        "source": hit.source,
-        "distance": hit.distance,
-        "terms": hit.terms,
-        "method": hit.schedule.method,
-        "makespan_ms": hit.schedule.makespan_ms,
-        "span_ms": hit.schedule.span_ms,
-        "lower_bound_ms": bound_ms,
-        "gap": share,
-    }
     if json:
-        print_json(content)
-    else:
-        terms = ", ".join(f"{name} {value:.2g}" for name, value in list(hit.terms.items())[:3])
-        kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
-        proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
-        schedule = f"{ms:.6g} ms by {hit.schedule.method} from the {hit.source}"
-        typer.echo(f"{kind}: {schedule}, re-checked for this problem, {proven}")
+        print_json(
+            {
+                "hit": "exact" if hit.exact else "nearest",
+                "source": hit.source,
+                "distance": hit.distance,
+                "terms": hit.terms,
+                "method": hit.schedule.method,
+                "makespan_ms": hit.schedule.makespan_ms,
+                "span_ms": hit.schedule.span_ms,
+                "lower_bound_ms": bound_ms,
+                "gap": share,
+            }
+        )
+        return
+    proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
+    typer.echo(
+        f"{_kind(hit)}: {length_ms(hit.schedule, objective):.6g} ms by {hit.schedule.method} from the {hit.source}, "
+        f"re-checked for this problem, {proven}"
+    )
+
+
+def _kind(hit: Hit) -> str:
+    """Whether the hit is exact, or how far away it is and what differs most."""
+    if hit.exact:
+        return "exact hit"
+    terms = ", ".join(f"{name} {value:.2g}" for name, value in list(hit.terms.items())[:3])
+    return f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
 
 
 register(app, lookup)
