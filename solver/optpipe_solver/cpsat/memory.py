@@ -156,7 +156,7 @@ class _Held:
         if size == 0 or begin is None:
             return
         v = self._v
-        end = end or HintedMoment(v.latest, v.latest)
+        end = end or self._known(v.latest)
         duration = v.new_int(0, v.latest, max(0, end.hint - begin.hint), "held for")
         self._intervals.append(v.model.new_optional_interval_var(begin.moment, duration, end.moment, presence, "held"))
         self._sizes.append(size)
@@ -185,15 +185,18 @@ class _Held:
         if x in self._v.free:
             return moment
         begin = max(moment.hint, self._v.window.begin)
-        return None if self._v.side_of_window(self._v.incumbent_start(x)) > 0 else HintedMoment(begin, begin)
+        return None if self._v.side_of_window(self._v.incumbent_start(x)) > 0 else self._known(begin)
 
     def _allocation(self, x: Op) -> HintedMoment | None:
         if x not in self._v.allocation:
             return None
+        if x not in self._v.allocates_in_window:
+            return self._known(self._v.window.begin)
         at = self._v.allocation[x]
-        if isinstance(at, int):
-            return HintedMoment(self._v.window.begin, self._v.window.begin)
         return HintedMoment(at, self._v.hint(at))
+
+    def _known(self, at: int) -> HintedMoment:
+        return HintedMoment(self._v.new_constant(at), at)
 
 
 def _values(choice: Choice) -> tuple[bool, ...]:

@@ -31,7 +31,7 @@ def no_overlap_on_device(v: Variables) -> None:
     started, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
     groups = (_grouped(ops, v.device, devices) for ops in (started, v.free, allocated, v.allocation))
     for d, (ops, free, allocating, open_points) in enumerate(zip(*groups, strict=True)):
-        points = {x: v.allocation[x] for x in open_points if not isinstance(v.allocation[x], int)}
+        points = {x: v.allocation[x] for x in open_points if x in v.allocates_in_window}
         runs = [run for x in free for run in _compute_runs(v, x)]
         runs += [Run(at, 0, v.presence(x), v.device_end[d]) for x, at in points.items()]
         stream = [(v.incumbent_start(x), x) for x in ops if x.kind in (*COMPUTE, D)]

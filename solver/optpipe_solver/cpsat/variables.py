@@ -19,8 +19,8 @@ from optpipe_solver.cpsat.grid_schedule import GridSchedule
 
 F, B, W, C, O, R, D, BW = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D, Kind.BW
 
-# In ticks: a number before the window, a variable in it, an expression (end - tail) after it.
-Moment: TypeAlias = cp_model.LinearExprT
+# In ticks: a constant before the window, a variable in it, `end - tail` after it.
+Moment: TypeAlias = cp_model.LinearExpr
 # A literal where the model decides, True where the incumbent has decided, False where it cannot be.
 Choice: TypeAlias = cp_model.LiteralT
 
@@ -78,7 +78,8 @@ class Variables:
     compute_end
         When each F, B, W and C ends; B together with its W where both are one BW.
     allocation
-        When O and R allocate their bytes. Ops that do so after the window are missing.
+        When O and R allocate their bytes. Ops that do so after the window are missing; `allocates_in_window` has those
+        that do so in it.
     offloaded
         By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
     recomputed, fused
@@ -106,7 +107,8 @@ class Variables:
         ]
         self.start: dict[Op, Moment] = {}
         self.compute_end: dict[Op, Moment] = {}
-        self.allocation: dict[Op, Moment] = {}
+        self.allocation: dict[Op, cp_model.IntVar] = {}
+        self.allocates_in_window: set[Op] = set()
         self.offloaded: dict[tuple[int, int, int], Choice] = {}
         self.recomputed: dict[tuple[int, int], Choice] = {}
         self.fused: dict[tuple[int, int], Choice] = {}
@@ -135,9 +137,15 @@ class Variables:
     def _new_moment(self, hint: int, name: str) -> cp_model.IntVar:
         return self.new_int(self.window.begin, self.latest, hint, name)
 
-    def hint(self, moment: Moment) -> int:
-        """A variable's value in the incumbent; a number's own."""
-        return moment if isinstance(moment, int) else self._hints[moment.index]
+    def new_constant(self, value: int) -> cp_model.IntVar:
+        """A moment that is known."""
+        constant = self.model.new_constant(value)
+        self._hints[constant.index] = value
+        return constant
+
+    def hint(self, variable: cp_model.IntVar) -> int:
+        """A variable's or constant's value in the incumbent."""
+        return self._hints[variable.index]
 
     # --- the variables of one stage and micro-batch
 
@@ -192,7 +200,7 @@ class Variables:
         incumbent = self.incumbent
         match 0 if hint is not None else self.side_of_window(self.incumbent_start(x)):
             case -1:
-                self.start[x] = incumbent.start[x]
+                self.start[x] = self.new_constant(incumbent.start[x])
             case 0:
                 self.start[x] = self._new_moment(incumbent.start.get(x, hint or 0), f"{x}")
                 self.free.add(x)
@@ -202,8 +210,12 @@ class Variables:
     def _set_allocation(self, x: Op, hint: int) -> None:
         """Gives x the moment at which its bytes are allocated, no later than it starts and not inside a compute op."""
         at = self.incumbent.allocation.get(x, hint)
-        if self.side_of_window(at) <= 0:
-            self.allocation[x] = at if self.side_of_window(at) else self._new_moment(at, f"{x}allocates")
+        match self.side_of_window(at):
+            case -1:
+                self.allocation[x] = self.new_constant(at)
+            case 0:
+                self.allocation[x] = self._new_moment(at, f"{x}allocates")
+                self.allocates_in_window.add(x)
 
     def _incumbent_span(self) -> int:
         spans = []
