@@ -142,28 +142,30 @@ def written(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("text", "cpus"), [("0\n", {0}), ("0-3,8-9,12\n", {0, 1, 2, 3, 8, 9, 12}), ("\n", set())])
-def test_memory_is_locked_near_the_gpu(
-    text: str, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+GPU = "sys/bus/pci/devices/0000:3b:00.0/numa_node"
+
+
+@pytest.mark.parametrize(
+    ("node", "text", "cpus"),
+    [
+        ("1\n", "0\n", {0}),
+        ("1\n", "0-3,8-9,12\n", {0, 1, 2, 3, 8, 9, 12}),
+        ("1\n", "\n", set()),
+        ("-1\n", "0\n", set()),
+        ("odd", "0\n", set()),
+        (None, "0\n", set()),
+    ],
+)
+def test_memory_is_locked_near_the_gpu_if_the_system_tells(
+    node: str | None, text: str, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n", "sys/devices/system/node/node1/cpulist": text}
+    files = {"sys/devices/system/node/node1/cpulist": text} | ({} if node is None else {GPU: node})
     monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
     driver, before = Driver(monkeypatch), os.sched_getaffinity(0)
     assert host_memory.cpus_near("0000:3b:00.0") == cpus
     HostPool(CUDA).reserve(1)
     assert driver.cpus == (cpus & before or before)
     assert os.sched_getaffinity(0) == before, "of the thread that locks only"
-
-
-@pytest.mark.parametrize("files", [{}, {"numa_node": "-1\n"}, {"numa_node": "odd"}])
-def test_memory_is_locked_anywhere_where_the_system_does_not_tell(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(tmp_path / "sys/bus/pci/devices/0000:3b:00.0", files)
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
-    driver = Driver(monkeypatch)
-    HostPool(CUDA).reserve(1)
-    assert driver.cpus == os.sched_getaffinity(0)
 
 
 def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

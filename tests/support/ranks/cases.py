@@ -132,6 +132,17 @@ def own_stages(placement: Sequence[int], dropout: float = 0.0) -> dict[int, nn.M
     return {s: module for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == rank}
 
 
+def refusals(*calls: Callable[[], object]) -> list[str]:
+    """What is told by those of the calls, made one after the other, that raise an `OptPipeError`."""
+    told = []
+    for call in calls:
+        try:
+            call()
+        except OptPipeError as error:
+            told.append(str(error))
+    return told
+
+
 def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list[StepReport], list[Gradients]]:
     """One step with each schedule, swapped between the steps."""
     microbatches = schedules[0].problem.microbatches
@@ -260,17 +271,12 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
     with Pipeline(*fine) as pipe:
         pipe.problem = problem(placement, m, activation_bytes=100 + rank)
         nothing: Any = None
-        for call in (
+        return told + refusals(
             lambda: pipe.load(schedule),
             lambda: pipe.profile(inputs, targets),
             lambda: pipe.load(nothing),
             lambda: pipe.offer(nothing if rank == 0 else schedule),
-        ):
-            try:
-                call()
-            except OptPipeError as error:
-                told.append(str(error))
-    return told
+        )
 
 
 def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Schedule) -> tuple[str, int, int]:

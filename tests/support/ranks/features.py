@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, StepReport, features
 from support.ranks import cases
@@ -30,22 +30,12 @@ def train(room: str, schedules: Sequence[Schedule]) -> tuple[list[StepReport], l
 
 def refused(room: str, schedule: Schedule, arguments: dict[str, Any]) -> list[str]:
     """What is told to who gives the room's `arguments`, loads a schedule with its ops, or calls its method."""
-    told, m = [], schedule.problem.microbatches
-
-    def attempt(call: Any) -> None:
-        try:
-            call()
-        except OptPipeError as error:
-            told.append(str(error))
-
+    m, optimizer = schedule.problem.microbatches, torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     with without(room):
-        for name, value in arguments.items():
-            attempt(lambda given=value, name=name: pipeline(m, **{name: given}))
+        told = cases.refusals(*(partial(pipeline, m, **{name: value}) for name, value in arguments.items()))
         with pipeline(m) as pipe:
-            attempt(lambda: pipe.load(schedule))
-            if room == "POST_VALIDATION":
-                attempt(lambda: pipe.post_validate(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
-    return told
+            told += cases.refusals(lambda: pipe.load(schedule))
+            return told + (cases.refusals(lambda: pipe.post_validate(optimizer)) if room == "POST_VALIDATION" else [])
 
 
 def pipeline(microbatches: int, **arguments: Any) -> Pipeline:

@@ -19,7 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
-from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step
+from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step, refusals
 from support.ranks.replicas import mesh, parameters, wrapped
 
 Values = dict[str, np.ndarray[Any, Any]]
@@ -266,31 +266,27 @@ def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
 def mistakes(schedule: Schedule) -> list[str]:
     """What a user is told who makes each of these mistakes, on every rank."""
     layout, rank = Layout.from_problem(schedule.problem), torch.distributed.get_rank()
-    told = []
-
-    def attempt(call: Any) -> None:
-        try:
-            call()
-        except OptPipeError as error:
-            told.append(str(error))
 
     def pipeline(modules: dict[int, nn.Module], **options: Any) -> Pipeline:
         return Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **options)
 
     shared = nn.Linear(2, 2)
-    attempt(lambda: Training(layout, [9]))
-    attempt(lambda: Training(layout, [2, 3], lambda named: 1))
-    attempt(lambda: pipeline({rank: nn.Identity(), 2 + rank: nn.Identity()}, host_optimizers={2: adam, 3: adam}))
-    attempt(lambda: pipeline({rank: shared, 2 + rank: shared}, host_optimizers={2: adam, 3: adam}))
+    told = refusals(
+        lambda: Training(layout, [9]),
+        lambda: Training(layout, [2, 3], lambda named: 1),
+        lambda: pipeline({rank: nn.Identity(), 2 + rank: nn.Identity()}, host_optimizers={2: adam, 3: adam}),
+        lambda: pipeline({rank: shared, 2 + rank: shared}, host_optimizers={2: adam, 3: adam}),
+    )
     plainly, hosted = Training(layout, []), Training(layout, [2, 3])
     with plainly.pipe, hosted.pipe:
-        attempt(lambda: plainly.pipe.load(schedule))
-        attempt(lambda: hosted.pipe.tie(hosted.modules[2] if rank == 0 else hosted.modules[1]))
-        attempt(lambda: hosted.pipe.clip_grad_norm_(1.0))
         host, state = hosted.pipe.host_optimizers[2 + rank], plainly.modules[rank].state_dict()
-        attempt(lambda: host.load_state_dict(state))
-        attempt(lambda: host.load_state_dict({"parameters": state, "optimizer": {}}))
-    return told
+        return told + refusals(
+            lambda: plainly.pipe.load(schedule),
+            lambda: hosted.pipe.tie(hosted.modules[2] if rank == 0 else hosted.modules[1]),
+            lambda: hosted.pipe.clip_grad_norm_(1.0),
+            lambda: host.load_state_dict(state),
+            lambda: host.load_state_dict({"parameters": state, "optimizer": {}}),
+        )
 
 
 def failing_update(schedule: Schedule) -> list[str]:

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks import inner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, sgd
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
 from support.ranks.replicas import gradients, parameters, place, wrapped
 
 PATIENCE_S = 120.0
@@ -160,20 +159,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who asks for windows where there can be none."""
-    here, m, told = place(), schedule.problem.microbatches, list[str]()
+    here, m = place(), schedule.problem.microbatches
     placement = [stage.device for stage in schedule.problem.stages]
 
     def attempt(how: str, whole: int) -> None:
         modules = here.stages(placement, how)
-        try:
-            Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole).close()
-        except InputError as error:
-            told.append(str(error))
+        Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole).close()
 
-    attempt("ddp", 1)
-    attempt("replicate", 1)
-    attempt("fsdp", 0)
-    return told
+    return refusals(lambda: attempt("ddp", 1), lambda: attempt("replicate", 1), lambda: attempt("fsdp", 0))
 
 
 def of_inner_peers(program: Sequence[str], steps: int, mixed: bool = False) -> list[inner.Seen]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -32,8 +32,8 @@ class Evictions(Feature):
         self.handlers = {
             Kind.E: Handler(self._evict, abandon=self._send_zeros),  # the copy only begins
             Kind.L: Handler(self._load, self._held_here, abandon=self._receive_anyway),
-            Kind.A: Handler(self._accept, self._held_for_peer, abandon=self._accept_anyway),
-            Kind.V: Handler(self._vacate, self._held_for_peer, abandon=self._vacate_anyway),
+            Kind.A: self._on_peer(self._accept),
+            Kind.V: self._on_peer(self._vacate),
         }
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
@@ -70,24 +70,26 @@ class Evictions(Feature):
         """As many zeros as the peer expects, or sends bytes."""
         return [torch.zeros(size, dtype=torch.uint8, device=self._rank.device) for size in self._sizes(op)]
 
-    # On its peer. In a step that fails here it has the same to do, because the other rank sends and receives.
+    # On its peer
 
-    def _accept(self, step: StepRecord | None, op: Op, received: Tensors = ()) -> Done:
+    def _on_peer(self, do: Callable[[Op], None]) -> Handler:
+        """In a step that fails here it has the same to do, because the other rank sends and receives."""
+
+        def run(step: StepRecord, op: Op, received: Tensors) -> Done:
+            do(op)
+            return Done()
+
+        def abandon(op: Op, failed: bool) -> Sequence[Handle]:
+            do(op)
+            return ()
+
+        return Handler(run, lambda op: self.peers.held_bytes((op.stage, op.microbatch)), abandon=abandon)
+
+    def _accept(self, op: Op) -> None:
         self.peers.accept(self._rank.layout.placement[op.stage], (op.stage, op.microbatch), self._sizes(op))
-        return Done()
 
-    def _vacate(self, step: StepRecord | None, op: Op, received: Tensors = ()) -> Done:
+    def _vacate(self, op: Op) -> None:
         self.peers.vacate((op.stage, op.microbatch))
-        return Done()
-
-    def _held_for_peer(self, op: Op) -> int:
-        return self.peers.held_bytes((op.stage, op.microbatch))
-
-    def _accept_anyway(self, op: Op, failed: bool) -> Sequence[Handle]:
-        return self._accept(None, op).copies
-
-    def _vacate_anyway(self, op: Op, failed: bool) -> Sequence[Handle]:
-        return self._vacate(None, op).copies
 
     def _sizes(self, op: Op) -> list[int]:
         """Bytes of each block of an activation that leaves."""
