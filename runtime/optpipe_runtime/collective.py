@@ -24,7 +24,7 @@ class CollectiveCalls:
         self.closed = False
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def wrap(self, name: str) -> Iterator[None]:
         """Wraps one call."""
         if self.closed:
             raise InputError(f"{name} was called after close: this pipeline has ended, make a new one")
@@ -48,7 +48,7 @@ def collective(method: Callable[Concatenate[Caller, P], R]) -> Callable[Concaten
 
     @wraps(method)
     def together(self: Caller, /, *arguments: P.args, **options: P.kwargs) -> R:
-        with self._calls.of(method.__name__):
+        with self._calls.wrap(method.__name__):
             return method(self, *arguments, **options)
 
     return together

@@ -61,9 +61,9 @@ class StepRunner:
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self._is_wrong = overridden(rank.features, Feature.is_wrong)
+        self._can_undo = not any(feature.irreversible for feature in rank.features)
         # Inner peers leave a step out together, but one that stops within an op would leave the others in a collective
         # of the user's.
-        self._can_undo = not any(feature.irreversible for feature in rank.features)
         self._can_stop = len(rank.team.inner) == 1
         rank.cpu_group.meet_peers()
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
@@ -79,8 +79,8 @@ class StepRunner:
         for tie in self.ties:
             tie.end_step()
         self._last_ms, self._last_version = report.step_ms, self.schedules.running.version
-        facts = {name: fact for feature in self._features for name, fact in feature.report_fields().items()}
-        return replace(report, version=self._last_version, **facts)
+        fields = {name: value for feature in self._features for name, value in feature.report_fields().items()}
+        return replace(report, version=self._last_version, **fields)
 
     def evaluate(self, batch: Batch) -> StepReport:
         with self._replicas.gathering():
