@@ -115,7 +115,7 @@ class FirstSchedules:
         if not options.starts_from_known:
             return unknown
         try:
-            hit = self._caches.of(tenant).lookup(problem, options.objective)
+            hit = self._caches.cache_of(tenant).lookup(problem, options.objective)
         except InputError as error:
             log.warning("the cache cannot be used", why=str(error))
             CACHE.labels("failed").inc()

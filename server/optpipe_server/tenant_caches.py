@@ -28,12 +28,12 @@ class TenantCaches:
         self._settings, self._database = settings, database
         self._pack = Pack(settings.pack) if settings.pack else None
 
-    def of(self, tenant: str) -> Cache:
+    def cache_of(self, tenant: str) -> Cache:
         """Return the tenant's cache, with `shared_cache` that of all. Raises `InputError` if the file is unusable."""
         if tenant == LOCAL:
             return self._file
-        of = ALL if self._settings.shared_cache else tenant
-        return Cache(TableStorage(self._database, of), pack=self._pack)
+        owner = ALL if self._settings.shared_cache else tenant
+        return Cache(TableStorage(self._database, owner), pack=self._pack)
 
     def keep(self, tenant: str, best: Result) -> None:
         """Keep the schedule of a job that is over, if it has one, verified where it came in.
@@ -43,7 +43,9 @@ class TenantCaches:
         if best.schedule is None:
             return
         try:
-            self.of(tenant).add(best.schedule, best.found_status, best.lower_bound_ms, best.objective, verified=True)
+            self.cache_of(tenant).add(
+                best.schedule, best.found_status, best.lower_bound_ms, best.objective, verified=True
+            )
         except (OptPipeError, *DATABASE_AWAY) as error:
             log.warning("a schedule was not cached", tenant=tenant, error=first_line(error))
 

@@ -333,14 +333,14 @@ def _reason(initial: InitialResult) -> str | None:
 
 
 def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:
-    found = db.execute(
+    former = db.execute(
         select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)
     ).one_or_none()
-    if found is None:
+    if former is None:
         return None
-    if found.body_sha256 != body_sha256:
+    if former.body_sha256 != body_sha256:
         raise KeyReusedError("Idempotency-Key: it was used with another body before.")
-    job_id: str = found.job
+    job_id: str = former.job
     return job_id
 
 

@@ -99,10 +99,10 @@ class Keys:
         if _KEY.fullmatch(key_id):  # not shown, because it is a secret
             raise InputError("id: this is a whole key; expected its id, the middle of op_<id>_<secret>")
         with self._database.write() as db:
-            known = db.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
-            if known is None:
+            key = db.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
+            if key is None:
                 raise InputError(f"id = {key_id!r}: no key has this id; `optpipe keys list` shows them")
-            if known.revoked_at is None:
+            if key.revoked_at is None:
                 db.execute(update(keys).where(keys.c.id == key_id).values(revoked_at=now()))
 
 

@@ -259,8 +259,10 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
             .where(running, jobs.c.lease_until > clock_s() + LONGEST_S)
             .values(lease_until=clock_s() + LONGEST_S)
         )
-        gone = running if everything else running & (jobs.c.lease_until < clock_s())
-        for job in db.execute(select(jobs).where(gone, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)).all():
+        abandoned = running if everything else running & (jobs.c.lease_until < clock_s())
+        for job in db.execute(
+            select(jobs).where(abandoned, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)
+        ).all():
             reaped.append(job.id)
             add_log_line(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
             values: dict[str, Any] = {"worker": None, "lease_until": None, "losses": job.losses + 1}

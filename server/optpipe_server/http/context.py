@@ -79,10 +79,10 @@ class RequestContext:
         self, job_id: str, status: int = 200, headers: Mapping[str, str] | None = None, if_none_match: str | None = None
     ) -> Response:
         """Return the reply that shows a job with its best schedule, or 304. Raises `MissingError`."""
-        found = self.service.jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else None
-        if found is None:
+        job_and_last = self.service.jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else None
+        if job_and_last is None:
             raise MissingError(NO_JOB)
-        job, last = found
+        job, last = job_and_last
         headers = {"ETag": etag(job.version), **(headers or {})}
         if matches_etag(if_none_match, job.version):
             return Response(status_code=304, headers=headers)

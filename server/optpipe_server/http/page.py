@@ -30,13 +30,13 @@ POLICY = (
 @cache
 def files() -> dict[str, tuple[bytes, str, str]]:
     """Content, media type and ETag of every file, by its name below `/page/`. Raises InputError without plotly."""
-    found = {path.name: path.read_bytes() for path in WEB.iterdir() if path.suffix in TYPES}
+    contents = {path.name: path.read_bytes() for path in WEB.iterdir() if path.suffix in TYPES}
     shown = (path for path in picture.WEB.iterdir() if path.suffix in TYPES)
-    found |= {f"picture/{path.name}": path.read_bytes() for path in shown}
-    found["plotly.js"] = picture.plotly().encode()
+    contents |= {f"picture/{path.name}": path.read_bytes() for path in shown}
+    contents["plotly.js"] = picture.plotly().encode()
     return {
         name: (content, TYPES[Path(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-        for name, content in found.items()
+        for name, content in contents.items()
     }
 
 
@@ -69,7 +69,7 @@ def _file(request: Request, name: str) -> Response:
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
     }
-    known = request.headers.get("if-none-match")
-    if known is not None and etag in known:
+    if_none_match = request.headers.get("if-none-match")
+    if if_none_match is not None and etag in if_none_match:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=kind)

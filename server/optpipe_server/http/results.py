@@ -40,8 +40,8 @@ def list_incumbents(
     job: Job, context: Context, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0
 ) -> schemas.Incumbents:
     """The incumbents numbered above `after`, in short form."""
-    found = context.service.jobs.incumbents(job.id, min(after, job.last_seq))
-    return schemas.Incumbents(incumbents=[schemas.ListedIncumbent.from_row(incumbent) for incumbent in found])
+    rows = context.service.jobs.incumbents(job.id, min(after, job.last_seq))
+    return schemas.Incumbents(incumbents=[schemas.ListedIncumbent.from_row(row) for row in rows])
 
 
 @router.get("/bounds", dependencies=[READ])
@@ -83,8 +83,8 @@ def adopt(job: Job, seq: Seq, adoption: AdoptionBody, context: Context) -> schem
 @router.get("/adoptions", dependencies=[READ])
 def list_adoptions(job: Job, context: Context) -> schemas.Adoptions:
     """The schedules that the training has swapped in, with predicted and measured times."""
-    found = context.service.jobs.incumbents(job.id)
-    return schemas.Adoptions(adoptions=[schemas.Adoption.from_row(each) for each in found if each.step is not None])
+    rows = context.service.jobs.incumbents(job.id)
+    return schemas.Adoptions(adoptions=[schemas.Adoption.from_row(row) for row in rows if row.step is not None])
 
 
 @router.get("/log", dependencies=[READ])
@@ -95,9 +95,9 @@ def show_log(
     limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = MOST_LINES,
 ) -> schemas.Log:
     """What happened to the job, and what its solvers reported."""
-    found = context.service.jobs.log(job.id, after, limit + 1)
-    lines = [schemas.LogLine.from_row(line) for line in found[:limit]]
-    following = f"{job_url(job.id)}/log?after={lines[-1].number}&limit={limit}" if len(found) > limit else None
+    rows = context.service.jobs.log(job.id, after, limit + 1)
+    lines = [schemas.LogLine.from_row(row) for row in rows[:limit]]
+    following = f"{job_url(job.id)}/log?after={lines[-1].number}&limit={limit}" if len(rows) > limit else None
     return schemas.Log(lines=lines, next=following)
 
 

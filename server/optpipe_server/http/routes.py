@@ -65,9 +65,9 @@ def list_jobs(
     cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the former page.")] = None,
 ) -> schemas.JobList:
     """The newest jobs, without their schedules."""
-    found = context.service.jobs.page(context.tenant, state, _job_number(cursor) if cursor else None, limit + 1)
-    page = found[:limit]
-    following = {"limit": limit, "cursor": _cursor(page[-1].number)} if len(found) > limit else {}
+    jobs = context.service.jobs.page(context.tenant, state, _job_number(cursor) if cursor else None, limit + 1)
+    page = jobs[:limit]
+    following = {"limit": limit, "cursor": _cursor(page[-1].number)} if len(jobs) > limit else {}
     if following and state:
         following["state"] = state
     return schemas.JobList(

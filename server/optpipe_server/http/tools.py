@@ -98,7 +98,7 @@ async def look_up(sent: LookupBody, context: Context) -> Response:
 def _looked_up(sent: LookupBody, context: Context) -> dict[str, Any] | None:
     """What a `CacheHit` says."""
     try:
-        hit = context.service.caches.of(context.tenant).lookup(sent.problem, sent.objective)
+        hit = context.service.caches.cache_of(context.tenant).lookup(sent.problem, sent.objective)
     except InputError as error:  # not the client's mistake
         raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
     if hit is None:

@@ -23,30 +23,30 @@ from optpipe_server.tenant_caches import TenantCaches
 @pytest.mark.parametrize("shared", [False, True])
 def test_tenants_find_their_own_schedules_unless_they_share(database: Database, tmp_path: Path, shared: bool) -> None:
     caches = TenantCaches(Settings(cache=tmp_path / "mine", pack=None, shared_cache=shared), database)
-    caches.of("a").add(gpipe(chain()), "feasible")
-    assert (caches.of("b").lookup(chain()) is not None) == shared
-    assert (caches.of("b").lookup(chain(scale=2.0)) is not None) == shared
-    assert caches.of("a").lookup(chain()) is not None
-    assert caches.of(LOCAL).lookup(chain()) is None, "the user's own file"
-    caches.of(LOCAL).add(gpipe(chain(offload=None)), "feasible")
+    caches.cache_of("a").add(gpipe(chain()), "feasible")
+    assert (caches.cache_of("b").lookup(chain()) is not None) == shared
+    assert (caches.cache_of("b").lookup(chain(scale=2.0)) is not None) == shared
+    assert caches.cache_of("a").lookup(chain()) is not None
+    assert caches.cache_of(LOCAL).lookup(chain()) is None, "the user's own file"
+    caches.cache_of(LOCAL).add(gpipe(chain(offload=None)), "feasible")
     assert len(Cache(tmp_path / "mine").entries()) == 1
-    assert caches.of("a").lookup(chain(offload=None)) is None
+    assert caches.cache_of("a").lookup(chain(offload=None)) is None
 
 
 def test_all_tenants_find_what_the_release_has(database: Database, tmp_path: Path) -> None:
     caches = TenantCaches(Settings(cache=tmp_path / "mine"), database)
     for tenant in ("a", LOCAL):
-        hit = caches.of(tenant).lookup(chain(m=4))
+        hit = caches.cache_of(tenant).lookup(chain(m=4))
         assert hit is not None
         assert hit.source == "pack"
-        assert caches.of(tenant).entries() == []
+        assert caches.cache_of(tenant).entries() == []
 
 
 def test_days_count_for_the_user_s_own_file(database: Database, tmp_path: Path) -> None:
     caches = TenantCaches(Settings(cache=tmp_path / "mine", kept=Retention(days=0)), database)
-    caches.of(LOCAL).add(gpipe(chain()), "feasible")
-    caches.of(LOCAL).add(gpipe(chain(forward=2.0)), "feasible")
-    assert caches.of(LOCAL).entries() == []
+    caches.cache_of(LOCAL).add(gpipe(chain()), "feasible")
+    caches.cache_of(LOCAL).add(gpipe(chain(forward=2.0)), "feasible")
+    assert caches.cache_of(LOCAL).entries() == []
 
 
 def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(sqlite_url: str, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(sqlite_url: str
         caches.keep("a", best)
     [line] = logs
     assert (line["event"], line["error"]) == ("a schedule was not cached", "attempt to write a readonly database")
-    assert caches.of("a").entries() == []
+    assert caches.cache_of("a").entries() == []
 
 
 def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) ->
         ready.wait(60)
         for bound in range(k, 40, 8):
             schedule = gpipe(chain()) if k % 2 else one_by_one(chain())
-            kept.append(caches.of("a").add(schedule, "feasible", bound / 8))
+            kept.append(caches.cache_of("a").add(schedule, "feasible", bound / 8))
 
     threads = [threading.Thread(target=add, args=(k,)) for k in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    [entry] = caches.of("a").entries()
+    [entry] = caches.cache_of("a").entries()
     assert (entry.method, entry.lower_bound_ms) == ("gpipe", 39 / 8)
     assert len(kept) == 40
     assert any(kept)

@@ -45,7 +45,7 @@ class TenantView:
     """`FirstSchedules` as one tenant uses it, and the requests that its processes have read."""
 
     def __init__(self, finder: FirstSchedules, caches: TenantCaches, tenant: str, log: Path) -> None:
-        self.first_schedules, self.cache, self.tenant, self._log = finder, caches.of(tenant), tenant, log
+        self.first_schedules, self.cache, self.tenant, self._log = finder, caches.cache_of(tenant), tenant, log
 
     def start(
         self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None, **options: Any

@@ -200,9 +200,9 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
 
     best, near = gpipe(AMPLE), chain(memory=2, forward=1.2)
     assert lookup(AMPLE) is None
-    server.service.caches.of("another").add(best, "feasible")
+    server.service.caches.cache_of("another").add(best, "feasible")
     assert lookup(AMPLE) is None
-    server.service.caches.of(LOCAL).add(best, "optimal", best.makespan_ms)
+    server.service.caches.cache_of(LOCAL).add(best, "optimal", best.makespan_ms)
     hit = lookup(AMPLE)
     assert (hit["exact"], hit["source"], hit["distance"], hit["status"]) == (True, "cache", 0.0, "optimal")
     assert hit["makespan_ms"] == hit["lower_bound_ms"] == best.makespan_ms

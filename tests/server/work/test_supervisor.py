@@ -43,7 +43,7 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
         one_by_one(problem()).makespan_ms,
         gpipe(problem()).makespan_ms,
     ]
-    hit = work.caches.of(LOCAL).lookup(problem())
+    hit = work.caches.cache_of(LOCAL).lookup(problem())
     assert hit is not None
     assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
 
