@@ -32,13 +32,9 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     Whether all compute ops have started: not if one would end after `stop_ms`, or if nothing that is ready fits.
     """
     begin(figures, rules, state)
-    links, (stages, microbatches) = len(figures.stages_on_link), rules.leaves.shape
-    recomputed, some_leave = 0, False
-    for s in range(stages):
-        for j in range(microbatches):
-            recomputed += rules.leaves[s, j] < 0
-            some_leave = some_leave or rules.leaves[s, j] != 0
-    to_start = 3 * stages * microbatches + recomputed
+    links = len(figures.stages_on_link)
+    recomputed, sent = _count_leaving(rules)
+    to_start, some_leave = 3 * rules.leaves.size + recomputed, recomputed + sent > 0
     while True:
         place = _next_place(state)
         now = state.look_at[place]
@@ -67,8 +63,20 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
 
 
 @compiled_phase
+def _count_leaving(rules: Rules) -> tuple[int, int]:
+    """How many activations are computed again, and how many have parts that leave."""
+    recomputed, sent = 0, 0
+    for leaves in rules.leaves.flat:
+        if leaves < 0:
+            recomputed += 1
+        elif leaves > 0:
+            sent += 1
+    return recomputed, sent
+
+
+@compiled_phase
 def _next_place(state: State) -> int:
-    """The link or device (behind all links) that is looked at next, of several at one moment the first."""
+    """The link or device that is looked at next, of several at one moment the first. Devices come after links."""
     place = 0
     for other in range(1, len(state.look_at)):
         if state.look_at[other] < state.look_at[place]:

@@ -77,20 +77,25 @@ class PlainListScheduler:
     """
 
     def __init__(self, figures: Figures, rules: Rules) -> None:
-        self.x, self.rules = figures, rules
-        self.S, self.m = rules.leaves.shape
-        self.start: Floats = np.full((4, self.S, self.m), inf)
-        self.moved: Floats = np.full((2, self.S, self.m, figures.part_bytes.shape[1]), inf)
-        self.ready: Floats = np.full((4, self.S, self.m), inf)
+        self.figures, self.rules = figures, rules
+        self.stages, self.microbatches = rules.leaves.shape
+        self.start: Floats = np.full((4, self.stages, self.microbatches), inf)
+        self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[1]), inf)
+        self.ready: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.ready[F, 0] = 0.0
-        self.begin = [0.0] * self.m
+        self.begin = [0.0] * self.microbatches
         self.activations = [
-            [Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s].tolist()) for j in range(self.m)]
-            for s in range(self.S)
+            [
+                Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s].tolist())
+                for j in range(self.microbatches)
+            ]
+            for s in range(self.stages)
         ]
         self.links = [Link(inf) for _ in figures.stages_on_link]
         self.devices = [
-            Device(0.0, stages=[s for s in range(self.S) if figures.device[s] == d], room=room, host_room=host_room)
+            Device(
+                0.0, stages=[s for s in range(self.stages) if figures.device[s] == d], room=room, host_room=host_room
+            )
             for d, (room, host_room) in enumerate(
                 zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
             )
@@ -119,21 +124,21 @@ class PlainListScheduler:
         return bool((self.start[:C] < inf).all() and (self.start[C][recomputed] < inf).all())
 
     def device_of(self, s: int) -> Device:
-        return self.devices[self.x.device[s]]
+        return self.devices[self.figures.device[s]]
 
     def links_of(self, device: Device) -> list[Link]:
         d = next(d for d, each in enumerate(self.devices) if each is device)
-        return [self.links[self.x.links[way, d]] for way in (OUT, BACK)]
+        return [self.links[self.figures.links[way, d]] for way in (OUT, BACK)]
 
     def stages_served(self, link: Link, way: int) -> list[int]:
-        return [s for s in range(self.S) if self.links_of(self.device_of(s))[way] is link]
+        return [s for s in range(self.stages) if self.links_of(self.device_of(s))[way] is link]
 
     def with_forward(self, s: int) -> list[Activation]:
         """Activations of a stage whose forward has started, the oldest first."""
         return self.activations[s][: self.started[F, s]]
 
     def needed_at(self, activation: Activation) -> float:
-        return self.begin[activation.microbatch] + float(self.x.offset_ms[B, activation.stage])
+        return self.begin[activation.microbatch] + float(self.figures.offset_ms[B, activation.stage])
 
     # Host links.
 
@@ -176,7 +181,7 @@ class PlainListScheduler:
         return min(candidates, key=self.needed_at, default=None)
 
     def start_reload(self, link: Link, activation: Activation, now: float) -> None:
-        part, end = activation.back, now + float(self.x.ms[4 + BACK, activation.stage])
+        part, end = activation.back, now + float(self.figures.ms[4 + BACK, activation.stage])
         activation.to_leave = activation.sent
         activation.back += 1
         self.device_of(activation.stage).room -= activation.sizes[part]
@@ -196,13 +201,13 @@ class PlainListScheduler:
 
     def forward_end(self, activation: Activation) -> float:
         s = activation.stage
-        return float(self.start[F, s, activation.microbatch] + self.x.ms[F, s])
+        return float(self.start[F, s, activation.microbatch] + self.figures.ms[F, s])
 
     def next_to_leave(self, s: int, now: float) -> Activation | None:
         """The oldest activation with a part that is to leave. What would leave in vain stays: once its backward is
         ready or no forward needs its room, unless an older one needs that to come back."""
         device = self.device_of(s)
-        forwards_left = any(self.started[F, other] < self.m for other in device.stages)
+        forwards_left = any(self.started[F, other] < self.microbatches for other in device.stages)
         older = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
         for activation in self.with_forward(s):
             if activation.sent >= activation.to_leave:
@@ -220,7 +225,7 @@ class PlainListScheduler:
         activation.sent += 1
         activation.complete_at = inf
         self.device_of(activation.stage).host_room -= activation.sizes[part]
-        self.carry(link, OUT, activation, part, now, now + float(self.x.ms[4 + OUT, activation.stage]))
+        self.carry(link, OUT, activation, part, now, now + float(self.figures.ms[4 + OUT, activation.stage]))
 
     def carry(self, link: Link, way: int, activation: Activation, part: int, now: float, end: float) -> None:
         self.moved[way, activation.stage, activation.microbatch, part] = now
@@ -245,7 +250,7 @@ class PlainListScheduler:
             if ready > now:
                 device.look_soon(ready)
             patience = float(self.rules.wait_ms[k, s]) if k in (F, B) else 0.0
-            takes = int(self.x.takes[k, s]) + (reserved if k == F else 0)
+            takes = int(self.figures.takes[k, s]) + (reserved if k == F else 0)
             too_many = k == F and j - self.started[B, s] >= self.rules.in_flight[s]
             if ready <= now + patience and takes <= device.room and not too_many:
                 candidates.append((self.rank(k, s, j), ready, k, s, j))
@@ -258,7 +263,7 @@ class PlainListScheduler:
         ops = []
         for k in (F, B, W, C):
             for s in device.stages:
-                microbatches = [j for j in range(self.m) if k != C or self.rules.leaves[s, j] == RECOMPUTED]
+                microbatches = [j for j in range(self.microbatches) if k != C or self.rules.leaves[s, j] == RECOMPUTED]
                 ops += [(k, s, j) for j in microbatches if self.start[k, s, j] == inf][:1]
         return ops
 
@@ -274,20 +279,22 @@ class PlainListScheduler:
             if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
                 wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
             again = [j for k, stage, j in self.next_ops(device) if k == C and stage == s]
-            wanted += [(self.ready[C, s, j], int(self.x.takes[C, s])) for j in again if self.ready[C, s, j] <= now]
+            wanted += [
+                (self.ready[C, s, j], int(self.figures.takes[C, s])) for j in again if self.ready[C, s, j] <= now
+            ]
         return min(wanted, key=lambda each: each[0], default=(0.0, 0))[1]
 
     def start_op(self, device: Device, k: int, s: int, j: int, now: float) -> None:
-        activation, end = self.activations[s][j], now + float(self.x.ms[k, s])
+        activation, end = self.activations[s][j], now + float(self.figures.ms[k, s])
         self.start[k, s, j] = now
         self.started[k, s] += 1
         device.busy, device.free_at, device.look_at = True, end, end
-        device.room -= int(self.x.takes[k, s])
-        device.frees += int(self.x.frees[k, s])
+        device.room -= int(self.figures.takes[k, s])
+        device.frees += int(self.figures.frees[k, s])
         if k in (F, B):
-            self.begin[j] = max(self.begin[j], now - float(self.x.offset_ms[k, s]))
+            self.begin[j] = max(self.begin[j], now - float(self.figures.offset_ms[k, s]))
         if k == F and activation.to_leave == RECOMPUTED:
-            device.frees += int(self.x.frees_if_recomputed[s] - self.x.frees[F, s])
+            device.frees += int(self.figures.frees_if_recomputed[s] - self.figures.frees[F, s])
             activation.complete_at = inf
         if k == B:
             activation.to_leave = min(activation.to_leave, activation.sent)
@@ -296,14 +303,14 @@ class PlainListScheduler:
         if k == C:
             activation.complete_at = end
         if k == F:
-            self.arrive(*((F, s + 1) if s + 1 < self.S else (B, s)), j, device, now, end)
+            self.arrive(*((F, s + 1) if s + 1 < self.stages else (B, s)), j, device, now, end)
         elif k == B and s > 0:
             self.arrive(B, s - 1, j, device, now, end)
 
     def arrive(self, k: int, s: int, j: int, sender: Device, now: float, end: float) -> None:
         """The next stage learns when its input is there."""
         receiver = self.device_of(s)
-        moment = end if receiver is sender else end + self.x.p2p_ms
+        moment = end if receiver is sender else end + self.figures.p2p_ms
         self.ready[k, s, j] = moment
         if k == B and self.activations[s][j].to_leave == RECOMPUTED:
             moment = max(now, moment - float(self.rules.lead_ms[s]), self.forward_end(self.activations[s][j]))
