@@ -33,9 +33,9 @@ AUTO = (
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
     EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.21, repeat=True),  # windows of the best schedule of all
+    EngineRun("lns", 0.14, repeat=True),  # windows of the best schedule of all
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
-    EngineRun("lns", 0.22, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
+    EngineRun("lns", 0.14, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 

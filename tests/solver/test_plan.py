@@ -45,7 +45,7 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 
 def test_the_table_itself_fits_the_time():
     assert {run.engine for run in plan.AUTO} == {*ENGINES} - {MILP}
-    assert sum(run.share for run in plan.AUTO) == pytest.approx(1.0)
+    assert sum(run.share for run in plan.AUTO) <= 1.0  # runs that repeat fill the rest
     assert [plan.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
         plan.HEURISTICS_SHARE,
         plan.HEURISTICS_S / 4,

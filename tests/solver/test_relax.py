@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import problems
-from support.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
+from support.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all, problem_of, stage
 from support.examples import examples
 from support.one_device import TooManyStatesError, one_stage_end, several_stages_end
 from support.small_problems import several_a_device, short_of_memory
@@ -52,20 +53,48 @@ def test_no_schedule_is_shorter_in_the_memory_that_it_needs(pair):
         assert bound_of(tight, objective) <= length_ms(schedule, objective) + 1e-6
 
 
+@st.composite
+def far_from_the_turn(draw: st.DrawFn) -> Problem:
+    """A device that waits long for its input gradients, with memory for one or two of two activations that may leave
+    in parts or be computed again."""
+    ms, parts = st.sampled_from((1, 2, 3)), draw(st.integers(1, 2))
+    size = 2 * parts
+    away = (draw(ms), draw(ms), draw(st.sampled_from((parts, size))))
+    again = (draw(ms), draw(st.integers(0, 1))) if draw(st.booleans()) else None
+    short = stage(0, (draw(ms), draw(ms), draw(ms)), size, draw(st.integers(0, size + 1)), away, again, parts)
+    slow = stage(1, (draw(ms), draw(ms), 1), 1)
+    memory = [size + draw(st.integers(0, size)), 9]
+    duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
+    return problem_of([short, slow], memory, 2, draw(st.sampled_from((0.0, 2.0, 5.0))), transfer_mode=duplex)
+
+
+def short_then_slow(short: dict[str, Any], slow: dict[str, Any], memory: int, p2p_ms: float, duplex: str) -> Problem:
+    return problem_of([short, slow], [memory, 9], 2, p2p_ms, transfer_mode=duplex)
+
+
+# Here memory that a part takes when it comes back counts.
+BACK_IN_TIME = (
+    short_then_slow(stage(0, (3, 2, 2), 4, 3, (3, 2, 4), None, 2), stage(1, (1, 2, 1), 1), 6, 0.0, "full_duplex"),
+    short_then_slow(stage(0, (1, 1, 3), 4, 4, (1, 2, 4), (1, 0), 2), stage(1, (2, 2, 1), 1), 6, 0.0, "half_duplex"),
+    short_then_slow(stage(0, (1, 1, 1), 2, 1, (2, 3, 2), (1, 1), 1), stage(1, (3, 1, 1), 1), 2, 2.0, "full_duplex"),
+)
+
+
 @settings(max_examples=examples(40), deadline=None)
-@given(problem=st.one_of(short_of_memory(1, 3), short_of_memory(2, 3), several_a_device(3)))
+@example(BACK_IN_TIME[0])
+@example(BACK_IN_TIME[1])
+@example(BACK_IN_TIME[2])
+@given(problem=st.one_of(far_from_the_turn(), short_of_memory(2, 3), several_a_device(3)))
 def test_it_is_what_a_plain_search_finds(problem):
     route = list(problem.all_routes[0])
     for d in searchable_devices(problem):
         stages = [s for s in route if problem.stages[s].device == d]
         try:
             if len(stages) == 1:
-                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], problem.microbatches, "span"), 20_000)
+                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], problem.microbatches, "span"), FEW)
             else:
                 passes = [(0, s) for s in stages]
-                plain_ms = several_stages_end(
-                    several_stages_device(problem, passes, problem.microbatches, "span"), 20_000
-                )
+                plain_ms = several_stages_end(several_stages_device(problem, passes, problem.microbatches, "span"), FEW)
         except TooManyStatesError:
             continue
         found = list(device_bounds(problem, d, "span", 50_000))
