@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import typer
 
 from benchmarks.training.in_a_row import METHOD, InARow
@@ -21,6 +22,7 @@ def executor() -> None:
         f"one fill and one drain; {row.clipped_ms:.0f} ms if updates wait for the norm ({row.steps} makespans of "
         f"{row.makespan_ms:.1f} ms)"
     )
+    torch.set_num_threads(1)  # as ranks have
     op = overhead()
     typer.echo(
         f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against "
