@@ -60,8 +60,8 @@ class WholeProblemSearch:
         self.best.ensure_start()
         if self.best.start is None or self._proven:
             return
-        free = order_is_free(self.problem, self.request.objective)
-        in_order_proves = free and self.grid.lossless
+        order_may_be_fixed = order_is_free(self.problem, self.request.objective)
+        in_order_proves = order_may_be_fixed and self.grid.lossless
         self._solve(self.grid, "stages", self.budget.left() * (1.0 if in_order_proves else IN_ORDER_SHARE))
         # Where there may be pairs, ops that are rounded to nothing would look like some.
         provable = self.problem.overlap_factor is None
@@ -69,7 +69,7 @@ class WholeProblemSearch:
             provable = self._raise_bound(RANKS_SHARE * self.budget.left())
         if not in_order_proves and not self._proven:
             grid = self.fine_grid.relaxed if provable else self.grid
-            self._solve(grid, "stages" if free else "entry", self.budget.left())
+            self._solve(grid, "stages" if order_may_be_fixed else "entry", self.budget.left())
 
     @property
     def _proven(self) -> bool:
