@@ -38,6 +38,8 @@ def runtime(
     """Compare steps and memory of many schedules with their predictions: first of stages that take their time without
     computing, on four ranks, then of the demo's model on two."""
     need("runtime")
+    import torch
+
     from optpipe_runtime.demo import reference
     from optpipe_runtime.fidelity.cases import WARM_UP
 
@@ -47,6 +49,7 @@ def runtime(
         typer.echo(f"a ms more on each message: {messages_in_a_row(paced)}\n")
     task = computing_task(steps)
     computed = fidelity.measured(task, COMPUTING_RANKS)
+    torch.set_num_threads(1)  # as ranks have
     plain = reference.losses(task.size, COMPUTING_RANKS, task.microbatches, WARM_UP + task.steps)
     if json:
         print_json({"paced": [_figures(row) for row in paced], "computed": [_figures(row, plain) for row in computed]})
