@@ -11,7 +11,7 @@ import numpy as np
 from optpipe.dispatch.devices import bytes_to_keep_free, choose_op, end_op, start_op, tell_next_stage
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.links import serve_link
-from optpipe.dispatch.state import NONE, State, begin, look_at_links
+from optpipe.dispatch.state import NONE, State, look_at_links, reset
 from optpipe.evaluate.jit import compiled, compiled_in_place, compiled_phase
 from optpipe.model.rules import Rules
 
@@ -31,7 +31,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     -------
     Whether all compute ops have started: not if one would end after `stop_ms`, or if nothing that is ready fits.
     """
-    begin(figures, rules, state)
+    reset(figures, rules, state)
     links = len(figures.stages_on_link)
     recomputed, sent = _count_leaving(rules)
     to_start, some_leave = 3 * rules.leaves.size + recomputed, recomputed + sent > 0
@@ -49,7 +49,6 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             if some_leave:  # reloads come before forwards: links are looked at first, then this device again
                 look_at_links(figures, state, d, now)
                 continue
-        state.look_at[place] = np.inf
         reserved = bytes_to_keep_free(figures, rules, state, d, now) if some_leave else 0
         k, s = choose_op(figures, rules, state, d, now, reserved)
         if k == NONE:

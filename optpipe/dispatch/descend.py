@@ -131,7 +131,7 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
         factor = (0.0, 1.0, 1.5, 4.0 * _draw(progress))[_below(4, progress)]
         for s in range(len(chosen)):
             if chosen[s]:
-                rules.lead_ms[s] = factor * choices.carry_ms[s]
+                rules.lead_ms[s] = factor * choices.carry_ms[s]  # as many times what bringing it back takes
     elif draw < 0.4:
         _spread_evenly(rules, chosen, most, unit, progress)
     elif draw < 0.6:

@@ -111,7 +111,8 @@ def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: 
 
 @compiled_phase
 def tell_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
-    """The next stage of an F or B that has just started learns when its input is there."""
+    """The next stage of an F or B that has just started learns when its input is there; where its activation is
+    computed again, also when that may begin."""
     if k > BACKWARD or (k == BACKWARD and s == 0):
         return
     j = state.next_microbatch[k, s] - 1

@@ -4,8 +4,8 @@ A device that is idle starts, of the ops that are ready and that its memory admi
 before a forward before a weight gradient; of forwards the one farthest along the route, of others the oldest
 micro-batch. A host link that is free brings back the activation that is needed soonest, else it takes away the oldest
 of those that are to leave. Rules change that: how many micro-batches may be in flight at a stage, how long a device
-that could do something of less rank waits for an op that is about to arrive, which activations leave or are computed
-again, and how early they are to be back.
+that could do something of lower priority waits for an op that is about to arrive, which activations leave or are
+computed again, and how early they are to be back.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class State(NamedTuple):
     next_microbatch
         (4, S) of each kind of op.
     begin
-        (m,) when the micro-batch would have begun, had it come to where it is at full speed.
+        (m,) the latest begin with which the micro-batch, at full speed, would be where it is now; its later ops are
+        expected at `begin + Figures.offset_ms`.
     forwards_left
         (D,) forwards that have not started.
     held, hosted
@@ -47,7 +48,8 @@ class State(NamedTuple):
     look_at
         (links + D,) when a link or a device is looked at next; infinity if only others can make that necessary.
     parts_to_leave, parts_sent, parts_off_device, parts_back
-        (S, m) how many parts of an activation are to leave, have begun to leave, have left, have begun to come back.
+        (S, m) how many parts of an activation are to leave (`RECOMPUTED` where it is computed again), have begun to
+        leave, have left, have begun to come back.
     next_to_leave, next_to_return
         (S,) the oldest micro-batch with parts that are to leave, to come back.
     carried
@@ -115,7 +117,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
 
 
 @compiled_phase
-def begin(figures: Figures, rules: Rules, state: State) -> None:
+def reset(figures: Figures, rules: Rules, state: State) -> None:
     """Empty devices and links, all forwards of the first stage ready."""
     stages, microbatches = rules.leaves.shape
     state.start[:] = np.inf

@@ -21,7 +21,8 @@ class Rules(NamedTuple):
     in_flight
         (S,) the most micro-batches between the start of their F and that of their B at each stage.
     wait_ms
-        (2, S) how long a device waits for the F, the B of each stage rather than start an op of less rank.
+        (2, S) how long a device waits for the F, the B of each stage rather than start another op that is ready, of
+        lower priority.
     leaves
         (S, m) how many parts of each activation leave, if there is time for that; `RECOMPUTED` if it is computed again.
     lead_ms

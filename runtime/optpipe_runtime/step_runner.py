@@ -72,7 +72,9 @@ class StepRunner:
     def step(self, batch: Batch) -> StepReport:
         self._rank.reductions.start_step()
         self._agree()
-        if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
+        if self._gathers_again:
+            # `settle` has corrected here before the step. Another replica may do so only in it, by one more gathering;
+            # this empty one is its counterpart.
             with self._replicas.gathering():
                 self._gathers_again = False
         report = self._until_it_counts(batch)
@@ -224,7 +226,8 @@ class StepRunner:
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
         self._last_ms = 0.0
         shared = self._rank.cpu_group.share(is_known, *self.schedules.votes(), -microseconds)
-        # What is shared waits for nobody, and tells peers that have called another method before this waits for them.
+        # `share` comes first: it waits for nobody, and tells inner peers that are in another method, before
+        # `peers_agree` waits for them.
         is_known = self._rank.cpu_group.peers_agree(is_known) if self._can_undo else is_known
         return _Attempt(is_known, shared, self.schedules.heard, self._is_wrong)
 

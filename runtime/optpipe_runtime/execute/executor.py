@@ -109,7 +109,8 @@ class Executor:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
 
         From the failed op on, what the others wait for is sent as zeros, and what they send is received; gathers are
-        begun, for other replicas. Do not call it for a step that updates parameters on the host.
+        begun, for other replicas. What the failed op has begun is not begun twice. Do not call it for a step that
+        updates parameters on the host.
         """
         transfers: list[Handle] = []
         for action in self._unfinished:
@@ -204,8 +205,8 @@ class Executor:
             after_op(step, op)
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
-        """Before the first F of a stage: waits until its parameters are whole. These and the batch are no
-        activations."""
+        """Before the first F of a stage: waits until its parameters are whole, and tells the stage which tensors are no
+        activations: its parameters and the batch, for which micro-batch 0 stands."""
         step.begun.add(s)
         self._replicas.wait(s)
         layout = self._rank.layout

@@ -148,7 +148,7 @@ class Replicas:
         wanted = f"whole_gradients = {whole}"
         for s, module in self.modules.items():
             if any(p.requires_grad for p in module.parameters()) and not (
-                s in self._sharded and self._sharded[s].shards
+                s in self._sharded and self._sharded[s].is_sharded
             ):
                 raise InputError(
                     f"{wanted}: stage {s} is not sharded over replicas, so its gradients stay whole: use fully_shard"

@@ -63,7 +63,7 @@ class Sharded:
         shards: list[Any] = [parameter.shard for parameter in self._parameters]
         _require_on_device(stage, shards)
         self._warn_of_others(set(shards))
-        self.shards = any(
+        self.is_sharded = any(
             placement.is_shard() and along <= self.ranks
             for shard in shards
             for placement, along in zip(shard.placements, dimensions(shard), strict=True)
@@ -72,7 +72,7 @@ class Sharded:
         self._is_whole = False
         self._gathers: list[Any] = []  # of the parts, under way
         self._read: list[Tensor] = []  # whole gradients that a reduction reads
-        self._window: set[int] | None = None  # the numbers of the parameters with a gradient in this step's windows
+        self._window: set[int] | None = None  # indices of the parameters with a gradient in this step's windows
         self._largest: Counter[ShardedParameter] = Counter()  # elements of the largest whole gradient that was counted
 
     def _warn_of_others(self, shards: set[nn.Parameter]) -> None:
@@ -90,7 +90,7 @@ class Sharded:
     def gather(self) -> None:
         """Begins to gather all parameters."""
         self._is_whole, self._window = True, None
-        self._end_backwards(False)
+        self._set_last_backward(False)
         self._gathers = [part.unshard(async_op=True) for part in self._parts]
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class Sharded:
 
         Backwards may leave a gradient less spread over inner peers than its parameter is: that of an embedding whose
         rows are spread has all rows on each. So each counts as large as it was found to be, at least as its parameter.
-        FSDP adds a gradient of another type than the parameter's to what it has put aside.
+        What FSDP has put aside in another type than the parameter's is held beside the gradient that backwards add up.
         """
         total = 0
         for parameter in self._parameters:
@@ -163,7 +163,7 @@ class Sharded:
 
     def reduce(self) -> None:
         """Collective: the mean over the ranks becomes the gradient of the shards, and parameters are sharded again."""
-        self._end_backwards(True)
+        self._set_last_backward(True)
         for part in self._outermost:
             fsdp.end_backward(part)
 
@@ -228,13 +228,13 @@ class Sharded:
                 if isinstance(parameter.aside, DTensor):
                     parameter.aside = parameter.aside.redistribute(placements=whole.placements)
 
-    def _end_backwards(self, ends: bool) -> None:
+    def _set_last_backward(self, is_last: bool) -> None:
         """Tells FSDP whether the next end of a backward is the last of a step: only then does it reduce and shard."""
         for part in self._outermost:
-            part.set_is_last_backward(ends)
-            part.set_requires_gradient_sync(ends)
-            part.set_reshard_after_backward(ends)
-            if self.shards:
+            part.set_is_last_backward(is_last)
+            part.set_requires_gradient_sync(is_last)
+            part.set_reshard_after_backward(is_last)
+            if self.is_sharded:
                 part.set_reshard_after_forward(False)
 
 

@@ -1,4 +1,4 @@
-"""Undoes a step that has run out of memory."""
+"""Undoes a step that does not count, such as one that has run out of memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What is held at one time fits, on each device and, where that binds, in its host memory (Eq. 9).
 
-What ops take and free is read from `optpipe.evaluate.effects`, through the grid.
+Sizes are in grains, times in ticks of the grid (`Grid`), which reads what ops take and free from
+`optpipe.evaluate.effects`.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class _Held:
         for is_recomputed, size in least.items():
             self._add(begin, end, size - always, _has_value(recomputed, is_recomputed))
         for is_fused in dict.fromkeys(f for _, f in amounts):
+            # What fusing adds is the same whether recomputed or not.
             (further,) = {size - least[a] for (a, f), size in amounts.items() if f == is_fused}
             self._add(begin, end, further, _has_value(fused, is_fused))
 
@@ -164,7 +166,8 @@ class _Held:
     # --- moments
 
     def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
-        """A point of an activation's op; `of_forward`: of the backward of this forward (see `Variables.backward`)."""
+        """A point of an activation's op. With `of_forward` a B is the backward of forward j, which by the order `ranks`
+        need not be the j-th B (see `Variables.backward`)."""
         op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j)
         return self._end(op) if point.is_end else self._start(op)
 
@@ -184,8 +187,9 @@ class _Held:
         """A moment of x: as it is if x is free, no earlier than the window if x starts before it."""
         if x in self._v.free:
             return moment
-        begin = max(moment.hint, self._v.window.begin)
-        return None if self._v.side_of_window(self._v.incumbent_start(x)) > 0 else self._known(begin)
+        if self._v.side_of_window(self._v.incumbent_start(x)) > 0:
+            return None
+        return self._known(max(moment.hint, self._v.window.begin))
 
     def _allocation(self, x: Op) -> HintedMoment | None:
         if x not in self._v.allocation:
@@ -206,4 +210,6 @@ def _values(choice: Choice) -> tuple[bool, ...]:
 
 def _has_value(choice: Choice, value: bool) -> Choice:
     """The literal that a choice has this value."""
-    return value == choice if isinstance(choice, bool) else choice if value else ~choice
+    if isinstance(choice, bool):
+        return value == choice
+    return choice if value else ~choice

@@ -46,8 +46,9 @@ class _Bank:
         self.lent[microbatch] += by
         self._total += by
 
-    def is_safe(self, admitted: Sequence[int], newest: int, peak: Callable[[int], int]) -> bool:
-        """Whether the micro-batches up to the newest can finish one after the other.
+    def is_safe(self, admitted: Sequence[int], borrower: int, peak: Callable[[int], int]) -> bool:
+        """Whether the micro-batches up to the one whose loan grows can finish one after the other; those after it go on
+        when its loan is gone.
 
         Parameters
         ----------
@@ -57,11 +58,11 @@ class _Bank:
         total = self._total
         for j in admitted:
             if total + self._most_alone <= self._limit:
-                return True
+                return True  # whoever is next fits beside all that is still lent
             total -= self.lent[j]
             if total + peak(j) > self._limit:
                 return False
-            if j == newest:
+            if j == borrower:
                 break
         return True
 
@@ -175,10 +176,10 @@ class Reserve:
         self._memory[d].change(microbatch, loan.device - before.device)
         self._host_memory[d].change(microbatch, loan.host - before.host)
 
-    def _is_safe(self, d: int, newest: int) -> bool:
-        return self._memory[d].is_safe(self.in_flight, newest, lambda j: self._device_peak(d, j)) and self._host_memory[
-            d
-        ].is_safe(self.in_flight, newest, lambda j: self._host_peak(d, j))
+    def _is_safe(self, d: int, borrower: int) -> bool:
+        return self._memory[d].is_safe(
+            self.in_flight, borrower, lambda j: self._device_peak(d, j)
+        ) and self._host_memory[d].is_safe(self.in_flight, borrower, lambda j: self._host_peak(d, j))
 
     def _device_peak(self, d: int, microbatch: int) -> int:
         """The most that a micro-batch has at once if it finishes alone: while a stage runs, those before it on the

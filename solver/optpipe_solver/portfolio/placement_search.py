@@ -51,6 +51,7 @@ class PlacementSearch:
         self.one_thread = request.threads == 1  # one search in one order, whatever the clock says
         self.share_left = 1.0  # of the time, by what the phases are planned to take
         self.method_ran = False  # the method that was asked for, which may be an engine
+        # The placement of the published system that was asked for, if one was.
         self.named = self._placement_of_system() if is_system(request.method) else None
         if self.named:
             self.first = self._portfolio(self.named, request.method, 1.0)
@@ -101,8 +102,8 @@ class PlacementSearch:
         self._look_at(self.candidates.all)
 
     def _improve_partitions(self) -> None:
-        """Descend from the even partition and from the given one, for every number and shape of chunks, go on with the
-        best of them, and look at what is found."""
+        """Descend from the even partition for every number and shape of chunks, and from the given one; go on with the
+        best third of them, and look at the partitions that come out."""
         if not self.candidates.has_layers:
             return
         self._use(plan.PARTITIONS_SHARE + plan.FIRST_LOOK_SHARE)
@@ -141,7 +142,7 @@ class PlacementSearch:
             self._use(plan.RULES_SHARE)
 
     def _search_best_two(self) -> None:
-        """Run everything there is on the best two, if that is not too short to begin."""
+        """Run everything there is on the best two, if the share is long enough for both."""
         best_two = self.candidates.ranked()[:2]
         if len(best_two) == 2 and plan.BEST_TWO_SHARE * self.request.time_limit_s >= 2 * plan.PLACEMENT_S:
             self._use(plan.BEST_TWO_SHARE)
@@ -149,8 +150,9 @@ class PlacementSearch:
                 self._search(candidate, self.request.method, plan.BEST_TWO_SHARE / 2)
 
     def _raise_least_bound(self) -> None:
-        """Let `relax` search the placement with the least bound for half of the time, then what has the least bound
-        now, and so on: the least bound holds for all. It ends at the best placement, which is searched anyway."""
+        """Let `relax` search the placement with the least bound for half of this phase's share, then the one that has
+        the least bound by then for half of what is left, and so on: the least bound holds for all. It ends at the best
+        placement, which is searched anyway."""
         time_limit_s = self.request.time_limit_s
         if self.request.method != "auto" or plan.WEAKEST_SHARE * time_limit_s < plan.PLACEMENT_S:
             return
@@ -165,8 +167,8 @@ class PlacementSearch:
             share /= 2
 
     def _search_best(self) -> None:
-        """Run everything there is on the best; on the second one, too, if the best is proven for its placement before
-        time is up."""
+        """Run everything there is on the best; if it is proven for its placement before time is up, on the next ones,
+        as long as time is left."""
         for candidate in self.candidates.ranked():
             self._search(candidate, self.request.method, self.share_left if self.one_thread else 1.0)
             if self.one_thread:

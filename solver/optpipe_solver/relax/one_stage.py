@@ -55,7 +55,8 @@ class Worth(NamedTuple):
     checkpoint
         (measures,) between F and C.
     alone
-        (measures,) the most that one activation holds while it waits for no W; 1 if that does not count.
+        (measures,) the most that one activation holds while it waits for no W; 1 where gradients that wait can fill the
+        rest of the memory, so that nothing is surely unused.
     present
         (measures, parts + 1) of an activation with that many parts there.
     saved_by_part
@@ -85,7 +86,7 @@ class OneStage(NamedTuple):
     parts
         In which an activation may leave; 0 if it cannot.
     lines
-        0 if nothing leaves, 1 where one line carries both directions, else 2.
+        streams of the host link: 0 if nothing leaves, 1 where one carries both directions, else 2.
     can_recompute
         Whether activations may be computed again.
     bottlenecks
@@ -154,7 +155,7 @@ def _bottlenecks(problem: Problem, r: int, s: int) -> Floats:
 
 
 def _worth(each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool) -> Worth:
-    """For each measure of sizes; the first one comes twice, at first without what waits for weight gradients."""
+    """For each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
     rows = [
         _worth_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
         for number, measure in enumerate([each[0], *each])

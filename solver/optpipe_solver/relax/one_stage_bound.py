@@ -170,11 +170,12 @@ def _memory_needed(state: State, remaining: Remaining, measure: int, device: One
         area += remaining.op_ms * worth.weight[measure]
     for i in range(int(state.row[ACTIVATIONS])):
         area = _add_memory_while_away(area, state, remaining, i, measure, device)
-    unused, n = 0.0, 1  # while the last but n input gradient runs, n + 1 activations are there at most
+    unused, n = 0.0, 1  # while the n-th last input gradient runs, n activations are there at most, its own included
     while n < backwards and n * worth.alone[measure] < 1.0:
         unused += ms.backward * (1.0 - n * worth.alone[measure])
         n += 1
-    return float(area + unused + (0.0 if worth.weight[measure] > 0.0 else ms.tail))  # W may run to the end
+    # W may hold memory to the end; where it does not count, the memory is empty in the tail.
+    return float(area + unused + (0.0 if worth.weight[measure] > 0.0 else ms.tail))
 
 
 @uncounted
@@ -190,7 +191,7 @@ def _add_memory_while_away(
     if parts == device.parts and not is_moving(state, i):
         area += wait * worth.present[measure, device.parts]
     elif parts >= 0.0:
-        there = int(parts)  # parts that it may be left with, but for one that is coming back
+        there = int(parts)  # once running transfers have ended; each further part has to come back
         for line in range(2):
             if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i:
                 there += 1 if lines[line, DIRECTION] == BACK else -1

@@ -42,10 +42,9 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     that an input gradient may start. So every schedule that starts its ops as soon as its order allows is among those
     that follow.
 
-    Of activations with equally many parts there, the one that began last loses a part, the one that began first gets
-    one back, and has its input gradient first: the others' further ways can be exchanged, and none waits longer, as
-    those who wait for other devices do so by rank, whichever activation it is. An activation may leave more than once,
-    which only makes the least end earlier.
+    Activations with equally many parts there are interchangeable, as the wait for other devices goes by rank (`TURN`).
+    So only one of them is tried: to leave, the one that began last; to come back or to have its B, the one that began
+    first. An activation may leave more than once, which only makes the least end earlier.
 
     Returns
     -------

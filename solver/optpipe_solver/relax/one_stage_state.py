@@ -43,7 +43,7 @@ class State(NamedTuple):
     lines
         (2, 3) what each line to the host carries.
     passed
-        (bottlenecks,) when the last micro-batch can have passed each bottleneck.
+        (bottlenecks,) when the last micro-batch to begin can be back here from each bottleneck.
     activations
         (most, 3) the activations before their input gradient, in the order of READY.
     """

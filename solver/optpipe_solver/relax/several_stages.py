@@ -194,7 +194,7 @@ def _worth(
     groups: list[WeightGradient],
     group: list[int],
 ) -> Worth:
-    """For each measure of sizes; the first one comes twice, at first without what waits for weight gradients."""
+    """For each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
     rows = []
     for number, measure in enumerate([each[0], *each]):
         between = _present(len(held)) @ np.array([measure(stage.stays) for stage in held])

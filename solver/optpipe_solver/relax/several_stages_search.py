@@ -1,7 +1,8 @@
 """Best-first search over what a device with several stages can do, where all activations stay on it. Compiled; tests
 compare it with a plain one.
 
-A state is a row of numbers in which compute is free; `State` names the columns after the first ones.
+States are only those moments at which compute is free. Each is a row of numbers; `State` names the columns after the
+first ones.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class State(NamedTuple):
     waiting
         (groups,) weight gradients that wait.
     passed
-        (2c,) when the last micro-batch can have passed the bottleneck after each step.
+        (2c,) when the last micro-batch to begin can be back here from the bottleneck after each step.
     microbatches
         (most, 2) those under way, in the order of their steps, then of READY.
     """
@@ -242,7 +243,7 @@ def _forget_the_past(state: State, device: SeveralStages) -> None:
     yet_to_pass = device.microbatches - state.row[STARTED]
     for step in range(len(device.step_ms) - 1):
         for i in range(int(state.row[UNDER_WAY])):
-            yet_to_pass += microbatches[i, STEP] == step
+            yet_to_pass += microbatches[i, STEP] == step  # summed from step to step
         passes_ms, works_ms = device.bottlenecks[step]
         soonest = now + device.step_ms[step] + passes_ms - works_ms
         state.passed[step] = max(state.passed[step], soonest) if yet_to_pass and works_ms else 0.0
@@ -308,7 +309,7 @@ def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
     yet_to_pass = device.microbatches - state.row[STARTED]
     for step in range(len(device.step_ms) - 1):
         for i in range(int(state.row[UNDER_WAY])):
-            yet_to_pass += state.microbatches[i, STEP] == step
+            yet_to_pass += state.microbatches[i, STEP] == step  # summed from step to step
         if yet_to_pass:
             passes_ms, works_ms = device.bottlenecks[step]
             first = max(state.passed[step] + works_ms, now + device.step_ms[step] + passes_ms)
@@ -328,7 +329,7 @@ def _memory_needed(state: State, remaining: Remaining, measure: int, device: Sev
         area += state.waiting[g] * device.weights.ms[g] * worth.weight[measure, g]
         weight_counts = weight_counts or worth.weight[measure, g] > 0.0
     if not weight_counts:
-        n = 1.0  # while the last but n input gradient runs, n + 1 activations are there at most
+        n = 1.0  # while the n-th last input gradient runs, n activations are there at most, its own included
         while n < remaining.backwards and n * worth.alone[measure] < 1.0:
             area += device.shortest_backward_ms * (1.0 - n * worth.alone[measure])
             n += 1.0

@@ -23,7 +23,7 @@ class Calls:
     scaling
         Those that end in a product with their weight.
     computes_gradients
-        Whether the stage computes gradients within its forward, by which it would miss weights that are detached: then
+        Whether the stage's forward itself takes gradients of weights. It would not get those of detached ones, so then
         nothing is hooked.
     """
 

@@ -265,7 +265,8 @@ def _register(output: Tensor, hook: WeightHook) -> None:
 
 
 def _require_first_derivative() -> None:
-    """A forward takes a gradient: only of its inputs, if it is not to be differentiated again."""
+    """No backward of a stage is under way, so the user's forward itself takes a gradient. That of inputs is right,
+    unless it is to be differentiated again: it would then lack the detached weights."""
     if torch.is_grad_enabled():
         raise InputError(
             "a gradient is to be differentiated again, through a linear layer or a layer norm, which did not "

@@ -83,7 +83,7 @@ def computed_at_once() -> int:
 
 
 def filling() -> WeightQueue | None:
-    """The queue of the backward under way, B or BW; None outside a pipeline."""
+    """The queue of the backward under way, B or BW; None outside of a stage's backward."""
     return _filling
 
 
