@@ -49,10 +49,11 @@ def compiled(function: F) -> F:
 
 
 def compiled_in_place(function: F) -> F:
-    """As `compiled`, for a loop that works in place on named tuples of arrays and allocates nothing.
+    """As `compiled`, for what works in place on named tuples of arrays and makes no arrays: no `numpy.zeros`, no slice
+    that is assigned to.
 
     numba counts the references to each array anew wherever an array is passed on or read from a tuple. Without that the
-    clock of the list scheduler takes a twelfth of the time.
+    clock of the list scheduler takes a twelfth of the time. `_nrt` is no public name of numba's.
     """
     return _jit(function, _nrt=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optpipe.evaluate.jit import compiled
+from optpipe.evaluate.jit import compiled, compiled_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_bound import least_end
 from optpipe_solver.relax.one_stage_moves import go_to_next_event, start_op, start_transfer
@@ -31,7 +31,6 @@ from optpipe_solver.relax.states import (
     read_best,
     remove_best,
 )
-from optpipe_solver.relax.uncounted import uncounted
 
 
 @compiled
@@ -72,7 +71,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     return least_bound(states)
 
 
-@uncounted
+@compiled_in_place
 def _add_successors(
     state: State, computing: State, sending: State, following: State, device: OneStage, states: States, least: float
 ) -> None:
