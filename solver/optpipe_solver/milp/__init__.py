@@ -8,16 +8,6 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Ready, Request
 
-# Compute ops up to which the program is written and solved, unless the user sets another limit or has a licence of
-# Gurobi: 8 devices, 16 micro-batches, a quarter of a million rows. In a minute on one core HiGHS still improves a good
-# start for 4x8 (96 ops).
-MOST_OPS = 400
-
-
-def count_compute_ops(problem: Problem) -> int:
-    """How many compute ops the model has to order."""
-    return 3 * sum(len(problem.route(j)) for j in range(problem.microbatches))
-
 
 class MilpEngine:
     """Solves the whole problem."""
