@@ -53,7 +53,7 @@ def compiled_in_place(function: F) -> F:
     that is assigned to.
 
     numba counts the references to each array anew wherever an array is passed on or read from a tuple. Without that the
-    clock of the list scheduler takes a twelfth of the time. `_nrt` is no public name of numba's.
+    clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.
     """
     return _jit(function, _nrt=False)
 
