@@ -54,7 +54,7 @@ test: setup ## check style, types and imports, and run the tests: 5 minutes on t
 	+$(MAKE) --no-print-directory --jobs 2 check suite
 
 test-all: test ## and all that takes longer: PostgreSQL, many ranks, kills, hostile input, pages, docs
-	+$(MAKE) --no-print-directory --jobs 2 docs suite-slow $(if $(shell command -v npx),check-web)
+	+$(MAKE) --no-print-directory --jobs 2 docs suite-slow $(if $(shell command -v npx),check-web,$(info No npx here: the types of the pages' code are not checked.))
 
 suite: setup ## run the tests of `make test` only
 	PYTHONPATH=tests $(BIN)/python -m support.compile_loops
