@@ -16,7 +16,7 @@ from optpipe.model.problem import Problem, write_file
 from optpipe.options import CompareOptions
 from optpipe.schedule import Schedule
 from optpipe.show.pareto import Point, chart, frontier
-from optpipe.show.svg import bytes_text
+from optpipe.sizes import bytes_text
 from optpipe_cli.compare import title, waiting, watched
 from optpipe_cli.options import with_options
 from optpipe_cli.output import print_table, require_writable

@@ -20,6 +20,7 @@ from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule
+from optpipe.sizes import told_apart
 
 GENERATOR = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
@@ -81,7 +82,7 @@ class Row:
     @property
     def peak(self) -> tuple[int, Peak] | None:
         """The device with the highest share of its memory in use, and its peak."""
-        return _fullest(self.certificate.device) if self.certificate else None
+        return fullest(self.certificate.device) if self.certificate else None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON takes it; what is not known is None."""
@@ -239,11 +240,12 @@ def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower
 
 def _why_not(certificate: Certificate) -> str:
     on_host = all(peak.fits for peak in certificate.device)
-    device, peak = _fullest(certificate.host if on_host else certificate.device)
-    return f"needs {peak.bytes} of {peak.limit} bytes{' of host memory' if on_host else ''} on device {device}"
+    device, peak = fullest(certificate.host if on_host else certificate.device)
+    needed, limit = told_apart(peak.bytes, peak.limit or 0)
+    return f"device {device} needs {needed}{' of host memory' if on_host else ''} and has {limit}"
 
 
-def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
+def fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     """The device with the highest share of its limit in use, and its peak."""
 
     def share(indexed: tuple[int, Peak]) -> float:

@@ -51,24 +51,19 @@ def optpipe(
 ) -> None: ...
 
 
+register(app, "Start here", example.try_, solve.solve, compare.compare, plan.plan, demo.demo)
+register(app, "Problems", model.model, profile.profile)
+app.add_typer(measured.app, name="problem", rich_help_panel="Problems")
 register(
     app,
-    solve.solve,
-    compare.compare,
+    "Schedules",
+    schedule_commands.show,
     schedule_commands.check,
     schedule_commands.simulate,
-    schedule_commands.show,
-    model.model,
-    plan.plan,
     formats.export,
-    profile.profile,
-    serve.serve,
-    worker.worker,
-    demo.demo,
+    formats.import_,
 )
-app.command(name="try")(example.try_)
-app.command(name="import")(formats.import_)
-app.add_typer(measured.app, name="problem")
-app.add_typer(cache.app, name="cache")
-app.add_typer(keys.app, name="keys")
-app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache", rich_help_panel="Schedules")
+register(app, "Service", serve.serve, worker.worker)
+app.add_typer(keys.app, name="keys", rich_help_panel="Service")
+app.add_typer(bench.app, name="bench", rich_help_panel="This machine")

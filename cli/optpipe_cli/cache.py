@@ -80,7 +80,7 @@ def _kind(hit: Hit) -> str:
     return f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
 
 
-register(app, lookup)
+register(app, None, lookup)
 
 
 @app.command()

@@ -13,6 +13,7 @@ import typer
 
 from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, ProblemPath, print_json, print_table, require_folder
+from optpipe_cli.why import gain_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,8 +43,8 @@ def compare(
     if json:
         print_json(comparison.to_dict())
         return
-    typer.echo(f"{posed.name or problem.stem}: {_sizes(posed)}")
-    print_table(table(comparison))
+    for line in lines(comparison, posed.name or problem.stem):
+        print_table(line)
     for row in comparison.rows:
         for note in row.result.notes if row.result else ():
             if note != row.reason:
@@ -59,7 +60,7 @@ def watched(
     with waiting("comparing", quiet) as say:
 
         def tell(row: Row) -> None:
-            value = f"{row.value_ms:.6g} ms" if row.value_ms is not None else row.reason
+            value = f"{row.value_ms:.5g} ms" if row.value_ms is not None else "no schedule"
             say(f"comparing, after {label(row)}: {value}")
 
         return compare(problem, options.methods, starts=starts, told=tell, **options.search())
@@ -79,37 +80,67 @@ def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
+    """What people read, 80 columns wide: the schedules, what the best one gains and why, and what does not apply."""
+    from rich.table import Table
+
+    yield f"{name}: {_sizes(comparison.problem)}"
+    if any(row.schedule for row in comparison.rows):
+        yield table(comparison)
+        yield ""
+        yield "ms; peak of the device whose memory is fullest, where it does not fit: > limit;"
+        yield "gap to the best bound of a row's stages"
+    before, after = comparison.best_published, comparison.best
+    if before and before.schedule and after and after.schedule and comparison.options.objective == "makespan":
+        yield from gain_lines(before.schedule, after.schedule)
+    if missing := [row for row in comparison.rows if row.schedule is None]:
+        yield ""
+        yield "no schedule:"
+        reasons = Table.grid(padding=(0, 2))
+        for row in missing:
+            reasons.add_row(title(row), row.reason or "")
+        yield reasons
+
+
 def table(comparison: Comparison) -> Table:
-    """Return the table for people. Rows that do not fit have the figures that they would have."""
+    """Return the table of all schedules. Rows that do not fit have the figures that they would have."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    noise = ("95%",) if comparison.options.jitter else ()
-    for name in ("method", "makespan", *noise, "span", "bubble", "peak", "gap", "stages"):
+    noise = bool(comparison.options.jitter)
+    for name in ("method", "makespan", "95%" if noise else "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
-    table.add_column()  # the reason why it does not fit
     for row in comparison.rows:
-        table.add_row(*_cells(row, bool(noise)), style=None if row.fits else "dim")
+        if row.schedule:
+            table.add_row(*_cells(row, row.schedule, noise), style=None if row.fits else "dim")
     return table
 
 
-def _cells(row: Row, noise: bool) -> list[str]:
-    from optpipe.show.svg import bytes_text
-
-    if row.schedule is None:
-        return [label(row), *[""] * (6 + noise), row.reason or ""]
-    assert row.peak is not None
+def _cells(row: Row, schedule: Schedule, noise: bool) -> list[str]:
+    second = row.percentile_ms if noise else row.span_ms
     return [
         label(row),
-        f"{row.makespan_ms:.6g}",
-        *([f"{row.percentile_ms:.6g}"] if noise else []),
-        f"{row.span_ms:.6g}",
+        f"{row.makespan_ms:.5g}",
+        f"{second:.5g}",
         f"{row.bubble:.1%}",
-        bytes_text(row.peak[1].bytes),
+        _peak(row),
         "" if row.gap is None else f"{row.gap:.1%}",
-        _stages(row.schedule.placement),
-        row.reason or "",
+        _stages(schedule.placement),
     ]
+
+
+def _peak(row: Row) -> str:
+    """The memory of the fullest device; where it, or its host memory, does not suffice also the limit."""
+    from optpipe.comparison import fullest
+    from optpipe.sizes import bytes_text, told_apart
+
+    assert row.certificate is not None
+    peak, host = (fullest(peaks)[1] for peaks in (row.certificate.device, row.certificate.host))
+    if row.fits or (peak.fits and host.fits):
+        return bytes_text(peak.bytes)
+    needed, limit = told_apart(*(host.bytes, host.limit or 0) if peak.fits else (peak.bytes, peak.limit or 0))
+    number, unit = needed.split()
+    return f"{'host ' if peak.fits else ''}{number if limit.endswith(f' {unit}') else needed} > {limit}"
 
 
 def _stages(placement: Placement | None) -> str:
@@ -153,10 +184,7 @@ def _sizes(problem: Problem) -> str:
     ratios = sorted({round(ratio, 9) for ratio in offload_ratio(problem) if ratio is not None})
     least_and_most = " to ".join(f"{ratio:.3g}" for ratio in dict.fromkeys((*ratios[:1], *ratios[-1:])))
     k = f"k = {least_and_most}" if ratios else "no stage can be offloaded"
-    return (
-        f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches, {k}; ms, "
-        "peak of the device whose memory is fullest, gap to the best bound of a row's stages"
-    )
+    return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches, {k}"
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:

@@ -9,13 +9,13 @@ import typer
 
 from optpipe_cli.compare import watched
 from optpipe_cli.output import print_table, require_writable
+from optpipe_cli.why import gain_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.comparison import Comparison
     from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule
 
 PROBLEM = Path(__file__).parent / "tight-4x8.json"
 SEARCH_S = 4.0  # of each of the two searches: on the stages as given, and on any
@@ -37,16 +37,17 @@ def try_(
     print_table(table(comparison))
     before, after = comparison.best_published, comparison.best
     if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
-        typer.echo("The search comparison nothing better in its time, as on a very busy machine.")
+        typer.echo("The search found nothing better in its time, as on a very busy machine.")
         raise typer.Exit(1)
-    typer.echo(f"\nOptPipe's schedule {gained(before.schedule, after.schedule)}")
-    typer.echo(f"Why: {why(before.schedule, after.schedule)}.")
+    typer.echo()
+    for line in gain_lines(before.schedule, after.schedule):
+        print_table(line)
     after.schedule.plot(before.schedule, after.lower_bound_ms).save(html)
     typer.echo(f"\nBoth on one time scale, with their memory: {html.resolve()}")
 
 
 def _about(problem: Problem) -> str:
-    from optpipe.show.svg import bytes_text
+    from optpipe.sizes import bytes_text
 
     (budget,) = {device.activation_budget_bytes for device in problem.devices}
     return (
@@ -61,7 +62,7 @@ def table(comparison: Comparison) -> Table:
     from rich.table import Table
 
     from optpipe.comparison import OWN
-    from optpipe.show.svg import bytes_text
+    from optpipe.sizes import bytes_text
 
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "iteration", "waiting", "memory", ""):
@@ -80,29 +81,3 @@ def table(comparison: Comparison) -> Table:
             style="bold" if row is best else None if row.fits else "dim",
         )
     return table
-
-
-def gained(before: Schedule, after: Schedule) -> str:
-    """How much shorter one schedule is than another, as the end of a sentence."""
-    less = 1 - after.makespan_ms / before.makespan_ms
-    return (
-        f"takes {less:.0%} less time than {before.method}, the best published one that fits: "
-        f"{after.makespan_ms:.0f} instead of {before.makespan_ms:.0f} ms."
-    )
-
-
-def why(before: Schedule, after: Schedule) -> str:
-    """What makes the second schedule shorter: what both do differently, in one sentence."""
-    from optpipe.model.ops import Kind
-
-    def share(schedule: Schedule, kind: Kind) -> float:
-        rows = schedule.timeline.rows
-        return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
-
-    facts = [
-        f"{does} {share(after, kind):.0%} of all activations instead of {share(before, kind):.0%}"
-        for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
-        if share(before, kind) != share(after, kind)
-    ]
-    waiting = f"its devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
-    return "within the same memory it " + ", ".join(facts) + (", and " if facts else "") + waiting

@@ -45,7 +45,7 @@ def show(rows: Sequence[Row], title: str, plain: Sequence[float] | None = None) 
 
 def cells(row: Row, plain: Sequence[float] | None = None) -> list[str]:
     """Return a case as texts, for `COLUMNS`."""
-    from optpipe.show.svg import bytes_text
+    from optpipe.sizes import bytes_text
 
     return [
         row.found_by,

@@ -45,12 +45,14 @@ def export(
 def _tell_cost(schedule: Schedule, without: Schedule) -> None:
     """Print on stderr what every device needs with offload and without."""
     from optpipe.schedule import certify
+    from optpipe.sizes import told_apart
 
     problem = schedule.problem
     before, after = (certify(problem, each).device for each in (schedule, without))
     for d, (with_it, peak) in enumerate(zip(before, after, strict=True)):
-        verdict = "" if peak.fits else f", more than the {peak.limit} it has"
-        typer.echo(f"device {d}: {peak.bytes} bytes of activations, {with_it.bytes} with offload{verdict}", err=True)
+        needed, offloaded, limit = told_apart(peak.bytes, with_it.bytes, peak.limit or 0)
+        verdict = "" if peak.fits else f", more than the {limit} it has"
+        typer.echo(f"device {d}: {needed} of activations, {offloaded} with offload{verdict}", err=True)
 
 
 def import_(

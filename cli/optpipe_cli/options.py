@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 if TYPE_CHECKING:
     from optpipe.errors import InputError
@@ -18,6 +18,40 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 KINDS = {"number": float, "integer": int, "string": str, "array": str}
+
+
+# Under which heading the help of a command with many options lists each; what is not listed here is an "Option".
+MOST_IN_ONE = 8  # options; a command with more has headings
+PANELS = {
+    "Division over GPUs": (
+        *("pp", "tp", "cp", "ep", "dp", "zero", "chunks", "shape", "layers", "sequence_parallel"),
+        *("gpus", "today", "stack", "offload", "margin"),
+    ),
+    "What runs": (
+        *("model", "gpu", "batch", "microbatches", "microbatch_size", "sequence", "precision", "attention", "fused"),
+        *("recompute", "gradient_bytes", "optimizer_bytes", "expert_load", "host_memory_gb"),
+        *("activation_budget_bytes", "offload_parts"),
+    ),
+    "Search": (
+        *("method", "methods", "objective", "time_limit_s", "gap", "threads", "memory_mib", "seed", "solver"),
+        *("milp_ops", "placements", "jitter", "warm_start", "no_cache", "service", "solves"),
+    ),
+    "Output": ("output", "html", "json", "pictures", "explain", "log_json", "presets", "help"),
+    "Limits": ("queue", "keep", "keep_days", "streams"),
+}
+
+
+class InPanels(TyperCommand):
+    """A command whose help lists its options under headings if there are many."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        if len(params) > MOST_IN_ONE:
+            for param in params:
+                heading = next((heading for heading, names in PANELS.items() if param.name in names), None)
+                if heading and isinstance(param, TyperOption):
+                    param.rich_help_panel = heading
+        return params
 
 
 def with_options(
@@ -39,13 +73,13 @@ def with_options(
     """
 
     def decorate(function: Command) -> Command:
-        class WithOptions(TyperCommand):
+        class WithOptions(InPanels):
             @cached_property
             def _whole(self) -> Any:
                 from optpipe import options
 
                 app = typer.Typer(add_completion=False)
-                app.command(self.name)(_flagged(function, getattr(options, record), only, each, defaults))
+                app.command(self.name, cls=InPanels)(_flagged(function, getattr(options, record), only, each, defaults))
                 return typer.main.get_command(app)
 
             def get_params(self, ctx: Any) -> Any:
@@ -64,10 +98,11 @@ def with_options(
     return decorate
 
 
-def register(app: typer.Typer, *commands: Command) -> None:
-    """Add commands, with options or without."""
+def register(app: typer.Typer, heading: str | None, *commands: Command) -> None:
+    """Add commands, which the help lists under a heading."""
     for command in commands:
-        app.command(cls=getattr(command, "command_class", None))(command)
+        name = command.__name__.rstrip("_")
+        app.command(name, cls=getattr(command, "command_class", InPanels), rich_help_panel=heading)(command)
 
 
 def flag(name: str) -> str:

@@ -31,13 +31,14 @@ def print_json(content: Any) -> None:
     typer.echo(json.dumps(content, indent=1))
 
 
-def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal. Elsewhere its lines are as long as they need to be, without colours."""
+def print_table(table: Table | str) -> None:
+    """Print a table or a line as wide as the terminal. Elsewhere lines are as long as they need to be, without
+    colours."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     with console.capture() as text:
-        console.print(table)
+        console.print(table, markup=False, highlight=False)
     for line in text.get().splitlines():
         typer.echo(line.rstrip())
 

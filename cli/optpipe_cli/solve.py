@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optpipe_cli.options import with_options
-from optpipe_cli.output import INFEASIBLE, Json, ProblemPath, ScheduleOutput, figures, print_json, require_writable
+from optpipe_cli.output import (
+    INFEASIBLE,
+    Json,
+    ProblemPath,
+    ScheduleOutput,
+    figures,
+    print_json,
+    print_table,
+    require_writable,
+)
 
 if TYPE_CHECKING:
     from optpipe.anytime import Search
@@ -80,9 +90,20 @@ def _tell(result: Result, json: bool) -> None:
         print_json(figures(result))
         return
     typer.echo(str(result))
+    for line in _gain(result):
+        print_table(line)
     for note in result.notes:
         if note != result.reason:
             typer.echo(f"note: {note}", err=True)
+
+
+def _gain(result: Result) -> Iterator[str]:
+    """What the answer gains over the best published schedule on the stages as given, and why."""
+    from optpipe_cli.why import best_published, gain_lines
+
+    if result.schedule and result.schedule.placement is None and result.objective == "makespan":
+        before = best_published(result.schedule.problem)
+        yield from gain_lines(before, result.schedule) if before else ()
 
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:

@@ -14,6 +14,7 @@ from optpipe.evaluate.effects import RowEffects
 from optpipe.evaluate.rows import Rows
 from optpipe.model.arrays import Ints
 from optpipe.model.problem import Problem
+from optpipe.sizes import told_apart
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Certificate:
     def complaints(self) -> list[str]:
         """A sentence for each device that needs more than it has."""
         return [
-            f"device {d} needs {peak.bytes} bytes{of} during {peak.at} and has {peak.limit}"
+            f"device {d} needs {needed}{of} during {peak.at} and has {limit}"
             for of, peaks in (("", self.device), (" of host memory", self.host))
             for d, peak in enumerate(peaks)
             if not peak.fits
+            for needed, limit in [told_apart(peak.bytes, peak.limit or 0)]
         ]
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from optpipe.show.svg import bytes_text, document, round_step
+from optpipe.show.svg import document, round_step
+from optpipe.sizes import bytes_text
 
 WIDTH, HEIGHT = 1040, 560
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 84, 46  # around the axes

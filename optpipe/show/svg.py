@@ -16,6 +16,7 @@ from optpipe.show.lanes import (
     several_stages,
     text_colour,
 )
+from optpipe.sizes import bytes_text
 
 LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
@@ -130,12 +131,3 @@ def _memory(schedule: Scheduled, device: int, peak: int, scale: float, horizon: 
             'stroke-dasharray="4 3"/>'
         )
     yield f'<text x="{LEFT - 8}" y="{base}" font-size="9" text-anchor="end" fill="#777">{bytes_text(peak)}</text>'
-
-
-def bytes_text(size: float) -> str:
-    """Writes a size such as `15 GB`, in decimal units like link speeds and data sheets."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, memory_steps, text_colour
-from optpipe.show.svg import bytes_text
+from optpipe.sizes import bytes_text
 
 LABEL = 12
 LEAST_COLUMNS = 10

@@ -206,7 +206,7 @@ def test_proportions_of_times_near_zero_are_numbers(cache: Cache) -> None:
 
 
 def test_an_invalid_schedule_is_not_added(cache: Cache) -> None:
-    with pytest.raises(ScheduleError, match="device 0 needs 2000 bytes"):
+    with pytest.raises(ScheduleError, match="device 0 needs 2 kB"):
         cache.add(gpipe(chain(memory=1)), "feasible")
     with pytest.raises(InputError, match="lower_bound_ms = 99"):
         cache.add(gpipe(chain()), "feasible", 99.0)

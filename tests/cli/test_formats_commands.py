@@ -60,13 +60,13 @@ def test_offload_is_refused_or_left_out_with_what_it_costs(run: Command, problem
     assert not Path("s.csv").exists()
     code, out, err = run("export", "s.json", "--to", "torch-csv", "--without-offload")
     assert (code, out) == (0, "0F0,0F1,0B1,0B0\n")
-    assert err == "device 0: 20 bytes of activations, 11 with offload, more than the 12 it has\n"
+    assert err == "device 0: 20 B of activations, 11 B with offload, more than the 12 B it has\n"
 
 
 def test_what_an_imported_schedule_lacks_is_told_and_it_is_written(run: Command, problem: Problem) -> None:
     Path("in.csv").write_text("0F0,0F1,0B0,0B1\n")
     code, out, _ = run("import", "in.csv", "--problem", "p.json", "-o", "in.json", "--json")
-    assert (code, json.loads(out)["complaints"]) == (1, ["device 0 needs 20 bytes during 0F1 and has 12"])
+    assert (code, json.loads(out)["complaints"]) == (1, ["device 0 needs 20 B during 0F1 and has 12 B"])
     assert Schedule.load("in.json").programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
 
 

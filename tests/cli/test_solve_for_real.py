@@ -47,7 +47,7 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=60)  # a second on a quiet machine
     assert process.returncode == 0
-    assert re.match(r"[\d.]+ ms by \S+, bubble .*\nwritten to s.json\n$", out)
+    assert re.match(r"[\d.]+ ms by \S+, bubble .*\n(OptPipe.*\nWhy: .*\n)?written to s.json\n$", out)
     found = ScheduleFile.load(tmp_path / "s.json").schedule()
     assert check(found.problem, found) == []
     _, alive = psutil.wait_procs(started, timeout=60)

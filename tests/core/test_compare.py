@@ -68,8 +68,8 @@ def test_each_row_agrees_with_its_schedule(found):
             assert 0 <= row.gap < 1
             assert row.lower_bound_ms <= row.makespan_ms * (1 + 1e-9)
         else:
-            assert row.reason == f"needs {peak.bytes} of 15 bytes on device {device}"
-            assert f"device {device} needs {peak.bytes} bytes during" in " ".join(wrong)
+            assert row.reason == f"device {device} needs {peak.bytes} B and has 15 B"
+            assert f"device {device} needs {peak.bytes} B during" in " ".join(wrong)
             assert row.gap is None
         assert row.span_ms <= row.makespan_ms
 
@@ -88,7 +88,7 @@ def test_some_methods_do_not_apply_to_the_given_stages():
     ).rows
     assert told == ["interleaved", "1f1b"]
     assert [row.method for row in rows] == ["1f1b", "interleaved"]
-    assert rows[0].reason == "needs 20 of 15 bytes on device 0"
+    assert rows[0].reason == "device 0 needs 20 B and has 15 B"
     assert rows[1].reason == (
         "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements "
         "it is given them)"
@@ -105,10 +105,10 @@ def test_each_choice_of_parameters_has_a_row():
 def test_memory_that_is_too_small_is_the_reason_of_every_row():
     rows = optpipe.compare(problem(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
     assert {row.method: row.reason for row in rows} == {
-        "gpipe": "needs 40 of 4 bytes on device 0",
-        "naive": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
-        "adaoffload": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
-        "auto": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
+        "gpipe": "device 0 needs 40 B and has 4 B",
+        "naive": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
+        "adaoffload": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
+        "auto": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
     }
 
 
@@ -139,7 +139,7 @@ def test_every_generated_schedule_is_verified(monkeypatch):
         3.0,
     )
     assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(small).makespan_ms)
-    assert greedy.reason == "needs 3000 of 2000 bytes on device 0"
+    assert greedy.reason == "device 0 needs 3 kB and has 2 kB"
     reasons = {row.method: row.reason for row in rest}
     assert reasons["shy"] == "not for this problem"
     for name, told in (("liar", "0F1 is missing"), ("babbler", "'what?'"), ("stranger", "7F0")):
@@ -149,7 +149,7 @@ def test_every_generated_schedule_is_verified(monkeypatch):
 def test_host_memory_that_is_too_small_is_the_reason():
     (row,) = optpipe.compare(problem(device={"host_memory_bytes": 4}), ["po-h"]).rows
     peaks = [peak.bytes for peak in row.certificate.host]
-    assert row.reason == f"needs {max(peaks)} of 4 bytes of host memory on device {peaks.index(max(peaks))}"
+    assert row.reason == f"device {peaks.index(max(peaks))} needs {max(peaks)} B of host memory and has 4 B"
 
 
 def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():

@@ -82,7 +82,7 @@ def test_memory_of_both_devices_by_hand():
     assert certify(problem, parse(problem, second=early)).device[1].at == "1F0"
     tight = pair(memory=17)
     assert check(tight, parse(tight, first="0F0 0E0 0D0 0F1 0BW1 0L0 0BW0", second="0A0 1F0 1F1 1BW1 1BW0 0V0")) == [
-        "device 1 needs 28 bytes during 1F1 and has 17"
+        "device 1 needs 28 B during 1F1 and has 17 B"
     ]
 
 

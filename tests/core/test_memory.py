@@ -66,7 +66,7 @@ def test_by_hand(more, program, peak, at):
     assert (found.bytes, found.at) == (peak, at)
     assert check(problem, schedule) == []
     tight = one_device(peak - 1, **more)
-    assert check(tight, schedule) == [f"device 0 needs {peak} bytes during {at} and has {peak - 1}"]
+    assert check(tight, schedule) == [f"device 0 needs {peak} B during {at} and has {peak - 1} B"]
 
 
 @given(problems_with_schedules(beyond=True))
@@ -100,9 +100,7 @@ def test_host_memory_is_held_until_the_backward():
     program = [["0F0", "0O0", "0D0", "0F1", "0O1", "0D1", "0R0", "0BW0", "0R1", "0BW1"]]
     enough, less = one_device(100, host=16, **OFFLOAD), one_device(100, host=15, **OFFLOAD)
     assert check(enough, Schedule.parse(enough, program)) == []
-    assert check(less, Schedule.parse(less, program)) == [
-        "device 0 needs 16 bytes of host memory during 0O1 and has 15"
-    ]
+    assert check(less, Schedule.parse(less, program)) == ["device 0 needs 16 B of host memory during 0O1 and has 15 B"]
 
 
 def test_parts_add_up_to_the_whole():

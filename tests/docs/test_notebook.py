@@ -21,7 +21,7 @@ def test_its_cells_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.chdir(EXAMPLES)
     scope: dict[str, Any] = {}
     shown = [last_value(text.replace("time_limit_s=10", "time_limit_s=100, gap=1.0"), scope) for text in CODE]
-    assert [complaint.partition(" during")[0] for complaint in shown[1]] == ["device 0 needs 20000000000 bytes"]
+    assert [complaint.partition(" during")[0] for complaint in shown[1]] == ["device 0 needs 20 GB"]
     pictures = [value for value in shown if isinstance(value, Picture)]
     assert len(pictures) == 2
     assert all("<" in picture._repr_html_() for picture in pictures)

@@ -81,7 +81,7 @@ def test_a_job_is_called_as_the_cluster_calls_the_training(
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (fake.incumbent(TOO_BIG), "needs 2000 bytes"),
+        (fake.incumbent(TOO_BIG), "needs 2 kB"),
         (fake.incumbent(OTHER), "there are 2 micro-batches"),
         (fake.incumbent({**GOOD_FILE, "devices": []}), "0 programs"),
         (fake.incumbent({**GOOD_FILE, "devices": [{"program": ["rm -rf"]}] * 2}), "op 'rm -rf'"),

@@ -65,7 +65,7 @@ def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: R
         assert told[3].startswith("inner: rank 0 gave a str: must be a DeviceMesh or a torch.distributed.ProcessGroup")
         assert told[4].startswith("inner: rank 0 has peers [0, 2], in pipelines [[0, 2]]: give `group` one rank of ")
         assert told[5].startswith("inner: rank 0 has peers [0, 1], in pipelines [[0, 1, 2, 3]]: give `group` one rank ")
-        assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1000: 0 bytes are allocated and ")
+        assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1 kB: 0 B are allocated and ")
 
 
 @pytest.mark.parametrize("validated", [False, True])

@@ -196,7 +196,7 @@ def test_a_schedule_that_cannot_run_here_is_refused(
 def test_a_schedule_must_fit_the_measured_problem() -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 1), FINE)
     larger = cases.problem([0, 1], 1, activation_bytes=10**10)
-    with pytest.raises(ScheduleError, match="device 0 needs 10000000000 bytes during 0F0 and has 1000000000"):
+    with pytest.raises(ScheduleError, match="device 0 needs 10 GB during 0F0 and has 1 GB"):
         prepare(schedule, 0, Layout.make([0, 1], 1), larger)
 
 

@@ -22,6 +22,7 @@ from support.strategies import schedules
 
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
+from optpipe.sizes import bytes_text, told_apart
 from optpipe_runtime.memory import host_memory, host_pool
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
@@ -174,8 +175,8 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limit)
     with pytest.raises(
         OptPipeError,
-        match=rf"^{PAGE['cuda']} bytes of host memory could not be page-locked: out of memory \(2\); a process may "
-        rf"lock {1 << 20} bytes \(ulimit -l\)$",
+        match=rf"^{bytes_text(PAGE['cuda'])} of host memory could not be page-locked: out of memory \(2\); a process "
+        r"may lock 1.05 MB \(ulimit -l\)$",
     ):
         HostPool(CUDA).reserve(1)
 
@@ -184,7 +185,7 @@ def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "free_bytes", lambda: None)
     monkeypatch.setattr(host_pool, "PIECE", 1 << 60)
     pool = HostPool(CPU)
-    with pytest.raises(OptPipeError, match=rf"^{1 << 60} bytes of host memory could not be allocated: \[Errno 12\]"):
+    with pytest.raises(OptPipeError, match=r"^1150000 TB of host memory could not be allocated: \[Errno 12\]"):
         pool.reserve(1 << 60)
     assert len(pool.take(1)) == 1
 
@@ -212,7 +213,9 @@ def test_what_the_system_can_give_is_known_before(
     monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
     assert host_memory.free_bytes() == free
     if free is not None:
-        with pytest.raises(OptPipeError, match=f"^{PAGE['cpu']} bytes of host memory are needed, and {free} are free$"):
+        with pytest.raises(
+            OptPipeError, match="^{} of host memory are needed, and {} are free$".format(*told_apart(PAGE["cpu"], free))
+        ):
             HostPool(CPU).reserve(1)
 
 

@@ -93,12 +93,12 @@ def test_the_sentence_names_device_need_and_budget():
     assert infeasibility(on_one_device([stage(10), stage(7)], 17)) is None
     assert (
         infeasibility(on_one_device([stage(10), stage(7)], 16))
-        == "devices[0].activation_budget_bytes = 16: one micro-batch at a time needs at least 17"
+        == "devices[0].activation_budget_bytes = 16 B: one micro-batch at a time needs at least 17 B"
     )
     limited = infeasibility(on_one_device([stage(10, **offload(10)), stage(7)], 16, host=9))
     assert limited == (
-        "devices[0].activation_budget_bytes = 16: one micro-batch at a time needs at least 17, as its "
-        "host_memory_bytes = 9 admit no more offload"
+        "devices[0].activation_budget_bytes = 16 B: one micro-batch at a time needs at least 17 B, as its "
+        "host_memory_bytes = 9 B admit no more offload"
     )
 
 

@@ -135,8 +135,8 @@ def test_where_nothing_can_fit_no_partition_does(problem, memory):
 
 def test_why_nothing_can_fit():
     layers = [stage(0, (1, 1, 1), 3), stage(0, (1, 1, 1), 5)]
-    assert no_partition_fits(model(layers, [4, 4], 2)) == "layers[1] needs 5 bytes and no device has more than 4"
-    told = "one micro-batch leaves at least 15 bytes on the devices, and all of them together have 12"
+    assert no_partition_fits(model(layers, [4, 4], 2)) == "layers[1] needs 5 B and no device has more than 4 B"
+    told = "one micro-batch leaves at least 15 B on the devices, and all of them together have 12 B"
     assert no_partition_fits(model([stage(0, (1, 1, 1), 3)] * 5, [6, 6], 2)) == told
 
 

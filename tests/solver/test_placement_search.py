@@ -119,9 +119,9 @@ def test_only_a_placement_fits():
 
 def test_it_is_infeasible_only_where_every_placement_is():
     assert run(pipeline(memory=3, offload_ms=None))[-1] == Infeasible(
-        reason="devices[0].activation_budget_bytes = 3: one micro-batch at a time needs at least 4"
+        reason="devices[0].activation_budget_bytes = 3 B: one micro-batch at a time needs at least 4 B"
     )
-    assert run(with_layers(memory=1))[-1] == Infeasible(reason="layers[0] needs 2 bytes and no device has more than 1")
+    assert run(with_layers(memory=1))[-1] == Infeasible(reason="layers[0] needs 2 B and no device has more than 1 B")
     assert found(with_layers(memory=8), run(with_layers(memory=8)))  # 22 bytes in all: 4, 4 and 3 layers fit exactly
 
 

@@ -256,7 +256,7 @@ def test_how_the_milp_ended_is_told_to_who_asked_for_it(method, monkeypatch):
 def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch):
     engines("tells", "tells")
     frames = run(pipeline(memory=15), method="1f1b")
-    assert notes(frames) == ["1f1b gives no schedule: device 0 needs 20 bytes during 0F3 and has 15"]
+    assert notes(frames) == ["1f1b gives no schedule: device 0 needs 20 B during 0F3 and has 15 B"]
 
     def broken(problem, objective, deadline):
         raise ZeroDivisionError("oh")
@@ -337,7 +337,7 @@ def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
 
 def test_memory_that_admits_nothing_is_proven():
     assert run(pipeline(memory=4)) == [
-        Infeasible(reason="devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5")
+        Infeasible(reason="devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B")
     ]
 
 

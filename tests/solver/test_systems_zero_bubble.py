@@ -95,7 +95,7 @@ def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
 def test_zb_auto_uses_memory_between_the_two():
     """Between M and 2M it is better than ZB-H1, where ZB-H2 does not fit: the paper's reason to search."""
     problem = units(6, 12).replace(devices=[{"activation_budget_bytes": 8 * ACTIVATION}] * 6)
-    assert any("needs 11000 bytes" in complaint for complaint in check(problem, generate("zb-h2", problem)))
+    assert any("needs 11 kB" in complaint for complaint in check(problem, generate("zb-h2", problem)))
     assert heuristics.generate("zb-auto", problem, "span").span_ms < generate("zb-h1", problem).span_ms
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
+from optpipe.sizes import bytes_text, told_apart
 
 ROOT = Path("/")
 ALL_CONTEXTS = 1  # cudaHostRegisterPortable
@@ -71,7 +72,7 @@ def allocate(nbytes: int, device: torch.device) -> HostMemory:
             return beside.submit(_locked, nbytes, device).result()
     except (MemoryError, OSError, RuntimeError, OverflowError) as error:
         what, limit = ("page-locked", _locking_limit()) if device.type == "cuda" else ("allocated", "")
-        raise OptPipeError(f"{nbytes} bytes of host memory could not be {what}: {error}{limit}") from None
+        raise OptPipeError(f"{bytes_text(nbytes)} of host memory could not be {what}: {error}{limit}") from None
 
 
 def require_free(nbytes: int) -> None:
@@ -79,7 +80,8 @@ def require_free(nbytes: int) -> None:
     this one perhaps."""
     free = free_bytes()
     if free is not None and nbytes > free:
-        raise OptPipeError(f"{nbytes} bytes of host memory are needed, and {free} are free")
+        needed, left = told_apart(nbytes, free)
+        raise OptPipeError(f"{needed} of host memory are needed, and {left} are free")
 
 
 def _locked(nbytes: int, device: torch.device) -> HostMemory:
@@ -150,4 +152,4 @@ def _locking_limit() -> str:
     import resource  # not on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "" if limit == resource.RLIM_INFINITY else f"; a process may lock {limit} bytes (ulimit -l)"
+    return "" if limit == resource.RLIM_INFINITY else f"; a process may lock {bytes_text(limit)} (ulimit -l)"

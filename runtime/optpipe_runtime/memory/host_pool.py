@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
+from optpipe.sizes import told_apart
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.host_memory import allocate, require_free
 from optpipe_runtime.memory.link import Link
@@ -69,10 +70,8 @@ class HostPool:
             if missing <= 0:
                 return
             if self.limit is not None and self._allocated + missing > self.limit:
-                raise OptPipeError(
-                    f"host_memory_bytes = {self.limit}: {self._allocated} bytes are allocated and {missing} more are "
-                    "needed"
-                )
+                limit, held, more = told_apart(self.limit, self._allocated, missing)
+                raise OptPipeError(f"host_memory_bytes = {limit}: {held} are allocated and {more} more are needed")
             require_free(missing)
             for begin in range(0, missing, PIECE):
                 memory = allocate(min(PIECE, missing - begin), self._device).tensor()

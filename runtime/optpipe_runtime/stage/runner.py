@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
+from optpipe.sizes import told_apart
 from optpipe_runtime.memory.activation import Activation, balance, in_place_errors
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
@@ -382,9 +383,10 @@ class StageRunner:
         """E: the whole activation. The peer expects blocks of the sizes that were learned."""
         running = self._running[microbatch]
         if running.activation.sizes() != running.io.block_bytes:
+            now, first = told_apart(sum(running.activation.sizes()), sum(running.io.block_bytes))
             raise InputError(
-                f"stage {self.index} saves {sum(running.activation.sizes())} bytes for micro-batch {microbatch}, at "
-                f"the start it saved {sum(running.io.block_bytes)}: evicted activations must have the same sizes in "
+                f"stage {self.index} saves {now} for micro-batch {microbatch}, at the start it saved {first}: "
+                f"evicted activations must have the same sizes in "
                 "every micro-batch"
             )
         return running.activation.offload(0, 1, destination)

@@ -12,6 +12,7 @@ from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
+from optpipe.sizes import told_apart
 from optpipe_solver.bounds.choices import all_weights
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
@@ -106,12 +107,12 @@ def no_partition_fits(problem: Problem) -> str | None:
     held = _layer_bytes(problem)
     largest = max(range(len(layers)), key=lambda k: held[k].peak)
     if held[largest].peak > max(memory):
-        return f"layers[{largest}] needs {held[largest].peak} bytes and no device has more than {max(memory)}"
+        needed, most = told_apart(held[largest].peak, max(memory))
+        return f"layers[{largest}] needs {needed} and no device has more than {most}"
     stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
     if stays > sum(memory):
-        return (
-            f"one micro-batch leaves at least {stays} bytes on the devices, and all of them together have {sum(memory)}"
-        )
+        needed, whole = told_apart(stays, sum(memory))
+        return f"one micro-batch leaves at least {needed} on the devices, and all of them together have {whole}"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
+from optpipe.sizes import told_apart
 from optpipe_solver import plan
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
@@ -102,10 +103,11 @@ def infeasibility(problem: Problem) -> str | None:
             relaxation, routes = without_evictions(problem), used_routes(problem)
             held = stage_bytes(relaxation)
             without_limit = max(_least(relaxation, held, d, route, limit_host=False) for route in routes)
-            host = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload"
+            least, budget, host = told_apart(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
+            why = f", as its host_memory_bytes = {host} admit no more offload" if without_limit < needed else ""
             return (
-                f"devices[{d}].activation_budget_bytes = {device.activation_budget_bytes}: one micro-batch at a time "
-                f"needs at least {needed}{host if without_limit < needed else ''}"
+                f"devices[{d}].activation_budget_bytes = {budget}: one micro-batch at a time needs at least "
+                f"{least}{why}"
             )
     return None
 
