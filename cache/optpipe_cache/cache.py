@@ -27,6 +27,7 @@ from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import REACH, STEP, Features, features, structure
 from optpipe_cache.pack import release_pack
 from optpipe_cache.retention import Retention
+from optpipe_cache.seal import seal, user_folder
 from optpipe_cache.storage import FileStorage, Source, Storage, StoredRow
 
 log = logging.getLogger("optpipe.cache")
@@ -49,6 +50,7 @@ class Entry(Record):
     objective_ms: TotalMs
     status: Found
     lower_bound_ms: TotalMs | None = None
+    seal: str | None = None  # of the bound, by who has proven it; not exported
     method: str
     programs: Programs
 
@@ -60,9 +62,20 @@ class Entry(Record):
         """Return its schedule, for `problem` if one is given. Raises `InputError` if an op cannot be read."""
         return self.programs.schedule(problem or self.problem, self.method)
 
-    def beats(self, other: Entry) -> bool:
-        """Return whether it is shorter, or as short with a better bound."""
-        return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (other.objective_ms, -(other.lower_bound_ms or 0.0))
+    def beats(self, length: float, bound: float | None) -> bool:
+        """Return whether it is shorter than a schedule of this length, or as short with a better bound, in ms."""
+        return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (length, -(bound or 0.0))
+
+    def as_proven_here(self) -> Entry:
+        """Return the entry without a bound, unless this user's own searches have sealed it."""
+        if self.lower_bound_ms is None or (self.seal and self.seal == seal(*self.sealed)):
+            return self
+        return self.model_copy(update={"status": "feasible", "lower_bound_ms": None, "seal": None})
+
+    @property
+    def sealed(self) -> tuple[object, ...]:
+        """What its seal vouches for."""
+        return self.problem.sha256, self.objective, self.objective_ms, self.status, self.lower_bound_ms
 
 
 @dataclass(frozen=True)
@@ -100,10 +113,9 @@ def default_path() -> Path:
     if path := os.environ.get("OPTPIPE_CACHE"):
         return Path(path)
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return user_folder() / "schedules.sqlite"
     except RuntimeError:
         raise InputError("the cache has no path: this user has no home folder, and OPTPIPE_CACHE is not set") from None
-    return folder / "optpipe" / "schedules.sqlite"
 
 
 def user_cache(path: Path | None = None) -> Cache:
@@ -133,6 +145,7 @@ class Cache:
         objective: Objective = "makespan",
         *,
         verified: bool = False,
+        claimed: bool = False,
     ) -> bool:
         """Store a schedule unless a better one of its problem is there; return whether it was stored.
 
@@ -143,6 +156,9 @@ class Cache:
             more.
         verified
             The caller has called `check` on this schedule, so it is not checked again.
+        claimed
+            Status and bound come from outside, such as a file: they must not contradict the schedule, but nothing here
+            has proven them, so they are not kept.
 
         Raises
         ------
@@ -155,6 +171,8 @@ class Cache:
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = length_ms(schedule, objective)
         _require_proven(status, lower_bound_ms, value, objective)
+        if claimed:
+            status, lower_bound_ms = "feasible", None
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -167,6 +185,8 @@ class Cache:
             )
         except ValidationError as error:
             raise input_error(error, "cache") from None
+        if lower_bound_ms is not None and not self.storage.written_here_only:
+            entry = entry.model_copy(update={"seal": seal(*entry.sealed)})
         return self._store(entry)
 
     def _store(self, entry: Entry) -> bool:
@@ -183,9 +203,11 @@ class Cache:
         )
         while True:  # until no other process has changed the entry in between
             stored = self.storage.entry(problem.sha256, entry.objective)
-            stored_entry = _read(stored)
-            if stored_entry and not entry.beats(stored_entry) and _valid_schedule(stored_entry, problem):
-                return False
+            stored_entry = self._read(stored)
+            if stored_entry and (kept := _valid_schedule(stored_entry, problem)):
+                kept_ms = length_ms(kept, entry.objective)  # whatever its text says
+                if not entry.beats(kept_ms, stored_entry.lower_bound_ms):
+                    return False
             if self.storage.swap(row, stored):
                 if stored is None:
                     self.storage.prune(self._kept)
@@ -233,9 +255,11 @@ class Cache:
         return [*near, *self._pack.similar(structure, objective, cells, MOST_COMPARED)] if self._pack else near
 
     def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
-        entry = _entry(self.storage, problem.sha256, objective)
+        entry = self._entry(self.storage, problem.sha256, objective)
         if entry and (schedule := _valid_schedule(entry, problem)):
-            return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
+            share = gap(length_ms(schedule, objective), entry.lower_bound_ms)
+            status: Found = "optimal" if share == 0 else "feasible"
+            return Hit(schedule, 0.0, True, status, entry.lower_bound_ms, entry)
         return None
 
     def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
@@ -272,10 +296,27 @@ class Cache:
         return None
 
     def _find_entry(self, sha256: str, objective: Objective) -> tuple[Literal["cache", "pack"], Entry | None]:
-        entry = _entry(self.storage, sha256, objective)
+        entry = self._entry(self.storage, sha256, objective)
         if entry or not self._pack:
             return "cache", entry
-        return "pack", _entry(self._pack, sha256, objective)
+        return "pack", self._entry(self._pack, sha256, objective)
+
+    def _entry(self, source: Source, sha256: str, objective: Objective) -> Entry | None:
+        """What the source has of this problem; None if it is damaged or of another one, which is logged."""
+        entry = self._read(source.entry(sha256, objective))
+        if entry and (entry.problem.sha256, entry.objective) != (sha256, objective):
+            log.warning("skipped an entry that is of another problem than the one it is kept for")
+            return None
+        return entry
+
+    def _read(self, text: str | None) -> Entry | None:
+        """The entry in a stored text, with what is proven here; None if it is damaged, which is logged."""
+        try:
+            entry = Entry.model_validate_json(text) if text is not None else None
+        except ValidationError as error:
+            log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
+            return None
+        return entry if entry is None or self.storage.written_here_only else entry.as_proven_here()
 
     def entries(self) -> list[Entry]:
         """Return all entries, those used last first."""
@@ -283,14 +324,15 @@ class Cache:
 
     def entries_and_hits(self) -> list[tuple[Entry, int]]:
         """Return all entries, those used last first, and how often each was found."""
-        return [(entry, hits) for text, hits in self.storage.entries() if (entry := _read(text))]
+        return [(entry, hits) for text, hits in self.storage.entries() if (entry := self._read(text))]
 
     def export_lines(self) -> Iterator[str]:
         """Yield every entry as a line of JSON, for `import_lines` of another cache."""
-        return (entry.model_dump_json(exclude_none=True) for entry in self.entries())
+        return (entry.model_dump_json(exclude_none=True, exclude={"seal"}) for entry in self.entries())
 
     def import_lines(self, lines: Iterable[str | bytes]) -> int:
-        """Add exported entries, each verified, and stored only if it is better; return how many were.
+        """Add exported entries, each verified, and stored only if it is better; return how many were. What they say of
+        bounds is not kept.
 
         Raises `InputError` or `ScheduleError` with the line's number.
         """
@@ -300,7 +342,7 @@ class Cache:
                 continue
             try:
                 entry = Entry.model_validate_json(line)
-                added += self.add(entry.schedule(), entry.status, entry.lower_bound_ms, entry.objective)
+                added += self.add(entry.schedule(), entry.status, entry.lower_bound_ms, entry.objective, claimed=True)
             except ValidationError as error:
                 raise input_error(error, f"line {number}") from None
             except (InputError, ScheduleError) as error:
@@ -327,24 +369,6 @@ def _require_proven(status: Found, lower_bound_ms: float | None, value: float, o
 
 def _now() -> str:
     return datetime.now(UTC).isoformat()
-
-
-def _read(text: str | None) -> Entry | None:
-    """The entry in a stored text; None if it is damaged, which is logged."""
-    try:
-        return Entry.model_validate_json(text) if text is not None else None
-    except ValidationError as error:
-        log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
-        return None
-
-
-def _entry(source: Source, sha256: str, objective: Objective) -> Entry | None:
-    """What the source has of this problem; None if it is damaged or of another one, which is logged."""
-    entry = _read(source.entry(sha256, objective))
-    if entry and (entry.problem.sha256, entry.objective) != (sha256, objective):
-        log.warning("skipped an entry that is of another problem than the one it is kept for")
-        return None
-    return entry
 
 
 def _distances(wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:

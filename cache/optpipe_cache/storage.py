@@ -71,7 +71,15 @@ class Source(Protocol):
 
 
 class Storage(Source, Protocol):
-    """Rows that are also written, by any number of threads and processes."""
+    """Rows that are also written, by any number of threads and processes.
+
+    Attributes
+    ----------
+    written_here_only
+        Whether nobody but this installation can write them, so that what they say of bounds is believed.
+    """
+
+    written_here_only: bool
 
     def entries(self) -> Sequence[tuple[str, int]]:
         """Return (entry, hits) of all rows, those used last first."""
@@ -91,6 +99,8 @@ class FileStorage:
 
     Raises `InputError` if the file cannot be opened or is not a cache.
     """
+
+    written_here_only = False
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

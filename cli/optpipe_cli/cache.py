@@ -89,7 +89,8 @@ def add(
     cache: At = None,
     json: Json = False,
 ) -> None:
-    """Add schedules. Each is checked, and the better one of a problem is kept; nothing is added if one is not valid."""
+    """Add schedules. Each is checked, and the better one of a problem is kept, without its bound; nothing is added if
+    one is not valid."""
     from optpipe.errors import InputError
     from optpipe.schedule import ScheduleFile, check
 
@@ -102,7 +103,7 @@ def add(
     added = 0
     for path, file, schedule in zip(schedules, files, loaded, strict=True):
         try:
-            added += store.add(schedule, file.status, file.lower_bound_ms, verified=True)
+            added += store.add(schedule, file.status, file.lower_bound_ms, verified=True, claimed=True)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
     if json:
@@ -150,7 +151,8 @@ def import_(
     source: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
     cache: At = None,
 ) -> None:
-    """Read a file that `export` has written. Each schedule is checked, and the better one of a problem is kept."""
+    """Read a file that `export` has written. Each schedule is checked, and the better one of a problem is kept, without
+    its bound: only what a search here proves is called optimal."""
     from optpipe.model.problem import read_file
 
     typer.echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")

@@ -31,9 +31,8 @@ BACKOFF_S = (0.5, 10.0)  # before a request is sent again
 
 
 class _Job(JobState):
-    """A job, as the service tells it."""
+    """A job, as the service tells it. Its bound is not read: only what is proven here rules a candidate out."""
 
-    lower_bound_ms: float | None = None
     best: IncumbentAnswer | None = None
 
 
@@ -83,10 +82,10 @@ class Jobs:
                 job = await self._job(connection, self._submission(problem, start, options), problem, until)
                 if job and job.best:
                     schedule = verified(job.best, problem, options.placements)
-                    return merged(from_start, Result.from_schedule(schedule, options, job.lower_bound_ms))
+                    return merged(from_start, Result.from_schedule(schedule, options))
         except (InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError) as error:
             raise OptPipeError(f"the service at {self._address} gives no answer to a search: {error}") from None
-        return from_start if job is None else merged(from_start, Result("unknown", lower_bound_ms=job.lower_bound_ms))
+        return from_start
 
     def _submission(self, problem: Problem, start: Schedule | None, options: SearchOptions) -> bytes:
         """A job's body, with the schedule to start from unless that makes it too long."""

@@ -23,7 +23,26 @@ def check(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> N
     posed, file, placed = _read(problem, schedule)
     wrong = _of_other_sizes(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
     wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
+    if not wrong and file.problem.sha256 == posed.sha256:
+        _bound_proven_here(file)
     tell(placed, wrong, json)
+
+
+def _bound_proven_here(file: ScheduleFile) -> float | None:
+    """Return the bound that is computed here of the problem in a file that tells one; say so if the file's is higher.
+
+    Whoever writes a file can write any bound into it.
+    """
+    from optpipe.evaluate.objective import raises
+    from optpipe_solver.bounds import lower_bound
+
+    if file.lower_bound_ms is None:
+        return None
+    bound_ms = lower_bound(file.problem)
+    if raises(file.lower_bound_ms, bound_ms):
+        claim = f"the file's lower bound of {file.lower_bound_ms:.6g} ms"
+        typer.echo(f"note: {claim} is not proven here, one of {bound_ms:.6g} ms is; optpipe solve searches", err=True)
+    return bound_ms
 
 
 def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
@@ -140,7 +159,7 @@ def show(
     shown = file.schedule()
     earlier = Schedule.load(before) if before else None
     if html:
-        shown.plot(earlier, file.lower_bound_ms).save(html)
+        shown.plot(earlier, _bound_proven_here(file)).save(html)
     if svg:
         write_file(svg, gantt(shown))
     if trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -223,7 +224,73 @@ def test_export_and_import(each_cache: Cache, tmp_path: Path) -> None:
     other = Cache(tmp_path / "other.sqlite")
     assert other.import_lines(lines) == 2
     assert other.import_lines(lines) == 0
-    assert set(other.export_lines()) == set(each_cache.export_lines())
+    theirs, ours = ({each.problem.sha256: each.programs for each in cache.entries()} for cache in (each_cache, other))
+    assert ours == theirs
+
+
+def _proud(cache: Cache) -> None:
+    """Adds a schedule whose bound is its own length, as if a search had proven it."""
+    cache.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms)
+
+
+def test_a_bound_from_outside_is_not_believed(each_cache: Cache, tmp_path: Path) -> None:
+    """What is imported, and what a file says of itself."""
+    _proud(each_cache)
+    imported, added = Cache(tmp_path / "imported.sqlite"), Cache(tmp_path / "added.sqlite")
+    assert imported.import_lines(each_cache.export_lines()) == 1
+    assert added.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms, claimed=True)
+    for other in (imported, added):
+        hit = other.lookup(chain())
+        assert hit is not None
+        assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
+        _proud(other)  # which a search has proven here
+        assert [entry.status for entry in other.entries()] == ["optimal"]
+
+
+FORGED: dict[str, Callable[[str], str]] = {
+    "a bound": lambda text: text.replace('"lower_bound_ms":5.0', '"lower_bound_ms":6.0'),
+    "a status": lambda text: text.replace('"status":"feasible"', '"status":"optimal"'),
+    "a length": lambda text: re.sub('"objective_ms":[0-9.]+', '"objective_ms":5.0', text),
+    "a seal": lambda text: re.sub('"seal":"[0-9a-f]*"', f'"seal":"{"0" * 64}"', text),
+    "no seal": lambda text: re.sub('"seal":"[0-9a-f]*",', "", text),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_shared_file_proves_nothing(tmp_path: Path, forge: Callable[[str], str]) -> None:
+    path = tmp_path / "cache.sqlite"
+    cache = Cache(path)
+    cache.add(gpipe(chain()), "feasible", 5.0)
+    stored = cache.storage.entry(chain().sha256, "makespan")
+    assert stored is not None
+    assert forge(stored) != stored
+    _spoil(path, "entry", forge(stored))
+    hit = cache.lookup(chain())
+    assert hit is not None
+    assert (hit.status, hit.lower_bound_ms) == ("feasible", None)
+    assert cache.add(gpipe(chain()), "feasible", 5.0), "what a search proves takes its place"
+
+
+def test_another_users_bounds_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "shared.sqlite")
+    for home, status in (("one", "optimal"), ("another", "feasible"), ("one", "optimal")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        if not cache.entries():
+            _proud(cache)
+        hit = cache.lookup(chain())
+        assert hit is not None
+        assert hit.status == status
+    assert (tmp_path / "one" / "optpipe" / "seal.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_seal_without_a_home_lasts_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache = Cache(tmp_path / "cache.sqlite")
+    _proud(cache)
+    hit = cache.lookup(chain())
+    assert hit is not None
+    assert hit.status == "optimal"
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,26 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
     assert run("cache", "import", "all.jsonl")[1] == "1 added\n"
 
 
+def test_what_a_file_calls_optimal_is_proven_here_or_not_said(run, problem):
+    """Its bound is its own length; the true optimum is shorter."""
+    slow = one_at_a_time(problem)
+    proud = ScheduleFile.from_schedule(slow, "optimal", slow.makespan_ms)
+    proud.save("proud.json")
+    assert run("cache", "add", "proud.json")[1].startswith("1 added")
+    run("cache", "export", "all.jsonl")
+    line = json.loads(Path("all.jsonl").read_text()) | {"status": "optimal", "lower_bound_ms": slow.makespan_ms}
+    for words in (("add", "proud.json"), ("import", "told.jsonl")):
+        run("cache", "prune", "0")
+        Path("told.jsonl").write_text(json.dumps(line))
+        run("cache", *words)
+        assert "proven optimal" not in run("cache", "lookup", "p.json")[1]
+        assert "(cached)" not in run("solve", "p.json")[1]
+    for words in (("show", "proud.json", "--html", "s.html"), ("check", "p.json", "proud.json")):
+        code, _, err = run(*words)
+        assert (code, err.count("is not proven here")) == (0, 1)
+    assert f'"lower_bound_ms":{slow.makespan_ms}' not in Path("s.html").read_text()
+
+
 def test_the_caches_list_is_not_cut_where_there_is_no_terminal(run, problem):
     long = problem.replace(name="x" * 100)
     one_at_a_time(long).save("long.json")

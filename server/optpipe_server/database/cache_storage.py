@@ -18,6 +18,8 @@ class TableStorage:
     """An `optpipe_cache.Storage`: the rows of one tenant, for all processes that share the database. Raises
     `SQLAlchemyError`."""
 
+    written_here_only = True
+
     def __init__(self, database: Database, tenant: str) -> None:
         self._database, self._tenant = database, tenant
         self._of_tenant = schedules.c.tenant == tenant
