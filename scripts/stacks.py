@@ -37,7 +37,7 @@ STACKS = {
     ),
     "transformers-5.23.0": Stack(
         ("transformers==5.23.0", "torch==2.13.0"),
-        ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py"),
+        ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py", "tests/core/test_config_counts.py"),
     ),
     "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
     "clusters": Stack(

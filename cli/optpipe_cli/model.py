@@ -112,6 +112,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
     division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
     yield f"{shape.name or 'model'}: {estimate.parameters / GB:.2f} billion parameters, {shape.layers} layers"
     yield f"  from {shape.source or 'a file'}"
+    yield from left_out(shape)
     yield f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}"
     yield f"  from {gpu.source or 'a file'}"
     yield (
@@ -133,6 +134,12 @@ def lines(estimate: Estimate) -> Iterator[str]:
             f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
+
+
+def left_out(shape: Transformer) -> Iterator[str]:
+    """A line about the parts that are not modelled, if there are any."""
+    if shape.left_out:
+        yield f"  not modelled: {'; '.join(shape.left_out)}"
 
 
 def assumed(estimate: Estimate) -> str:

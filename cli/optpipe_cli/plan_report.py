@@ -10,7 +10,7 @@ from optpipe.formats.convert import export_schedule
 from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
-from optpipe_cli.model import assumed, table
+from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidates import Candidate
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch
@@ -51,6 +51,7 @@ def _question(plan: Plan) -> Iterator[str]:
         f"{question.model.name or 'model'} on {question.gpus} × {question.gpu.name or 'GPU'}, {question.batch} "
         f"sequences of {estimate.sequence} tokens a step"
     )
+    yield from left_out(question.model)
     yield (
         f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
         f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"

@@ -144,10 +144,10 @@ class Estimate:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, biases aside; tied matrices count once."""
+        """Parameters of the whole model; tied matrices count once."""
         one = Pieces(self.shape, Parallelism(), self.run, self.sequence).all()
         total = sum(piece.weights + piece.expert_weights for piece in one)
-        return round(total - (self.shape.vocabulary * self.shape.hidden if self.shape.tied else 0))
+        return round(total - (self.shape.embedding_matrix if self.shape.tied else 0))
 
     @property
     def model_flops(self) -> float:
@@ -222,7 +222,7 @@ class Estimate:
         """Of the device that has these pieces, those of experts aside."""
         dense = sum(piece.weights for piece in pieces)
         if self.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
-            dense -= self.shape.vocabulary / self.parallelism.tp * self.shape.hidden
+            dense -= self.shape.embedding_matrix / self.parallelism.tp
         return dense
 
     def _memory(self, pieces: Sequence[Piece]) -> DeviceMemory:

@@ -3,113 +3,241 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.transformer.records import Transformer
-
-GATED = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
-    *("olmo", "olmo2", "phi3", "cohere", "granite", "glm4", "deepseek", "deepseek_v2", "deepseek_v3"),
-)
-UNGATED = ("gpt2", "opt", "gpt_neox", "gpt_bigcode", "bloom", "starcoder2", "phi")
-TIED = ("gpt2", "opt", "bloom", "gpt_bigcode", "gemma", "gemma2", "gemma3_text")  # if the config does not say
+from optpipe.transformer.families import DEFAULTS, FAMILIES, WRAPPERS, Family, Flag
+from optpipe.transformer.records import Transformer, Vectors
 
 # What configs call each figure, the usual name first.
-NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-}
+LAYERS, HIDDEN = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
+HEADS, VOCABULARY = ("num_attention_heads", "n_head"), ("vocab_size",)
+FFN, POSITIONS = ("intermediate_size", "ffn_dim", "n_inner"), ("max_position_embeddings", "n_positions")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-LEARNED_POSITIONS = ("gpt2", "opt", "gpt_bigcode")
+MTP = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "residual_dropout")
+UNMODELLED = ("mlp_only_layers", "add_cross_attention", "is_encoder_decoder")
+NO_PARTS = ("quantization_config", "generation_config", "compression_config", "text_config")
+HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of architectures that give logits of tokens
 
 
 def read(text: str | bytes, what: str = "config") -> Transformer:
-    """The shape that a `config.json` describes.
+    """The shape that a `config.json` describes; what it leaves out is as transformers has it (`families`).
 
     `sequence` stays None, since a config says how long sequences may be, not how long they are in training.
 
     Raises
     ------
     InputError
-        If the text is not JSON, a figure is missing, or the model is of a type that is not known or not modelled.
+        If the text is not JSON, a figure is wrong, or the model is of a type that is not known or not modelled.
     """
     try:
-        config = json.loads(text)
-    except ValueError as error:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{what} is not JSON: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(whole, dict):
         raise InputError(f"{what}: a config is an object with fields such as hidden_size")
-    config = config.get("text_config", config)
-    kind = config.get("model_type")
-    if kind not in (*GATED, *UNGATED):
-        near = did_you_mean(str(kind), (*GATED, *UNGATED), "; ")
-        raise InputError(
-            f"{what}: model_type = {kind!r}: only {', '.join(sorted((*GATED, *UNGATED)))} are known{near}; a file with "
-            "the fields of a transformer does without"
-        )
-    values = {name: _first(config, names, what) for name, names in NAMES.items()}
-    if not isinstance(values["hidden"], int):
-        raise InputError(f"{what}: {NAMES['hidden'][0]} = {values['hidden']!r}: must be a whole number")
+    kind, given = _language_model(whole, what)
+    config = _Config(kind, given, what)
+    heads, hidden = config.number(*HEADS), config.number(*HIDDEN)
+    family = FAMILIES[kind]
+    for name in UNMODELLED:
+        if given.get(name):
+            raise InputError(f"{what}: {name} = {given[name]!r}: models with it are not modelled")
     fields: dict[str, Any] = {
-        **values,
-        "name": str(config.get("_name_or_path") or kind)[:200],
+        "layers": config.number(*LAYERS),
+        "hidden": hidden,
+        "heads": heads,
+        "vocabulary": config.number(*VOCABULARY),
+        "name": str(whole.get("_name_or_path") or whole.get("model_type") or kind)[:200],
         "source": what[:500],
-        "ffn": config.get("intermediate_size")
-        or config.get("ffn_dim")
-        or config.get("n_inner")
-        or 4 * values["hidden"],
-        "query_groups": 1 if config.get("multi_query") else config.get("num_key_value_heads"),
-        "head_size": config.get("head_dim"),
-        "positions": config.get("max_position_embeddings") or config.get("n_positions") or 0
-        if kind in LEARNED_POSITIONS
-        else 0,
-        "gated": kind in GATED,
-        "tied": config.get("tie_word_embeddings", kind in TIED),
-        "dropout": any(config.get(name) for name in DROPOUT),
-        **_latents(config, what),
-        **_experts(config, what),
+        "ffn": config.number(*FFN, otherwise=4 * hidden),
+        **_heads(config, family, hidden, heads),
+        "gated": family.gated,
+        "tied": _tied(whole, config),
+        "dropout": any(config.value(name) for name in DROPOUT),
+        "embedding_width": config.number("word_embed_proj_dim", otherwise=0) or None,
+        "causal": not config.value("use_bidirectional_attention"),
+        "left_out": tuple(_left_out(whole, given)),
+        **_latents(config),
+        **_experts(config),
     }
-    return Transformer.from_dict(fields, what)
+    if family.positions is not None:
+        fields["positions"] = config.number(*POSITIONS) + family.positions
+    shape = Transformer.from_dict(fields, what)
+    more = {"vectors": _vectors(config, family, shape), **_window(config, family, shape.layers)}
+    return Transformer.from_dict(shape.model_dump() | more, what)
 
 
-def _latents(config: dict[str, Any], what: str) -> dict[str, Any]:
+def _language_model(whole: dict[str, Any], what: str) -> tuple[str, dict[str, Any]]:
+    """The family of the model, or of its language model, and that one's fields."""
+    of_text = WRAPPERS.get(str(whole.get("model_type")))
+    inner = whole.get("text_config", {} if of_text else whole)
+    if not isinstance(inner, dict):
+        raise InputError(f"{what}: text_config = {inner!r}: an object with fields such as hidden_size was expected")
+    kind = inner.get("model_type", of_text)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = sorted({*FAMILIES, *WRAPPERS})
+        near = did_you_mean(str(kind), known, "; ")
+        raise InputError(
+            f"{what}: model_type = {kind!r}: only {', '.join(known)} are known{near}; a file with the fields of a "
+            "transformer does without"
+        )
+    return kind, inner
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A config's fields; those that it leaves out are as transformers fills them in."""
+
+    kind: str
+    given: dict[str, Any]
+    what: str
+
+    def value(self, *names: str) -> Any:
+        """The first of the names that is given, or has a default; None if none is."""
+        filled_in = DEFAULTS[self.kind]
+        for fields in (self.given, filled_in):
+            for name in names:
+                if name in fields:
+                    return fields[name]
+        return None
+
+    def number(self, *names: str, otherwise: int | None = None) -> int:
+        """The whole number of these names; `otherwise` where it is null or not there.
+
+        Raises InputError if it is no whole number, or if there is none.
+        """
+        value = self.value(*names)
+        if value is None and otherwise is not None:
+            return otherwise
+        if value is None:
+            raise InputError(f"{self.what}: {names[0]} is missing")
+        if not isinstance(value, int) or isinstance(value, bool):
+            name = next((name for name in names if name in self.given), names[0])
+            raise InputError(f"{self.what}: {name} = {value!r}: must be a whole number")
+        return value
+
+    def has(self, flag: Flag) -> bool:
+        """Whether the family has it, or the field of this name says so."""
+        return bool(self.value(flag)) if isinstance(flag, str) else flag
+
+
+def _heads(config: _Config, family: Family, hidden: int, heads: int) -> dict[str, Any]:
+    """The heads of keys and values, and the width of a head where it does not follow from that of the model."""
+    if not family.grouped:
+        return {"query_groups": 1 if config.has("multi_query") else heads}
+    rounded = hidden // heads if heads > 0 and hidden % heads else None
+    return {
+        "query_groups": config.number("num_key_value_heads", otherwise=heads),
+        "head_size": config.number("head_dim", otherwise=0) or rounded,
+    }
+
+
+def _tied(whole: dict[str, Any], config: _Config) -> bool:
+    """Whether embedding and head are tied. Of a model of text and more, its own config says it, not that of its text,
+    where transformers has a default for the whole."""
+    name, filled_in = "tie_word_embeddings", DEFAULTS.get(str(whole.get("model_type")), {})
+    if name in filled_in:
+        return bool({**filled_in, **whole}[name])
+    return bool(whole.get(name) or config.value(name))
+
+
+def _left_out(whole: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+    """The parts of the model that a `Transformer` does not have."""
+    if whole is not given and (outer := whole.get("model_type")) not in (None, *WRAPPERS):
+        yield f"what {outer} adds to its language model"[:200]
+    for name, value in whole.items():
+        if name.endswith("_config") and name not in NO_PARTS and isinstance(value, dict):
+            yield f"{name} ({value.get('model_type') or name.removesuffix('_config')})"[:200]
+    for name in MTP:
+        if given.get(name):
+            yield f"{name} = {given[name]} (multi-token prediction)"[:200]
+    architectures = whole.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        if not str(name).endswith(HEADED):
+            yield f"the head of {name}: that of a causal language model is taken"[:200]
+
+
+def _window(config: _Config, family: Family, layers: int) -> dict[str, Any]:
+    """The sliding window, and the layers without it."""
+    window = config.number("sliding_window", otherwise=0)
+    if not (family.sliding and window) or config.value("use_sliding_window") is False:
+        return {}
+    full = tuple(i for i, slides in enumerate(_slides(config, family, layers)) if not slides)
+    return {"window": window, "full_layers": full} if len(full) < layers else {}
+
+
+def _slides(config: _Config, family: Family, layers: int) -> list[bool]:
+    """Of each layer whether it has the window. Raises InputError if a layer has attention of another kind."""
+    kinds, rule = config.value("layer_types"), family.sliding
+    if rule == "all":
+        return [True] * layers
+    if isinstance(kinds, list):
+        if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+            raise InputError(f"{config.what}: layer_types has {other[0]!r}: it is not modelled, sliding and full are")
+        return [kind == "sliding_attention" for kind in kinds[:layers]]
+    if isinstance(rule, int):
+        pattern = config.number("sliding_window_pattern", otherwise=rule)
+        return [pattern < 1 or (i + 1) % pattern > 0 for i in range(layers)]
+    border = config.number("max_window_layers")
+    return [i >= border if rule == "late" else i < border and i % 2 == 0 for i in range(layers)]
+
+
+def _latents(config: _Config) -> dict[str, Any]:
     """The fields of multi-head latent attention, whose heads all have keys of their own."""
-    if not config.get("kv_lora_rank"):
+    if "kv_lora_rank" not in DEFAULTS[config.kind]:
         return {}
     return {
         "query_groups": None,
-        "kv_latent": config["kv_lora_rank"],
-        "query_latent": config.get("q_lora_rank") or 0,
-        "head_size": _first(config, ("qk_nope_head_dim",), what),
-        "rope_size": config.get("qk_rope_head_dim") or 0,
-        "value_size": _first(config, ("v_head_dim",), what),
+        "kv_latent": config.number("kv_lora_rank"),
+        "query_latent": config.number("q_lora_rank", otherwise=0),
+        "head_size": config.number("qk_nope_head_dim"),
+        "rope_size": config.number("qk_rope_head_dim"),
+        "value_size": config.number("v_head_dim"),
     }
 
 
-def _experts(config: dict[str, Any], what: str) -> dict[str, Any]:
-    experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
-    if not experts:
+def _experts(config: _Config) -> dict[str, Any]:
+    if not DEFAULTS[config.kind].keys() & {*EXPERTS}:
         return {}
-    if config.get("mlp_only_layers"):
-        raise InputError(f"{what}: mlp_only_layers: layers without experts that are listed one by one are not modelled")
-    width = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (width or 0)
+    if (every := config.number("moe_layer_freq", otherwise=1)) != 1:
+        raise InputError(f"{config.what}: moe_layer_freq = {every}: only experts in every layer are modelled")
+    width = config.number("moe_intermediate_size", *FFN)
+    shared = config.number("n_shared_experts", otherwise=0) * width
     return {
-        "experts": experts,
-        "experts_per_token": config.get("num_experts_per_tok", 0),
+        "experts": config.number(*EXPERTS),
+        "experts_per_token": config.number("num_experts_per_tok"),
         "expert_ffn": width,
-        "shared_ffn": shared,
-        "dense_layers": config.get("first_k_dense_replace") or 0,
-        "expert_every": config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1,
+        "shared_ffn": config.number("shared_expert_intermediate_size", otherwise=shared),
+        "dense_layers": config.number("first_k_dense_replace", otherwise=0),
+        "expert_every": config.number("decoder_sparse_step", otherwise=1),
     }
 
 
-def _first(config: dict[str, Any], names: tuple[str, ...], what: str) -> Any:
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise InputError(f"{what}: {names[0]} is missing")
+def _vectors(config: _Config, family: Family, shape: Transformer) -> Vectors:
+    """What the model's norms and biases have."""
+    hidden, up = shape.hidden, shape.up_matrices
+    norm = hidden * (1 + family.norm_bias) if config.has(family.affine) else 0
+    inside = shape.query_width + 2 * shape.key_width
+    if shape.kv_latent:  # what goes down to latent vectors has biases, what goes up has none
+        inside = shape.query_latent + shape.kv_latent + shape.rope_size
+    normed = {"": 0, "head": 2 * shape.query_width // shape.heads, "heads": shape.query_width + shape.key_width}
+    mlp_bias = config.has(family.mlp_bias)
+    ends_in_norm = config.has(family.final_norm) and not config.value("_remove_final_layer_norm")
+    return Vectors(
+        layer=family.norms * norm
+        + config.has(family.qkv_bias) * inside
+        + config.has(family.out_bias) * hidden
+        + config.has(family.qk_normed) * normed[family.qk_norm] * (1 + family.qk_norm_bias)
+        + family.sinks * shape.heads,
+        mlp=mlp_bias * (up * shape.ffn + hidden),
+        router=family.shared_gate * hidden
+        + family.expert_bias * shape.experts
+        + (mlp_bias * (up * shape.shared_ffn + hidden) if shape.shared_ffn else 0),
+        expert=family.expert_bias * (up * shape.expert_ffn + hidden),
+        embedding=norm if family.embedding_norm else 0,
+        head=norm * ends_in_norm + family.head_bias * shape.vocabulary,
+    )

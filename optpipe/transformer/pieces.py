@@ -123,9 +123,10 @@ class Pieces:
 
     def all(self) -> list[Piece]:
         """Embedding, layers, head."""
-        dense, expert = self.layer(experts=False), self.layer(experts=True) if self.shape.experts else None
-        layers = [expert if expert and self.shape.has_experts(i) else dense for i in range(self.shape.layers)]
-        return [self.embedding(), *layers, self.head()]
+        shape = self.shape
+        kinds = [(shape.has_experts(i), shape.window_of(i)) for i in range(shape.layers)]
+        layers = {kind: self.layer(*kind) for kind in set(kinds)}
+        return [self.embedding(), *(layers[kind] for kind in kinds), self.head()]
 
     def embedding(self) -> Piece:
         """The embedding: saves the tokens' numbers and its dropout's mask (Korthikanti et al. 2023, section 4.3)."""
@@ -133,11 +134,18 @@ class Pieces:
         mask = MASK * self.message_bytes / self.run.value_bytes if shape.dropout else 0.0
         return Piece(
             kind="embedding",
-            weights=(shape.vocabulary / t + shape.positions) * shape.hidden,
+            weights=shape.embedding_matrix / t
+            + shape.positions * shape.hidden
+            + shape.embedding_projection
+            + shape.all_vectors.embedding,
             expert_weights=0.0,
             saved=(Saved("tokens", INDEX * self.tokens, None, operand=True), Saved("dropout mask", mask, None)),
             gradients=self.message_bytes,
-            work=Work(traffic=2 * self.message_bytes, over_tensor=self.reduced),
+            work=Work(
+                matmul=2 * self.tokens * shape.embedding_projection,
+                traffic=2 * self.message_bytes,
+                over_tensor=self.reduced,
+            ),
         )
 
     def head(self) -> Piece:
@@ -149,7 +157,7 @@ class Pieces:
         logits = self.tokens * shape.vocabulary / tp
         return Piece(
             kind="head",
-            weights=shape.vocabulary / tp * shape.hidden + shape.hidden,
+            weights=shape.embedding_matrix / tp + shape.embedding_projection + shape.all_vectors.head,
             expert_weights=0.0,
             saved=(
                 Saved("norm input", self.message_bytes, None),
@@ -158,27 +166,38 @@ class Pieces:
             ),
             gradients=value_bytes * logits,
             work=Work(
-                matmul=2 * logits * shape.hidden,
+                matmul=2 * self.tokens * (shape.embedding_matrix / tp + shape.embedding_projection),
                 traffic=2 * self.message_bytes + (value_bytes + 2 * FP32) * logits,
                 over_tensor=self.reduced,
             ),
         )
 
-    def layer(self, experts: bool) -> Piece:
-        """One transformer layer: attention, and an MLP or experts, each with a norm before it."""
+    def layer(self, experts: bool, window: int = 0) -> Piece:
+        """One transformer layer: attention, to `window` tokens if that is not 0, and an MLP or experts, each with a
+        norm before it."""
         mlp = self._experts() if experts else self._mlp(self.shape.ffn)
-        attention = self._latent_attention() if self.shape.kv_latent else self._attention()
-        shape = self.shape
+        keys = self._keys(window)
+        attention = self._latent_attention(keys) if self.shape.kv_latent else self._attention(keys)
         return Piece(
             kind="expert" if experts else "dense",
-            weights=attention.weights + mlp.weights + 2 * shape.hidden,
+            weights=attention.weights + mlp.weights + self.shape.all_vectors.layer,
             expert_weights=mlp.expert_weights,
             saved=(*attention.saved, *mlp.saved),
             gradients=attention.gradients + mlp.gradients,
             work=attention.work + mlp.work,
         )
 
-    def _attention(self) -> Piece:
+    def _keys(self, window: int) -> float:
+        """To how many keys a query attends on average, those counted that the kernel computes in vain.
+
+        Flash attention leaves out those of later tokens, and those before the window: of w tokens the first w queries
+        have fewer, w - w²/2s on average. Unfused attention computes all.
+        """
+        s, flash = self.sequence, self.run.attention == "flash"
+        keys = min(window, s) if window and flash else s
+        return keys - keys**2 / (2 * s) if flash and self.shape.causal else keys
+
+    def _attention(self, keys_of_query: float) -> Piece:
         """11·b·s·h + 5·a·s²·b and its norm's 2·b·s·h (Korthikanti et al. 2023, section 4.1).
 
         Keys and values are narrower with grouped queries.
@@ -204,7 +223,7 @@ class Pieces:
             gradients=self._tensor(queries + 2 * keys) + whole,
             work=Work(
                 matmul=2 * self.tokens * weights,
-                scores=4 * self.tokens * self.sequence * queries / self.skipped,
+                scores=4 * self.tokens * keys_of_query * queries,
                 traffic=(NORM + RESIDUAL) * whole + self._scores_traffic,
                 again=NORM * whole,
                 over_tensor=self.reduced,
@@ -212,7 +231,7 @@ class Pieces:
             ),
         )
 
-    def _latent_attention(self) -> Piece:
+    def _latent_attention(self, keys_of_query: float) -> Piece:
         """Multi-head latent attention (DeepSeek-V2, section 2.1), with its norm and those of the latent vectors.
 
         What goes down to the latent vectors is on every GPU of the tensor-parallel group, and is computed there for its
@@ -247,7 +266,7 @@ class Pieces:
             gradients=latents + self._tensor(2 * keys + values) + whole,
             work=Work(
                 matmul=2 * self.tokens * (down / along + up + out),
-                scores=2 * self.tokens * self.sequence * (keys + values) / self.skipped,
+                scores=2 * self.tokens * keys_of_query * (keys + values),
                 traffic=(NORM + RESIDUAL) * whole + NORM * latents + self._scores_traffic,
                 again=NORM * (whole + latents),
                 over_tensor=self.reduced,
@@ -283,7 +302,7 @@ class Pieces:
         saved += [*self._between(local_width * self.tokens), *self._dropout_mask()]
         return Piece(
             kind="dense",
-            weights=weights,
+            weights=weights + shape.all_vectors.mlp,
             expert_weights=0.0,
             saved=tuple(saved),
             gradients=shape.up_matrices * middle + whole,
@@ -317,8 +336,10 @@ class Pieces:
         ]
         return Piece(
             kind="expert",
-            weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp,
-            expert_weights=shape.experts / parallelism.ep * hidden * shape.expert_ffn * matrices / tp,
+            weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp + shape.all_vectors.router,
+            expert_weights=shape.experts
+            / parallelism.ep
+            * (hidden * shape.expert_ffn * matrices / tp + shape.all_vectors.expert),
             saved=tuple(saved),
             gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
             work=Work(

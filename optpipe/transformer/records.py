@@ -7,10 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from optpipe.model.placement import MOST_CHUNKS
-from optpipe.model.records import Bytes, Document, Items
+from optpipe.model.records import Bytes, Document, Items, Record
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**30)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**20)]
+Numbers = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Degree = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Speed = Annotated[float, Field(gt=0, le=1e21)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -20,14 +21,30 @@ Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "cheap", "full"]
 
 
+class Vectors(Record):
+    """How many numbers norms and biases have: `layer` in every layer, `mlp` beside an MLP's matrices, `router` beside
+    the router's, `expert` beside those of each expert, and what embedding and head have."""
+
+    layer: Numbers
+    mlp: Numbers = 0
+    router: Numbers = 0
+    expert: Numbers = 0
+    embedding: Numbers = 0
+    head: Numbers
+
+
 class Transformer(Document):
     """The shape of a transformer.
 
     `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
     default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and
     `i + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
-    expert that every token passes. `sequence` is the length in training, None if it is not known. Biases are not
-    counted.
+    expert that every token passes. `sequence` is the length in training, None if it is not known.
+
+    Without `vectors` each layer has two norms and the head one, and nothing has biases. An embedding of another width
+    than `hidden` has a projection to it, and the head one back. With a `window` a query attends to so many tokens, the
+    last of them its own; those of `full_layers` attend to all. `left_out` names parts of the model that are in none of
+    these fields.
 
     With `kv_latent` attention is multi-head latent (DeepSeek-V2, 2024, section 2.1): keys and values come from a latent
     vector of that width, queries from one of width `query_latent`, or from the hidden state if that is 0. Of each
@@ -47,6 +64,11 @@ class Transformer(Document):
     head_size: Size | None = None
     sequence: Size | None = None
     positions: Count = 0  # learned position embeddings
+    embedding_width: Size | None = None
+    vectors: Vectors | None = None
+    window: Count = 0  # 0: all tokens
+    full_layers: Items[Count] = ()
+    left_out: Items[Text] = ()
     gated: bool = False
     tied: bool = False  # one matrix for the embedding and the head
     causal: bool = True
@@ -76,11 +98,27 @@ class Transformer(Document):
             raise ValueError(f"experts = {self.experts}: needs expert_ffn, and experts_per_token of at most as many")
         if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn):
             raise ValueError("experts = 0: then experts_per_token, expert_ffn and shared_ffn are 0, too")
+        if self.full_layers and not (self.window and max(self.full_layers) < self.layers):
+            raise ValueError(f"full_layers = {list(self.full_layers)}: needs a window, and numbers below {self.layers}")
         return self
 
     @property
     def groups(self) -> int:
         return self.query_groups or self.heads
+
+    @property
+    def embedding_matrix(self) -> int:
+        """The numbers of the matrix of the embedding, which is the head's, too, if they are tied."""
+        return self.vocabulary * (self.embedding_width or self.hidden)
+
+    @property
+    def embedding_projection(self) -> int:
+        """The numbers of the matrix between embedding and layers, 0 if there is none."""
+        return self.embedding_width * self.hidden if self.embedding_width not in (None, self.hidden) else 0
+
+    @property
+    def all_vectors(self) -> Vectors:
+        return self.vectors or Vectors(layer=2 * self.hidden, head=self.hidden)
 
     @property
     def query_width(self) -> int:
@@ -96,6 +134,10 @@ class Transformer(Document):
     def up_matrices(self) -> int:
         """The matrices of an MLP that go up to its width: with a gate two."""
         return 2 if self.gated else 1
+
+    def window_of(self, layer: int) -> int:
+        """To how many tokens a query of this layer attends, 0 if to all."""
+        return 0 if layer in self.full_layers else self.window
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0

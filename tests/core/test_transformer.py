@@ -203,8 +203,10 @@ def test_recomputation_trades_bytes_for_time():
 
 
 def test_a_config_says_what_the_preset_says():
-    preset = MODELS["llama-2-70b"].model_dump(exclude={"name", "source", "sequence"})
-    assert read(json.dumps(LLAMA_CONFIG)).model_dump(exclude={"name", "source", "sequence"}) == preset
+    preset, shape = MODELS["llama-2-70b"], read(json.dumps(LLAMA_CONFIG))
+    own = {"name", "source", "sequence", "vectors"}
+    assert shape.model_dump(exclude=own) == preset.model_dump(exclude=own)
+    assert shape.all_vectors == preset.all_vectors
 
 
 def test_configs_of_other_families():
@@ -239,8 +241,103 @@ LATENT_CONFIG = {
 
 
 def test_a_config_with_latent_attention_is_its_preset():
-    own = {"name", "source", "sequence", "query_groups"}
+    own = {"name", "source", "sequence", "query_groups", "vectors"}
     assert read(json.dumps(LATENT_CONFIG)).model_dump(exclude=own) == MODELS["deepseek-v3"].model_dump(exclude=own)
+
+
+STARCODER2_CONFIG = {
+    "model_type": "starcoder2",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 4096,
+    "vocab_size": 49152,
+}
+GEMMA3_TEXT = {
+    "head_dim": 128,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "sliding_window": 1024,
+}
+GEMMA3_CONFIG = {"model_type": "gemma3", "text_config": GEMMA3_TEXT, "vision_config": {"model_type": "siglip"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "left_out"),
+    [
+        pytest.param(STARCODER2_CONFIG, 3_030_371_328, [], id="starcoder2-3b: tied, biased"),
+        pytest.param({"model_type": "cohere", "vocab_size": 256}, 32_885_776_384, [], id="cohere: tied, few norms"),
+        pytest.param(GEMMA3_CONFIG, 27_009_346_304, ["vision_config (siglip)"], id="gemma-3-27b"),
+        pytest.param(
+            LATENT_CONFIG | {"num_nextn_predict_layers": 1},
+            671_026_404_352,
+            ["num_nextn_predict_layers = 1 (multi-token prediction)"],
+            id="deepseek-v3",
+        ),
+        pytest.param(
+            {"model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024, "ffn_dim": 4096}
+            | {"num_hidden_layers": 24, "num_attention_heads": 16, "do_layer_norm_before": False},
+            331_196_416,
+            [],
+            id="opt-350m: projections, and no norm before the head",
+        ),
+        pytest.param({"model_type": "gpt2"}, 124_439_808, [], id="gpt2"),
+        pytest.param(
+            {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]},
+            124_439_808,
+            ["the head of GPT2ForSequenceClassification: that of a causal language model is taken"],
+            id="another head",
+        ),
+    ],
+)
+def test_parameters_of_a_config_and_what_is_left_out(config, parameters, left_out):
+    """As transformers counts them (`test_config_counts`)."""
+    shape = read(json.dumps(config))
+    assert made(shape, sequence=512).parameters == parameters
+    assert list(shape.left_out) == left_out
+
+
+def test_a_sliding_window_leaves_out_scores():
+    """Of s = 4w tokens the first w queries attend to what came before, the others to w keys."""
+    s, w = 4096, 1024
+    shape = GPT.model_copy(update={"window": w, "full_layers": (3,)})
+    slides, whole = (made(shape, sequence=s).pieces[i].work.scores for i in (1, 4))
+    assert slides / whole == (w * (w + 1) // 2 + (s - w) * w - w // 2) / (s**2 // 2)
+    no_longer = made(shape.model_copy(update={"window": s}), sequence=s).pieces[1]
+    assert no_longer == made(shape, sequence=s).pieces[4]
+    assert made(shape, sequence=s, attention="unfused").pieces[1].work.scores == 2 * whole
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        (STARCODER2_CONFIG, []),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 13}, [5, 11]),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window_pattern": 2}, [1, 3]),
+        (
+            {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 3},
+            [0, 1, 2],
+        ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            [0],
+        ),
+    ],
+)
+def test_layers_with_a_window(config, full):
+    shape = read(json.dumps(config))
+    assert shape.window > 0
+    assert [i for i in range(shape.layers) if not shape.window_of(i)] == full
+
+
+@pytest.mark.parametrize("window", [{"use_sliding_window": False, "sliding_window": 8}, {"sliding_window": None}])
+def test_a_window_that_is_not_used(window):
+    assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | window)).window == 0
 
 
 def test_the_way_down_to_latent_vectors_is_not_divided():
@@ -258,9 +355,16 @@ def test_the_way_down_to_latent_vectors_is_not_divided():
         ("{", "is not JSON"),
         ("[]", "a config is an object"),
         (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
-        (json.dumps({**LLAMA_CONFIG, "kv_lora_rank": 512}), "qk_nope_head_dim is missing"),
-        (json.dumps({k: v for k, v in LLAMA_CONFIG.items() if k != "vocab_size"}), "vocab_size is missing"),
+        ("[" * 10**5, "is not JSON"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": ["llama"]}), r"model_type = \['llama'\]: only"),
+        (json.dumps({"model_type": "deepseek_v2"}), "num_experts_per_tok is missing"),
+        (json.dumps({**LLAMA_CONFIG, "vocab_size": None}), "vocab_size is missing"),
         (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
+        (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 0}), "heads = 0"),
+        (json.dumps({**LLAMA_CONFIG, "num_hidden_layers": 10**12}), "layers = 1000000000000"),
+        (json.dumps({"model_type": "gemma3", "text_config": [1]}), r"text_config = \[1\]: an object"),
+        (json.dumps({"model_type": "gemma2", "layer_types": ["linear_attention"]}), "'linear_attention'"),
+        (json.dumps({**LATENT_CONFIG, "moe_layer_freq": 2}), "moe_layer_freq = 2"),
         (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 7}), "query_groups = 7: must divide heads = 64"),
         (json.dumps({**MOE_CONFIG, "mlp_only_layers": [1]}), "mlp_only_layers"),
     ],
