@@ -198,9 +198,13 @@ class ScheduleFile(Document):
 
     @classmethod
     def from_schedule(
-        cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None
+        cls,
+        schedule: Schedule,
+        status: Found = "feasible",
+        lower_bound_ms: float | None = None,
+        with_ops: bool = True,
     ) -> ScheduleFile:
-        """Simulates the schedule and writes down all of it."""
+        """Simulates the schedule and writes down all of it; the times of its ops only `with_ops`, a record each."""
         return cls(
             problem=schedule.problem,
             problem_sha256=schedule.problem.sha256,
@@ -212,7 +216,7 @@ class ScheduleFile(Document):
             lower_bound_ms=lower_bound_ms,
             devices=tuple(DeviceProgram(program=tuple(program.texts())) for program in schedule.programs),
             links={link: tuple(order.texts()) for link, order in schedule.links.items()} or None,
-            ops=tuple(TimedOp.model_construct(**op) for op in timed_ops(schedule)),
+            ops=tuple(TimedOp.model_construct(**op) for op in timed_ops(schedule)) if with_ops else None,
         )
 
     def schedule(self) -> Schedule:
@@ -241,11 +245,12 @@ class ScheduleFile(Document):
         return cls.from_json(read_file(path), str(path))
 
 
-def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
-    """Every op that takes time with its nominal start and end, ordered by start; `part` where the stage has several."""
+def timed_ops(schedule: Schedule, most: int | None = None) -> list[dict[str, Any]]:
+    """Every op that takes time with its nominal start and end, ordered by start, or the first `most` of them; `part`
+    where the stage has several."""
     timeline, parts = schedule.timeline, schedule.problem.costs.parts
     shown = np.flatnonzero(~timeline.rows.of_kinds(*MARKS))
-    shown = shown[np.argsort(timeline.start[shown], kind="stable")]
+    shown = shown[np.argsort(timeline.start[shown], kind="stable")][:most]
     times = timeline.start[shown].tolist(), timeline.end[shown].tolist()
     return [
         {

@@ -92,7 +92,7 @@ class Jobs:
         asked: dict[str, Any] = {"problem": problem.to_dict(), **options.model_dump(mode="json", exclude_none=True)}
         if start is None:
             return json.dumps(asked).encode()
-        warm = ScheduleFile.from_schedule(start).model_dump(mode="json", exclude_none=True, exclude={"ops"})
+        warm = ScheduleFile.from_schedule(start, with_ops=False).model_dump(mode="json", exclude_none=True)
         body = json.dumps({**asked, "warm_start": warm}).encode()
         return body if len(body) <= LONGEST_REQUEST else json.dumps(asked).encode()
 

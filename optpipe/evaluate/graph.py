@@ -207,16 +207,12 @@ def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, row
 
 def _find_rows(problem: Problem, named: Rows, index: Index) -> Ints:
     """The row of each named transfer in the programs, NONE where it is in none."""
-    within = (
-        named.on_host_link
-        & (named.stage < len(problem.stages))
-        & (named.microbatch < problem.microbatches)
-        & (named.part < int(problem.costs.parts.max()))
-    )
+    within = named.on_host_link & (named.stage < len(problem.stages)) & (named.microbatch < problem.microbatches)
     rows = np.full(len(named), NONE)
     for kind in HOST_LINK:
-        chosen = within & (named.kind == kind)
-        rows[chosen] = index.parts(kind)[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
+        by_part = index.parts(kind)
+        chosen = within & (named.kind == kind) & (named.part < by_part.shape[2])
+        rows[chosen] = by_part[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
     return rows
 
 

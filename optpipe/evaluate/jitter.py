@@ -26,7 +26,7 @@ PERCENTILE = 95.0
 CUT = 3.0  # in standard deviations
 POSITIVE = 0.99  # noise shortens an op by no more than this share of its time
 MOST_SAMPLES, FEWEST_SAMPLES = 400, 50
-WORK = 2**20  # samples × passes of a micro-batch through a stage: about a second
+WORK = 2**20  # samples × passes of a micro-batch through a stage × parts of its activation: about a second
 
 
 class Compiled(Protocol):
@@ -73,7 +73,8 @@ class Noise:
     def __init__(self, problem: Problem, jitter: float, seed: int = 0) -> None:
         passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
         self.problem, self.jitter, self.seed = problem, jitter, seed
-        self.samples = min(MOST_SAMPLES, max(FEWEST_SAMPLES, WORK // max(1, passes)))
+        drawn = max(1, passes * int(problem.costs.parts.max()))
+        self.samples = min(MOST_SAMPLES, max(FEWEST_SAMPLES, WORK // drawn))
         self._factors = cache(self._draw)
 
     def percentile_ms(self, schedule: Compiled, objective: Objective = "makespan") -> float:

@@ -14,6 +14,8 @@ from optpipe.model.ops import EVICTION, HOST_LINK, OPTIMIZER, TRANSFERS, Kind, O
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, marks_of
 
+PARTED = frozenset({Kind.O, Kind.D, Kind.R})
+
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Rows:
@@ -146,18 +148,21 @@ class Index:
         self._found: dict[Kind, Ints] = {}
 
     def parts(self, kind: Kind) -> Ints:
-        """(S, m, parts) rows of a kind that may stand in parts: O, D and R."""
+        """(S, m, parts) rows of a kind; of one that stands in no parts (S, m, 1). Only to be read."""
         if kind not in self._found:
             rows = np.flatnonzero(self._rows.kind == kind)
-            rows_of_parts = np.full(self._shape, NONE)
-            rows_of_parts[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
-            self._found[kind] = rows_of_parts
+            shape = self._shape if kind in PARTED else (*self._shape[:2], 1)
+            if len(rows):
+                table = np.full(shape, NONE)
+                table[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
+            else:
+                table = np.broadcast_to(np.int64(NONE), shape)  # takes no memory, however many parts there may be
+            self._found[kind] = table
         return self._found[kind]
 
     def rows_of(self, *kinds: Kind) -> Ints:
-        """(S, m) rows of these kinds; the last one where there are several."""
-        first_parts = [
-            self.parts(kind)[:, :, 0] if self._shape[2] == 1 else self.parts(kind).max(axis=2) for kind in kinds
-        ]
-        last: Ints = first_parts[0] if len(first_parts) == 1 else np.max(first_parts, axis=0)
+        """(S, m) rows of these kinds; the last one where there are several. Only to be read."""
+        tables = [self.parts(kind) for kind in kinds]
+        last_parts = [table[:, :, 0] if table.shape[2] == 1 else table.max(axis=2) for table in tables]
+        last: Ints = last_parts[0] if len(last_parts) == 1 else np.max(last_parts, axis=0)
         return last

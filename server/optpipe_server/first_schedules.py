@@ -10,9 +10,10 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -36,9 +37,15 @@ log = structlog.get_logger("optpipe.server")
 MODULE = "optpipe_solver.first"
 INCUMBENTS_KEPT = 3  # of an answer: the last one is the best, the others replace it if it is not valid
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
-LARGE = 2**16  # activation parts: a problem this large takes seconds, so it gets a process of its own
+LARGE = 2**15  # activation parts: a larger problem takes seconds, so it gets a process of its own
+NOISY = 8  # times as much memory and time take a schedule's samples with noise
+AT_ONCE = 4  # smaller ones that are looked up or verified at a time
 MOST_LARGE = 4  # large problems that are handled or wait at a time
 CHECK_S_PER_PART = 5e-6  # to read and verify a schedule here, per activation part
+
+
+class BusyError(Exception):
+    """Too much is computed already; the message says what."""
 
 
 class FirstSchedules:
@@ -56,6 +63,7 @@ class FirstSchedules:
             self._idle.put(process)
         self._one_large = threading.Lock()  # held while a large problem is handled
         self._large_slots = threading.Semaphore(MOST_LARGE)  # for the one that is handled and those that wait
+        self._computing = threading.BoundedSemaphore(AT_ONCE)  # held while a small problem is looked up or verified
         self._lock = threading.Lock()  # guards the three fields below
         self._large_of: Counter[str] = Counter()  # tenants: their part of the slots
         self._large: WarmProcess | None = None
@@ -69,44 +77,64 @@ class FirstSchedules:
         for process in (*self._processes, *([large] if large else [])):
             process.close()
 
-    def find(self, tenant: str, problem: Problem, options: SolveOptions, warm_start: Schedule | None) -> InitialResult:
-        """Return the best that can be found within `first_schedule_s`.
+    def find(
+        self, tenant: str, problem: Problem, options: SolveOptions, warm_start: ReadSchedule | None
+    ) -> InitialResult:
+        """Return the best that can be found within `first_schedule_s`; `warm_start` reads what the client has sent.
 
         Raises
         ------
         InputError
-            If the method is unknown or does not apply to this problem.
+            If the method is unknown or does not apply to this problem, or the warm start cannot be read.
+        BusyError
+            If other large problems take so long that a warm start cannot be checked.
         """
-        return self._find(tenant, problem, options, warm_start, "warm_start")
+        return self._find(_Wanted(tenant, problem, options, warm_start, "warm_start", self._deadline(problem)))
 
     def find_after_change(
-        self, tenant: str, problem: Problem, options: SolveOptions, best: Schedule | None
+        self, tenant: str, problem: Problem, options: SolveOptions, best: ReadSchedule | None
     ) -> InitialResult:
         """`find` for a job whose costs have changed: `best`, made for the former costs, is kept if still valid."""
-        return self._find(tenant, problem, options, best, "carried")
+        return self._find(_Wanted(tenant, problem, options, best, "carried", self._deadline(problem)))
 
-    def _find(
-        self, tenant: str, problem: Problem, options: SolveOptions, given: Schedule | None, source: Source
-    ) -> InitialResult:
+    def _deadline(self, problem: Problem) -> float:
+        """When a process has to have answered, so that there is time to verify what it says."""
         limit_s = self._settings.first_schedule_s
-        deadline = time.monotonic() + max(limit_s / 2, limit_s - CHECK_S_PER_PART * size(problem))
-        initial = InitialResult(self._cached(tenant, problem, options), "cache")
-        if initial.best.status == "optimal":
-            return initial
-        to_repair = None
-        if given is not None:
-            placement = given.placement if options.placements == "all" else None
-            placed = placement.apply(problem) if placement else problem
-            retimed = replace(given, problem=placed, placement=placement)
-            if check(placed, retimed):
-                to_repair = Programs.from_schedule(retimed)
-            else:
-                initial = _better(initial, InitialResult(Result.from_schedule(retimed, options), source))
+        return time.monotonic() + max(limit_s / 2, limit_s - CHECK_S_PER_PART * count_parts(problem))
+
+    def _find(self, wanted: _Wanted) -> InitialResult:
+        if count_parts(wanted.problem) <= LARGE // (NOISY if wanted.options.jitter else 1):
+            return self._search(wanted, self._ask_idle, self._computing)
+        with self._turn_of_large(wanted) as has_turn:
+            if has_turn:
+                return self._search(wanted, self._ask_for_large, nullcontext())
+        if wanted.given is not None and wanted.source == "warm_start":
+            raise BusyError("Other large problems are being handled, so the warm start cannot be checked now.")
+        return InitialResult()
+
+    def _search(self, wanted: _Wanted, ask: Ask, computing: AbstractContextManager[Any]) -> InitialResult:
+        """What is known, and what a process finds; `computing` is held while this process computes."""
+        tenant, problem, options, given, source, deadline = wanted
+        with computing:
+            schedule, to_repair = given() if given else None, None
+            initial = InitialResult(self._cached(tenant, problem, options), "cache")
+            if initial.best.status == "optimal":
+                return initial
+            if schedule is not None:
+                placement = schedule.placement if options.placements == "all" else None
+                placed = placement.apply(problem) if placement else problem
+                retimed = replace(schedule, problem=placed, placement=placement)
+                if check(placed, retimed):
+                    to_repair = Programs.from_schedule(retimed)
+                else:
+                    initial = _better(initial, InitialResult(Result.from_schedule(retimed, options), source))
         asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
-        request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
-        first = _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
-        if first.state(options) == "done":  # no worker will keep it
-            self._caches.keep(tenant, first.best)
+        request, answer = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked}), Answer()
+        ask(request, deadline, answer)
+        with computing:
+            first = _better(initial, InitialResult(_verified(request, answer), "heuristic"))
+            if first.state(options) == "done":  # no worker will keep it
+                self._caches.keep(tenant, first.best)
         return first
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
@@ -126,15 +154,6 @@ class FirstSchedules:
         bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
         return Result.from_schedule(hit.schedule, options, bound_ms)
 
-    def _made(self, tenant: str, request: Request, deadline: float) -> Result:
-        """What a process finds; `unknown` if none is free in time."""
-        answer = Answer()
-        if size(request.problem) > LARGE:
-            self._ask_for_large(tenant, request, deadline, answer)
-        else:
-            self._ask_idle(request, deadline, answer)
-        return _verified(request, answer)
-
     def _ask_idle(self, request: Request, deadline: float, answer: Answer) -> None:
         try:
             process = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -146,20 +165,26 @@ class FirstSchedules:
             process.ensure_running()  # so that it is ready for the next submission if it had to be ended
             self._idle.put(process)
 
-    def _ask_for_large(self, tenant: str, request: Request, deadline: float, answer: Answer) -> None:
-        """Ask a process of its own, one at a time: each takes this process seconds to verify, and much memory."""
-        with self._large_slot(tenant) as free:
-            if not free or not self._one_large.acquire(timeout=max(0.0, deadline - time.monotonic())):
+    def _ask_for_large(self, request: Request, deadline: float, answer: Answer) -> None:
+        """Ask a process of its own."""
+        with self._lock:
+            if self._closed:
                 return
+            process = self._large = WarmProcess(MODULE)
+        with closing(process):
+            process.ask(request, deadline, answer.add)
+
+    @contextmanager
+    def _turn_of_large(self, wanted: _Wanted) -> Iterator[bool]:
+        """Yield whether it is this problem's turn: large ones are handled one at a time, from the lookup to the last
+        check, as each takes this process seconds and much memory."""
+        with self._large_slot(wanted.tenant) as free:
+            has_turn = free and self._one_large.acquire(timeout=max(0.0, wanted.deadline - time.monotonic()))
             try:
-                with self._lock:
-                    if self._closed:
-                        return
-                    process = self._large = WarmProcess(MODULE)
-                with closing(process):
-                    process.ask(request, deadline, answer.add)
+                yield has_turn
             finally:
-                self._one_large.release()
+                if has_turn:
+                    self._one_large.release()
 
     @contextmanager
     def _large_slot(self, tenant: str) -> Iterator[bool]:
@@ -179,6 +204,20 @@ class FirstSchedules:
                     self._large_of[tenant] -= 1
                     self._large_of += Counter()  # without those that have none
                 self._large_slots.release()
+
+
+ReadSchedule = Callable[[], Schedule]  # read when it is its turn: a large one takes seconds and much memory
+
+
+class _Wanted(NamedTuple):
+    """Whose problem wants a first schedule, the schedule that is given for it, and until when a process may answer."""
+
+    tenant: str
+    problem: Problem
+    options: SolveOptions
+    given: ReadSchedule | None
+    source: Source
+    deadline: float
 
 
 @dataclass
@@ -201,9 +240,13 @@ class Answer:
             self.incumbents.append(frame)
 
 
-def size(problem: Problem) -> int:
-    """Count the activation parts: time and memory to make or verify a schedule grow with them."""
-    return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
+Ask = Callable[[Request, float, Answer], None]
+
+
+def count_parts(problem: Problem) -> int:
+    """Count the activation parts as if every stage had as many as that with the most: time and memory to make or verify
+    a schedule grow with them."""
+    return len(problem.stages) * problem.microbatches * max(stage.offload_parts for stage in problem.stages)
 
 
 def _better(known: InitialResult, new: InitialResult) -> InitialResult:

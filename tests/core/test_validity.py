@@ -1,5 +1,6 @@
 """What `check` accepts can run and fits; whatever is broken it finds and says in words."""
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -170,3 +171,16 @@ def test_a_missing_program_is_reported():
     assert check(problem, Schedule.parse(problem, [["0F0", "0BW0"]])) == [
         "there are 1 programs: the problem has 2 devices"
     ]
+
+
+def test_an_empty_schedule_takes_little_memory_however_many_parts_there_could_be():
+    """A table of 16,777,216 parts for each of the 15 kinds would take 2 GB."""
+    parted = stage(sizes=(64, 1), offload=(1, 1, 64), offload_parts=64, device=0)
+    posed = pipeline(1, 4096, 2**40, [parted] * 64)
+    tracemalloc.start()
+    try:
+        assert "0F0 is missing" in check(posed, Schedule.parse(posed, [[]]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * 2**20

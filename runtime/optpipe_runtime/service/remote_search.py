@@ -120,8 +120,8 @@ class RemoteSearch:
             }
             body = json.dumps(request).encode()
             if self._best is not None:
-                start = ScheduleFile.from_schedule(self._best).model_dump(
-                    mode="json", exclude_none=True, exclude={"ops"}
+                start = ScheduleFile.from_schedule(self._best, with_ops=False).model_dump(
+                    mode="json", exclude_none=True
                 )
                 with_start = json.dumps({**request, "warm_start": start}).encode()
                 body = with_start if len(with_start) <= LONGEST_REQUEST else body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -9,15 +10,25 @@ from pydantic import ConfigDict, Field, model_validator
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.model.records import Bytes, Items, Ms, Name, Record
-from optpipe.options import CompareOptions, Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
+from optpipe.options import (
+    CompareOptions,
+    Methods,
+    ObjectiveOption,
+    PlacementsOption,
+    SearchOptions,
+    SolveOptions,
+    TimeLimit,
+)
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.transformer.records import Parallelism, Run
+from optpipe_server.first_schedules import NOISY, count_parts
 from optpipe_server.http import examples
 
 LONGEST_SOLVE_S = 3600.0
 LONGEST_COMPARED_S = 60.0
 MOST_STAGES = 256
 MOST_MICROBATCHES = 4096
+MOST_PARTS = 2**18  # of activations (`count_parts`): about 600 MiB and 6 s for a schedule with all its ops
 
 JobTimeLimit = Annotated[TimeLimit, Field(le=LONGEST_SOLVE_S)]
 
@@ -35,12 +46,11 @@ class ProblemBody(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_stages(cls, body: Any) -> Any:
-        """Count the stages before they are read."""
-        problem = body.get("problem") if isinstance(body, dict) else None
-        stages = problem.get("stages") if isinstance(problem, dict) else None
-        if isinstance(stages, list) and len(stages) > MOST_STAGES:
-            raise ValueError(f"problem.stages are {len(stages)}: expected up to {MOST_STAGES} here")
+    def _check_counts(cls, body: Any) -> Any:
+        """Count the records before they are read, which is done in the event loop."""
+        for field, records in _lists_of_records(body):
+            if len(records) > MOST_STAGES:
+                raise ValueError(f"{field} are {len(records)}: expected up to {MOST_STAGES} here")
         return body
 
     @model_validator(mode="after")
@@ -49,10 +59,42 @@ class ProblemBody(Record):
             raise ValueError(f"problem.microbatches = {count}: expected up to {MOST_MICROBATCHES} here")
         if "\0" in self.problem.name:
             raise ValueError("problem.name has a NUL character")
+        require_parts(self.problem, "problem", MOST_PARTS)
         return self
 
 
-class Submission(ProblemBody, SolveOptions):
+def _lists_of_records(body: Any) -> Iterator[tuple[str, list[Any]]]:
+    """The stages and devices of a body's problem and of its schedule, each with the name of its field."""
+    content = body if isinstance(body, dict) else {}
+    for name in ("problem", "schedule", "warm_start"):
+        record = content.get(name)
+        inner = {f"{name}.problem": record.get("problem")} if isinstance(record, dict) else {}
+        for path, fields in ({name: record} | inner).items():
+            for field in ("stages", "devices"):
+                if isinstance(fields, dict) and isinstance(fields.get(field), list):
+                    yield f"{path}.{field}", fields[field]
+
+
+def require_parts(problem: Problem, what: str, most: int) -> None:
+    """Raise `InputError` if memory and time of an answer, which grow with the parts, would be too much."""
+    if (parts := count_parts(problem)) > most:
+        raise InputError(
+            f"{what} has {parts} activation parts (stages times micro-batches times the largest offload_parts): "
+            f"expected up to {most} here"
+        )
+
+
+class SearchBody(ProblemBody, SearchOptions):
+    """A problem, and the options of a search for it."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> SearchBody:
+        if self.jitter:
+            require_parts(self.problem, f"jitter = {self.jitter:g}: problem", MOST_PARTS // NOISY)
+        return self
+
+
+class Submission(SearchBody, SolveOptions):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
     model_config = _example(examples.SUBMISSION)
@@ -102,7 +144,7 @@ class ImportBody(ProblemBody):
     text: str
 
 
-class CompareBody(ProblemBody, CompareOptions):
+class CompareBody(SearchBody, CompareOptions):
     """`POST /v1/compare`."""
 
     model_config = _example(examples.COMPARE)
@@ -170,4 +212,5 @@ def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedul
     problem = placement.apply(problem) if placement else problem
     if len(problem.stages) > MOST_STAGES:
         raise InputError(f"schedule.placement makes {len(problem.stages)} stages: expected up to {MOST_STAGES} here")
+    require_parts(problem, "schedule.placement: the problem on its stages", MOST_PARTS)
     return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method, placement)

@@ -22,6 +22,7 @@ from starlette.routing import Match
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.jobs import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
+from optpipe_server.first_schedules import BusyError
 
 log = logging.getLogger("optpipe.server")
 
@@ -143,6 +144,7 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     ConflictError: _with_message(409),
     StaleError: _with_message(412),
     QueueFullError: _with_message(429, {"Retry-After": "10"}),
+    BusyError: _with_message(503, {"Retry-After": "10"}),
     SQLAlchemyError: _database_failed,
     Exception: _unexpected,
 }

@@ -119,13 +119,14 @@ async def show_timeline(job: Job, context: Context, seq: WhichSeq = None) -> Res
     return await context.computed(context.service.pictures, timeline)
 
 
-def times(schedule: Schedule) -> dict[str, Any]:
-    """Return the fields of a `Timeline` that follow from its schedule. Raises `ScheduleError`."""
+def times(schedule: Schedule, most_ops: int | None = None) -> dict[str, Any]:
+    """Return the fields of a `Timeline` that follow from its schedule, with the first `most_ops`. Raises
+    `ScheduleError`."""
     return {
         "makespan_ms": schedule.makespan_ms,
         "span_ms": schedule.span_ms,
         "bubble": schedule.timeline.bubble,
-        "ops": timed_ops(schedule),
+        "ops": timed_ops(schedule, most_ops),
         "devices": schemas.device_uses(certify(schedule.problem, schedule)),
     }
 

@@ -30,7 +30,7 @@ from optpipe_server.database.jobs import (
     options_of,
 )
 from optpipe_server.database.keys import Keys
-from optpipe_server.first_schedules import FirstSchedules
+from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
 from optpipe_server.http.bodies import Submission, read_schedule
 from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.compute_queue import ComputeQueue
@@ -162,8 +162,9 @@ class Service:
         INCUMBENTS.inc(initial.best.schedule is not None)
         return True
 
-    def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """The job, and its last schedule with the new costs. Raises `ConflictError` if the structure changed."""
+    def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], ReadSchedule | None]:
+        """The job, and what reads its last schedule with the new costs. Raises `ConflictError` if the structure
+        changed."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise MissingError(NO_JOB)
@@ -175,17 +176,24 @@ class Service:
                 "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew."
             )
         last = self.jobs.incumbent(job_id, job.last_seq)
-        return job, Programs.model_validate_json(last.programs).schedule(problem, last.method) if last else None
+        if last is None:
+            return job, None
+        return job, lambda: Programs.model_validate_json(last.programs).schedule(problem, last.method)
 
 
-def _given(submission: Submission) -> Schedule | None:
-    """The client's own schedule, read for the problem, or for its placement if the job may choose one."""
-    if submission.warm_start is None:
+def _given(submission: Submission) -> ReadSchedule | None:
+    """What reads the client's own schedule for the problem, or for its placement if the job may choose one."""
+    file = submission.warm_start
+    if file is None:
         return None
-    try:
-        return read_schedule(submission.warm_start, submission.problem, submission.placements == "all")
-    except InputError as error:
-        raise InputError(f"body: warm_start: {error}") from None
+
+    def read() -> Schedule:
+        try:
+            return read_schedule(file, submission.problem, submission.placements == "all")
+        except InputError as error:
+            raise InputError(f"body: warm_start: {error}") from None
+
+    return read
 
 
 def _sha256(body: bytes) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from sqlalchemy import Row
 
+from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile
@@ -28,14 +29,18 @@ def incumbent_text(incumbent: Row[Any]) -> str:
     """Return a `WholeIncumbent` as JSON: its schedule is a document of `optpipe.schedule/2`, without the times of
     ops."""
     programs = json.loads(incumbent.programs)
+    problem, sha256, placement = incumbent.problem, incumbent.problem_sha256, {}
     if programs["placement"]:  # for other stages than the stored problem has
-        return with_field(Incumbent.from_row(incumbent), "schedule", json.dumps(document(stored_schedule(incumbent))))
+        placed = Placement.from_dict(programs["placement"]).apply(Problem.from_json(problem))
+        problem, sha256 = json.dumps(placed.to_dict()), placed.sha256
+        placement = {"placement": json.dumps({k: v for k, v in programs["placement"].items() if v is not None})}
     devices = ",".join(_object({"program": _words(ops)}) for ops in programs["programs"])
     links = {link: _words(ops) for link, ops in programs["links"].items()}
     parts = {
         "format": '"optpipe.schedule/2"',
-        "problem": incumbent.problem,
-        "problem_sha256": json.dumps(incumbent.problem_sha256),
+        "problem": problem,
+        "problem_sha256": json.dumps(sha256),
+        **placement,
         "method": json.dumps(incumbent.method),
         "makespan_ms": json.dumps(incumbent.makespan_ms),
         "span_ms": json.dumps(incumbent.span_ms),
@@ -53,7 +58,7 @@ def stored_schedule(incumbent: Row[Any]) -> Schedule:
 
 def document(schedule: Schedule, **known: Any) -> dict[str, Any]:
     """Return the document of a schedule, without the times of ops, with what is `known` of it."""
-    return ScheduleFile.from_schedule(schedule, **known).model_dump(mode="json", exclude_none=True, exclude={"ops"})
+    return ScheduleFile.from_schedule(schedule, with_ops=False, **known).model_dump(mode="json", exclude_none=True)
 
 
 def with_field(reply: BaseModel, name: str, value: str) -> str:

@@ -9,12 +9,13 @@ from fastapi.responses import Response
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import gap, length_ms
 from optpipe.formats.convert import schedule_from
+from optpipe.model.ops import MARKS
 from optpipe.process.protocol import CompareRequest
 from optpipe.schedule import Schedule, certify, check
-from optpipe_server.first_schedules import LARGE, size
+from optpipe_server.first_schedules import NOISY
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ
-from optpipe_server.http.bodies import CompareBody, ImportBody, LookupBody, ScheduleBody
+from optpipe_server.http.bodies import CompareBody, ImportBody, LookupBody, ScheduleBody, require_parts
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ReplyError, json_reply
@@ -25,6 +26,7 @@ router = guarded_router("/v1", "tools")
 
 MOST_WRONG = 50  # sentences in a reply
 MOST_OPS = 10_000  # in a reply, the first ones
+MOST_COMPARED = 2**14  # activation parts: about 600 MiB and half a minute, in processes of their own
 
 
 @router.post("/check", dependencies=[READ], response_model=schemas.Checked)
@@ -64,11 +66,11 @@ async def simulate_schedule(sent: ScheduleBody, context: Context) -> Response:
 
     def simulated() -> dict[str, Any]:
         try:
-            figures = times(sent.read())
+            schedule = sent.read()
+            figures = times(schedule, MOST_OPS)
         except ScheduleError as error:
             raise InputError(f"simulate: schedule: {str(error).partition(chr(10))[0]}") from None
-        ops = figures["ops"]
-        return {**figures, "ops": ops[:MOST_OPS], "ops_total": len(ops)}
+        return {**figures, "ops_total": int((~schedule.compiled.rows.of_kinds(*MARKS)).sum())}
 
     return await context.computed(context.service.checks, simulated)
 
@@ -79,10 +81,7 @@ async def compare_methods(sent: CompareBody, context: Context) -> Response:
 
     It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
     """
-    if (parts := size(sent.problem)) > LARGE:
-        raise InputError(
-            f"compare: problem has {parts} activation parts, over stages and micro-batches: expected up to {LARGE} here"
-        )
+    require_parts(sent.problem, "compare: problem", MOST_COMPARED // (NOISY if sent.jitter else 1))
     compare = CompareRequest.model_validate(dict(sent))
     async with context.cancelled_on_disconnect():
         return json_reply(await context.service.compare_processes.run(context.tenant, compare))

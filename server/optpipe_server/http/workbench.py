@@ -15,7 +15,7 @@ from optpipe.schedule import Schedule, check
 from optpipe.show.figure import figure, side_by_side
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ
-from optpipe_server.http.bodies import ScheduleBody, WorkbenchBody
+from optpipe_server.http.bodies import ScheduleBody, WorkbenchBody, require_parts
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ReplyError
@@ -25,6 +25,7 @@ from optpipe_server.warm_process import WarmProcess
 router = guarded_router("/v1", "tools")
 
 MOST_FORWARDS = 512  # of a problem, stages times micro-batches
+MOST_PARTS = 2048  # of its activations
 MOST_OPS = 20_000  # of an edited schedule
 LONGEST_S = 20.0  # for all methods together; it is one to two seconds for the largest problem
 
@@ -37,6 +38,7 @@ async def all_schedules(sent: WorkbenchBody, context: Context) -> Response:
             f"workbench: problem has {forwards} forwards, stages times micro-batches: expected up to "
             f"{MOST_FORWARDS} here"
         )
+    require_parts(sent.problem, "workbench: problem", MOST_PARTS)
     async with context.cancelled_on_disconnect():
         return await context.computed(context.service.sketches, lambda: _drawn_all(context.service.generator, sent))
     raise ReplyError(408, "The client disconnected.")

@@ -30,7 +30,7 @@ from optpipe.process.protocol import End, Frame, Request
 from optpipe.schedule import Schedule, check
 from optpipe_server import warm_process
 from optpipe_server.database import Database, InitialResult
-from optpipe_server.first_schedules import FirstSchedules
+from optpipe_server.first_schedules import BusyError, FirstSchedules
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.warm_process import WarmProcess
@@ -50,13 +50,15 @@ class TenantView:
     def start(
         self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None, **options: Any
     ) -> InitialResult:
-        start = self.first_schedules.find(self.tenant, problem, SolveOptions(method=method, **options), warm_start)
+        given = None if warm_start is None else lambda: warm_start
+        start = self.first_schedules.find(self.tenant, problem, SolveOptions(method=method, **options), given)
         if found := start.best.schedule:
             assert check(found.placement.apply(problem) if found.placement else problem, found) == []
         return start
 
     def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
-        return self.first_schedules.find_after_change(self.tenant, problem, SolveOptions(method="good"), best)
+        given = None if best is None else lambda: best
+        return self.first_schedules.find_after_change(self.tenant, problem, SolveOptions(method="good"), given)
 
     def requests(self) -> list[tuple[int, str]]:
         """The pid and the method of every request that a process has read."""
@@ -327,6 +329,8 @@ def test_small_problems_do_not_wait_for_a_large_one_and_close_ends_it(alone, mon
         large = [pool.submit(alone.start, chain(m=20), "silent") for _ in range(2)]
         alone.until_requested("silent")
         assert alone.start().best.schedule
+        with pytest.raises(BusyError, match="the warm start cannot be checked"):  # rather than to lose it in silence
+            alone.start(chain(m=20), warm_start=one_by_one(chain(m=20)))
         assert not any(start.done() for start in large)
         alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in large] == [None, None]
