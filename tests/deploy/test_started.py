@@ -87,7 +87,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
     # Others could reach it, and there is no key yet.
     refused = stack.run("api", *stack.command("api"))
     assert refused.returncode == 2
-    assert "optpipe keys create" in refused.stderr.splitlines()[-1]
+    assert "optpipe keys create --tenant NAME --scope submit" in refused.stderr.splitlines()[-1]
     (stack.secrets / "metrics_key").write_text(key(stack, "prometheus", "admin") + "\n")
     mine = key(stack, "me", "submit", "read")
 

@@ -51,6 +51,15 @@ export function pick(found, indices) {
   return { ...found, kinds: found.kinds.filter(used), schedules };
 }
 
+/** One document of two: the second one's schedules stand after the first one's.
+ * @param {Document} one @param {Document} other @returns {Document} */
+export function joined(one, other) {
+  const schedules = [...one.schedules, ...other.schedules].map((each, index) => ({ ...each, index }));
+  setBeside(schedules);
+  const further = other.kinds.filter(({ letter }) => !one.kinds.some((kind) => kind.letter === letter));
+  return { ...other, kinds: [...one.kinds, ...further], schedules };
+}
+
 /** Which lanes are drawn beside compute: the same in all, so that they can be compared.
  * @param {Schedule[]} schedules */
 function setBeside(schedules) {

@@ -2,21 +2,8 @@
 // Draws the picture with plotly, and again whenever the zoom, the choice or the window changes.
 import { chainOf } from "./data.js";
 import { frameOf, plotlyLayout, within } from "./layout.js";
-import {
-  MOST_DRAWN,
-  addBox,
-  boxOf,
-  boxesByColour,
-  countVisible,
-  emptyPath,
-  gapBoxes,
-  labels,
-  memorySteps,
-  pathThrough,
-  raster,
-  visibleGaps,
-  visibleRows,
-} from "./shapes.js";
+import { MOST_DRAWN, addBox, boxOf, boxesByColour, countVisible, emptyPath } from "./shapes.js";
+import { gapBoxes, labels, memorySteps, pathThrough, raster, visibleGaps, visibleRows } from "./shapes.js";
 import { theme } from "./theme.js";
 import { bytes, ms, percent } from "./words.js";
 
@@ -73,7 +60,7 @@ export async function draw(element, schedules, view) {
     if (view.critical)
       traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
-    notes.push(note(headline(schedule, i, schedules), panel.top, frame, colours));
+    notes.push(note(headline(schedule, schedules, frame), panel.top, frame, colours));
   });
   traces.push(...memoryTraces(schedules, view, frame, colours), ...written);
   notes.push(...memoryNotes(schedules, view, frame, colours));
@@ -82,10 +69,11 @@ export async function draw(element, schedules, view) {
   return frame;
 }
 
-/** @param {Schedule} schedule @param {number} i @param {Schedule[]} schedules */
-function headline(schedule, i, schedules) {
-  const role = schedules.length > 1 && schedule.ops.changed ? (i ? "After: " : "Before: ") : "";
-  return `${role}${schedule.method || "schedule"} · ${ms(schedule.makespan_ms)} · bubble ${percent(schedule.bubble)}`;
+/** @param {Schedule} schedule @param {Schedule[]} schedules @param {Frame} frame */
+function headline(schedule, schedules, frame) {
+  const role = schedules.length > 1 && schedule.ops.changed ? (schedule.index ? "After" : "Before") : "";
+  const name = [role, schedule.method].filter(Boolean).join(": ") || "schedule";
+  return `${name} · ${ms(schedule.makespan_ms)}${frame.width > 500 ? ` · bubble ${percent(schedule.bubble)}` : ""}`;
 }
 
 /** @param {{x: (number | null)[], y: (number | null)[]}} path @param {string} yaxis @param {object} line */
@@ -119,7 +107,7 @@ function texts({ x, y, text, colour, size }, yaxis) {
   return { type: "scatter", mode: "text", x, y, yaxis, text, textfont, hoverinfo: "skip", cliponaxis: true };
 }
 
-/** A bar along the top of each op that moved, and around each that only this schedule has.
+/** A bar along the top of each op that moved, and of another colour of each that only this schedule has.
  * @param {Schedule} schedule @param {number[]} rows @param {string} axis @param {Theme} colours */
 function changeTraces(schedule, rows, axis, colours) {
   const { changed } = schedule.ops;
@@ -127,12 +115,11 @@ function changeTraces(schedule, rows, axis, colours) {
   const [moved, only] = [emptyPath(), emptyPath()];
   for (const row of rows) {
     const [x0, x1, y0, y1] = boxOf(schedule, row);
-    if (changed[row] === 1) addBox(moved, x0, x1, y0, y0 - 0.18 * (y0 - y1));
-    if (changed[row] === 2) addBox(only, x0, x1, y0, y1);
+    if (changed[row]) addBox(changed[row] === 1 ? moved : only, x0, x1, y0, y0 - 0.18 * (y0 - y1));
   }
   return [
     filled(moved, axis, colours.ink, { width: 0 }, "moved"),
-    filled(only, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2 }, "only here"),
+    filled(only, axis, colours.accent, { width: 0 }, "only here"),
   ];
 }
 
@@ -188,20 +175,22 @@ function memoryTraces(schedules, { device, range }, frame, colours) {
 function memoryNotes(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
   const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
-  const during = frame.width > 800 ? `, during ${at}` : "";
-  const certified = `certified peak ${bytes(peak)} (dotted)${during}`;
-  const whose = frame.width > 800 ? `Activation memory of device ${device}` : `Device ${device}`;
-  const title = `${whose} · ${certified} · limit ${bytes(limit)}`;
   const dashed = limit <= 3 * peak ? " (dashed)" : "";
-  const before = schedules.length > 1 ? (after.ops.changed ? " · before in grey" : " · the other in grey") : "";
-  return [note(`${title}${dashed}${before}`, frame.memory.top, frame, colours)];
+  const other = after.ops.changed ? "before" : "the other";
+  const parts =
+    frame.width > 800
+      ? [`Activation memory of device ${device}`, `certified peak ${bytes(peak)} (dotted), during ${at}`]
+      : [`Device ${device}`, `peak ${bytes(peak)}${frame.width > 500 ? " (dotted)" : ""}`];
+  parts.push(`limit ${bytes(limit)}${dashed}`, ...(schedules.length > 1 && frame.width > 500 ? [`${other} in grey`] : []));
+  return [note(parts.join(" · "), frame.memory.top, frame, colours)];
 }
 
 /** A line of text above a panel.
  * @param {string} text @param {number} top @param {Frame} frame @param {Theme} colours */
 function note(text, top, frame, colours) {
   const y = 1 - (top - 6) / (frame.memory.top + frame.memory.height);
-  const place = { xref: "paper", yref: "paper", x: 0, y, xanchor: "left", yanchor: "bottom", align: "left" };
+  const xshift = frame.width > 500 ? 0 : -frame.left; // a telephone has no room to lose
+  const place = { xref: "paper", yref: "paper", x: 0, y, xshift, xanchor: "left", yanchor: "bottom", align: "left" };
   return { text: plain(text), showarrow: false, ...place, font: { size: 12.5, color: colours.ink } };
 }
 

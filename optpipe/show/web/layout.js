@@ -72,7 +72,8 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     xaxis: {
       ...{ range, minallowed: 0, maxallowed: latest, anchor: "y", zeroline: false },
       ...{ gridcolor: theme.line, showgrid: grid },
-      ...{ ticksuffix: " ms", tickfont: { size: 11 }, ticklabelstandoff: 4, nticks: 12 },
+      ...{ ticksuffix: " ms", tickfont: { size: 11 }, ticklabelstandoff: 4, tickangle: 0 },
+      nticks: Math.max(3, Math.min(12, Math.floor(frame.width / 80))),
     },
     yaxis: {
       ...{ ...axis, domain: domain(frame.memory), range: [0, tallest * 1.08], gridcolor: theme.line },

@@ -42,13 +42,6 @@ export function table(className, head, rows, made) {
   return element("table", className, element("thead", "", element("tr", "", ...heads)), body);
 }
 
-/** A bar that is filled by a share of its width.
- * @param {string} className @param {number} share @param {string} [inner] the class of what fills it */
-export function filledBar(className, share, inner = "") {
-  const fill = element("i", { class: inner, style: `width: ${100 * Math.min(1, share)}%` });
-  return element("span", className, fill);
-}
-
 /** The largest share of a device's memory that a schedule uses.
  * @param {Schedule} schedule */
 export function fullest({ devices }) {
@@ -155,7 +148,8 @@ export function shares({ kinds }, schedule, named) {
     bar.append(piece);
     list.append(element("li", "", mark, element("span", "", name), element("b", "", percent(time / whole))));
   }
-  const title = named ? `Where the time goes: ${schedule.method}` : "Where the time goes";
+  const name = schedule.method || (schedule.index ? "after" : "before");
+  const title = named ? `Where the time goes: ${name}` : "Where the time goes";
   return element("section", "", element("h2", "", title), bar, list, element("p", "hint", criticalPath(schedule)));
 }
 
@@ -186,7 +180,8 @@ function busy({ ops, letters }, letter) {
   return sum;
 }
 
-/** What devices wait for between their first op and their last, as buttons that lead to the longest such wait.
+/** What devices wait for, as buttons that lead to the longest such wait; before their first op and after their last all
+ * devices together.
  * @param {Schedule} schedule @param {(chosen: Chosen) => void} choose */
 export function listOfWaits(schedule, choose) {
   const { gaps } = schedule;
@@ -195,8 +190,8 @@ export function listOfWaits(schedule, choose) {
   const groups = new Map();
   for (let gap = 0; gap < gaps.row.length; gap++) {
     const wait = waitOf(schedule, gap);
-    if (wait !== "device" && wait !== "transfer") continue;
-    const name = `device ${gaps.device[gap]} ${WAITS[wait]}`;
+    const one = wait === "device" || wait === "transfer";
+    const name = one ? `device ${gaps.device[gap]} ${WAITS[wait]}` : `devices that have ${wait === "start" ? "not begun yet" : "no op left"}`;
     const own = groups.get(name);
     if (own) own.push(gap);
     else groups.set(name, [gap]);
@@ -208,10 +203,10 @@ export function listOfWaits(schedule, choose) {
   listed.sort((one, other) => other.all - one.all);
   const items = listed.slice(0, MOST_WAITS).map(({ name, count, all, longest }) => {
     const go = () => choose({ schedule: schedule.index, gap: longest, row: -1 });
-    const most = count > 1 ? `in ${count} waits, at most ${ms(length(longest))}` : `from ${ms(gaps.begin[longest])}`;
-    return element("li", "", button(name, go, "link"), element("small", "", `${ms(all)} ${most}`));
+    const most = count > 1 ? `in ${count} waits, at most ${ms(length(longest))}` : `at ${ms(gaps.begin[longest])}`;
+    return element("li", "", button(name, go, "link"), element("small", "", `${ms(all)}, ${most}`));
   });
-  if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");
+  if (!items.length) return element("p", "", "No device waits.");
   return element("div", "", element("h2", "", "Where devices wait"), element("ol", "", ...items));
 }
 

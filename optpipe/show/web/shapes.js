@@ -12,7 +12,10 @@ import { waitOf } from "./words.js";
  */
 
 export const MOST_DRAWN = 3000; // ops that are drawn one by one; the same of gaps and of changes
-const LABEL = 6.6; // pixels of a letter of 11 pixels
+const LARGE = 11; // pixels of a label's letters where there is room, and at least
+const SMALL = 7;
+const FREE = 5; // pixels beside a label of several parts, so that two do not run together
+const NARROW = 2; // beside a number, which may have smaller letters
 const MOST_FIT = 0.8; // the share of ops that a longer label must fit
 
 /** @returns {Path} */
@@ -87,8 +90,23 @@ export function gapBoxes(schedule, gaps) {
   return paths;
 }
 
-/** Labels where there is room: the micro-batch; where most ops have more, with the kind, and with the stage in front
- * where devices have several.
+/** @type {Map<string, number>} */
+const widths = new Map();
+const pen = document.createElement("canvas").getContext("2d");
+
+/** The width of a label in large letters, in pixels.
+ * @param {string} text */
+function widthOf(text) {
+  let width = widths.get(text);
+  if (width === undefined) {
+    if (pen) pen.font = `${LARGE}px system-ui, sans-serif`;
+    widths.set(text, (width = pen ? pen.measureText(text).width : text.length * LARGE));
+  }
+  return width;
+}
+
+/** Labels where there is room: the micro-batch, in smaller letters if need be; where most ops have more, with the
+ * kind, and with the stage in front where devices have several.
  * @param {Schedule} schedule @param {number[]} rows @param {[number, number]} range @param {number} pixelsPerMs
  * @param {number} rowHeight @returns {Labels} */
 export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
@@ -101,18 +119,20 @@ export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
     (/** @type {number} */ row) => `${ops.stage[row]}${letters[ops.kind[row]]}${ops.microbatch[row]}`,
   ].slice(0, stages.length > devices.length ? 3 : 2);
   const shown = (/** @type {number} */ row) => [Math.max(range[0], ops.start[row]), Math.min(range[1], ops.end[row])];
-  const fits = (/** @type {string} */ text, /** @type {number} */ row, /** @type {number} */ size) => {
+  const room = (/** @type {number} */ row) => {
     const [from, to] = shown(row);
-    return text.length * LABEL * (size / 11) <= (to - from) * pixelsPerMs - 3;
+    return (to - from) * pixelsPerMs;
   };
+  const fits = (/** @type {string} */ text, /** @type {number} */ row) => widthOf(text) + FREE <= room(row);
   const most = (/** @type {(row: number) => string} */ form) =>
-    rows.filter((row) => fits(form(row), row, 11)).length >= MOST_FIT * rows.length;
+    rows.filter((row) => fits(form(row), row)).length >= MOST_FIT * rows.length;
   const form = forms.reverse().find(most) ?? forms[forms.length - 1];
   for (const row of rows) {
     const [y0, y1] = boxOf(schedule, row).slice(2);
-    const size = Math.min(12, Math.floor((y0 - y1) * rowHeight - 1));
-    const text = [form(row), forms[forms.length - 1](row)].find((each) => fits(each, row, size));
-    if (!text || size < 7) continue;
+    const high = Math.min(LARGE + 1, Math.floor((y0 - y1) * rowHeight - 1));
+    const text = fits(form(row), row) ? form(row) : forms[forms.length - 1](row);
+    const size = Math.min(high, Math.floor((LARGE * (room(row) - NARROW)) / widthOf(text)));
+    if (size < SMALL) continue;
     const [from, to] = shown(row);
     found.x.push((from + to) / 2);
     found.y.push((y0 + y1) / 2);

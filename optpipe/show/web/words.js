@@ -16,9 +16,10 @@ export const WAITS = {
   end: "done",
 };
 
-/** @param {number} value */
-export function ms(value) {
-  return `${Number(value.toPrecision(6))} ms`;
+/** A time with four digits, or all before the point; moments of one schedule need more, to be told apart.
+ * @param {number} value @param {number} [digits] */
+export function ms(value, digits = 4) {
+  return `${Number(Math.abs(value) < 10 ** digits ? value.toPrecision(digits) : value.toFixed(0))} ms`;
 }
 
 /** @param {number} value */
@@ -58,7 +59,7 @@ export function programsOf(schedule) {
 
 /** @param {Schedule} schedule @param {number} row */
 export function when({ ops }, row) {
-  return `${Number(ops.start[row].toPrecision(6))} – ${ms(ops.end[row])}`;
+  return `${Number(ops.start[row].toPrecision(6))} – ${ms(ops.end[row], 6)}`;
 }
 
 /** Why an op started when it did.

@@ -118,7 +118,8 @@ def _check_local(request: Request) -> None:
     """
     client, host, origin = request.client, request.headers.get("host", ""), request.headers.get("origin")
     if client is None or not is_loopback(client.host):
-        raise ReplyError(403, "A service without keys answers this machine only; `optpipe keys create` makes a key.")
+        how = "`optpipe keys create --tenant NAME --scope submit --scope read` makes a key"
+        raise ReplyError(403, f"A service without keys answers this machine only; {how}.")
     if not is_loopback(_host_name(f"//{host}")):
         raise ReplyError(403, "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only.")
     if origin is not None and origin.lower() != f"{request.scope['scheme']}://{host}".lower():

@@ -43,7 +43,7 @@ async function route() {
     else each.removeAttribute("aria-current");
   }
   try {
-    if (job) await showJob(place, job[1], signal);
+    if (job) await showJob(place, job[1], new URLSearchParams(query).get("beside") ?? "", signal);
     else if (path === "" || path === "/") await showJobs(place, signal);
     else if (path === "/submit") await showSubmit(place, signal);
     else if (path === "/workbench") await showWorkbench(place, new URLSearchParams(query), signal);
@@ -71,7 +71,7 @@ function askForKey() {
     route();
   });
   const title = hasKey() ? "This key is not valid" : "This service needs a key";
-  const how = "On the service's machine, optpipe keys create makes one. It stays in this tab, and is gone when you close it.";
+  const how = "On the service's machine, optpipe keys create --tenant NAME --scope submit --scope read makes one. It stays in this tab, and is gone when you close it.";
   const made = empty(title, how, form);
   made.classList.add("key");
   return made;

@@ -20,9 +20,12 @@ export async function drawConvergence(plot, incumbents, bounds, until, since, ch
   if (!plot.classList.contains("js-plotly-plot")) plot.replaceChildren();
   const seconds = (/** @type {{found_at: string}} */ { found_at }) => Math.max(0, (Date.parse(found_at) - since) / 1000);
   const at = incumbents.map(seconds);
-  const known = bounds.map(({ lower_bound_ms }) => lower_bound_ms);
   const values = incumbents.map(({ value_ms }) => value_ms);
-  const end = Math.max(until, ...at, 1e-3);
+  const least = Math.min(...values, Infinity);
+  const known = bounds.map(({ lower_bound_ms }) => Math.min(lower_bound_ms, least)); // a proven one may round above it
+  const end = Math.max(until, ...at, 1);
+  const [low, high] = [Math.min(...known, ...values), Math.max(...known, ...values)];
+  const margin = Math.max(0.06 * (high - low), 0.005 * high, 1e-3);
   const last = values.length ? [values[values.length - 1]] : [];
   const traces = [
     {
@@ -54,15 +57,15 @@ export async function drawConvergence(plot, incumbents, bounds, until, since, ch
   const layout = {
     width: Math.max(240, plot.clientWidth),
     height: HEIGHT,
-    margin: { l: 62, r: 12, t: 8, b: 34 },
+    margin: { l: 30, r: 12, t: 8, b: 34 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: colours.quiet },
     showlegend: false,
     hovermode: "closest",
     dragmode: false,
-    xaxis: { ...axis, range: [0, end * 1.02], ticksuffix: " s", nticks: 7, showgrid: false },
-    yaxis: { ...axis, ticksuffix: " ms", nticks: 5, rangemode: "normal" },
+    xaxis: { ...axis, range: [0, end * 1.02], ticksuffix: " s", nticks: 6, showgrid: false, tickangle: 0 },
+    yaxis: { ...axis, range: [low - margin, high + margin], ticksuffix: " ms", nticks: 5, automargin: true, separatethousands: true },
   };
   plot.setAttribute("role", "img");
   const bound = bounds.length ? `, bound ${ms(known[known.length - 1])}` : "";

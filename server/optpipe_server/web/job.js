@@ -1,29 +1,15 @@
 // @ts-check
 // One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
 // adopted, and its log.
-import { read } from "/page/picture/data.js";
-import { button, element, filledBar, fullest, region, table, tile } from "/page/picture/panel.js";
+import { joined, read } from "/page/picture/data.js";
+import { button, element, fullest, region, table, tile } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
 import { ask, follow, get } from "./api.js";
 import { drawConvergence } from "./convergence.js";
-import {
-  age,
-  badge,
-  card,
-  choice,
-  dialog,
-  download,
-  duration,
-  field,
-  fill,
-  link,
-  nameOf,
-  notice,
-  number,
-  trying,
-} from "./parts.js";
+import { age, apart, badge, card, choice, dialog, download } from "./parts.js";
+import { duration, field, fill, link, nameOf, notice, number, trying } from "./parts.js";
 
 /**
  * @typedef {import("./api.js").Job} Job
@@ -34,9 +20,18 @@ import {
 const OPEN = ["queued", "running"];
 const LINES = 1000; // of a log in one reply
 const BEST = "best";
+const OTHER = "job:"; // before the number of another job, which stands beside this one
+const STACKS = [
+  ["Rows, for PyTorch's pipelining", "torch-csv&without_offload=true", ".csv"],
+  ["Rows with messages, up to torch 2.13", "torch-comms&without_offload=true", "-comms.csv"],
+  ["Rows with messages, from torch 2.15", "torch-comms-waits&without_offload=true", "-waits.csv"],
+  ["Arguments, for Megatron-LM", "megatron", "-megatron.txt"],
+  ["Table, for Primus", "primus", "-primus.json"],
+];
 
-/** @param {HTMLElement} place @param {string} id @param {AbortSignal} signal */
-export async function showJob(place, id, signal) {
+/** @param {HTMLElement} place @param {string} id @param {string} other the job that stands beside it, or nothing
+ * @param {AbortSignal} signal */
+export async function showJob(place, id, other, signal) {
   const url = `/v1/jobs/${id}`;
   const head = element("div", "title");
   const said = element("div", "");
@@ -49,26 +44,17 @@ export async function showJob(place, id, signal) {
   const log = element("div", { class: "log", tabindex: 0, role: "log", "aria-label": "Log" }, lines);
   const failed = element("div", "");
   /** @type {{job: Job | null, incumbents: Incumbent[], bounds: Bound[], drawn: string, lastLine: number,
-   *   shown: import("/page/picture/picture.js").Shown | null}} */
-  const state = { job: null, incumbents: [], bounds: [], drawn: "nothing", lastLine: 0, shown: null };
+   *   shown: import("/page/picture/picture.js").Shown | null, others: Job[]}} */
+  const state = { job: null, incumbents: [], bounds: [], drawn: "nothing", lastLine: 0, shown: null, others: [] };
 
   const which = choice([[BEST, "the best"]], BEST, () => draw());
   const beside = choice([["", "nothing"]], "", () => draw());
-  const schedule = card(
-    "Schedule",
-    element("div", "controls", field("Incumbent", which), field("beside", beside)),
-    failed,
-    drawing,
-  );
+  const controls = element("div", "controls", field("Incumbent", which), field("beside", beside));
+  const schedule = card("Schedule", controls, failed, drawing);
   schedule.classList.add("wide");
-  place.replaceChildren(
-    head,
-    said,
-    figures,
-    element("div", "cards", card("Convergence", curve), card("Incumbents", found)),
-    schedule,
-    element("div", "cards", card("In training", adopted), card("Log", log)),
-  );
+  const searched = element("div", "cards", card("Convergence", curve), card("Incumbents", found));
+  const adoptions = card("In training", adopted);
+  place.replaceChildren(head, said, figures, searched, schedule, element("div", "cards", adoptions, card("Log", log)));
   signal.addEventListener("abort", () => state.shown?.close());
 
   /** Draws what is chosen, unless it is drawn. */
@@ -77,19 +63,27 @@ export async function showJob(place, id, signal) {
     if (!job) return;
     const best = job.best?.seq ?? null;
     const seq = which.value === BEST ? best : Number(which.value);
-    const other = beside.value && Number(beside.value) !== seq ? `&before=${beside.value}` : "";
-    const address = seq === null ? "" : `${url}/figure?seq=${seq}${other}`;
-    if (address === state.drawn) return;
-    state.drawn = address;
+    const another = state.others.find(({ id }) => beside.value === OTHER + id);
+    const before = beside.value && !another && Number(beside.value) !== seq ? beside.value : "";
+    const address = seq === null ? "" : `${url}/figure?seq=${seq}${before && `&before=${before}`}`;
+    const asked = address + (another?.url ?? "");
+    if (asked === state.drawn) return;
+    state.drawn = asked;
     if (!address) {
       const none = OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found.";
       drawing.replaceChildren(element("p", "quiet", none));
       return;
     }
     await trying(failed, async () => {
-      const reply = await ask("GET", address, { signal });
-      const document = read(await reply.text());
-      if (state.drawn !== address || signal.aborted) return;
+      const figureAt = async (/** @type {string} */ at) => read(await (await ask("GET", at, { signal })).text());
+      let document = await figureAt(address);
+      if (another) {
+        const beside = await figureAt(`${another.url}/figure`);
+        for (const each of beside.schedules) each.method = `${nameOf(another)}: ${each.method}`;
+        for (const each of document.schedules) each.method = `${nameOf(job)}: ${each.method}`;
+        document = joined(beside, document);
+      }
+      if (state.drawn !== asked || signal.aborted) return;
       if (state.shown) await state.shown.update(document);
       else state.shown = await show(drawing, document);
       const last = document.schedules[document.schedules.length - 1];
@@ -97,7 +91,7 @@ export async function showJob(place, id, signal) {
       place.dataset.memory = percent(fullest(last));
       if (state.job) fillFigures(state.job, incumbents);
       place.dataset.seq = String(seq);
-      place.dataset.before = other ? beside.value : "";
+      place.dataset.before = before || (another?.id ?? "");
     });
   }
 
@@ -149,6 +143,8 @@ export async function showJob(place, id, signal) {
     state.bounds = bounds;
     place.dataset.state = job.state;
     place.dataset.known = String(incumbents.length);
+    const nothing = !incumbents.length && !OPEN.includes(job.state); // and nothing will come
+    for (const each of [figures, searched, schedule, adoptions]) each.hidden = nothing;
     document.title = `${nameOf(job)} · OptPipe`;
     fillHead(job);
     fillFigures(job, incumbents);
@@ -174,7 +170,8 @@ export async function showJob(place, id, signal) {
       trying(told, async () => void (await ask(method, url + path)));
     const actions = element("div", "actions");
     if (open) actions.append(button("Give more time", () => extend(job)), button("Cancel", act("POST", "/cancel")));
-    actions.append(downloads(job, told), button("Delete", () => purge(job), "danger"));
+    if (job.best) actions.append(downloads(job, told));
+    actions.append(button("Delete", () => purge(job), "danger"));
     const asked = job.options.objective === "span" ? "shortest span" : "shortest makespan";
     const about = element(
       "p",
@@ -219,31 +216,20 @@ export async function showJob(place, id, signal) {
   /** @param {Job} job @param {HTMLElement} told */
   function downloads(job, told) {
     const name = nameOf(job);
-    const file = (/** @type {string} */ text, /** @type {string} */ path, /** @type {string} */ end, pick = (/** @type {string} */ all) => all) =>
-      element(
-        "li",
-        "",
-        button(text, () =>
-          trying(told, async () => {
-            const seq = which.value === BEST ? "" : which.value;
-            const address = path.includes("incumbents") ? `${url}/incumbents/${seq || BEST}` : `${url}${path}${seq ? `${path.includes("?") ? "&" : "?"}seq=${seq}` : ""}`;
-            download(`${name}${seq ? `-${seq}` : ""}${end}`, pick(await (await ask("GET", address)).text()));
-          }),
-        ),
-      );
-    const menu = element(
-      "details",
-      "menu",
-      element("summary", "button", "Download"),
-      element(
-        "ul",
-        "",
-        file("Schedule, for OptPipe", "/incumbents", ".json", (all) => JSON.stringify(JSON.parse(all).schedule)),
-        file("Problem", "/incumbents", "-problem.json", (all) => JSON.stringify(JSON.parse(all).schedule.problem)),
-        file("Trace, for Perfetto", "/trace", "-trace.json"),
-        file("Rows, for PyTorch's pipelining", "/export?without_offload=true", ".csv"),
-      ),
-    );
+    const seq = () => (which.value === BEST ? "" : which.value);
+    const file = (/** @type {string} */ text, /** @type {string} */ end, /** @type {() => Promise<string>} */ written) =>
+      button(text, () => trying(told, async () => download(`${name}${seq() && `-${seq()}`}${end}`, await written())));
+    const reply = async (/** @type {string} */ path) => await (await ask("GET", url + path)).text();
+    const schedule = async () => JSON.parse(await reply(`/incumbents/${seq() || BEST}`)).schedule;
+    const numbered = (/** @type {string} */ path) => reply(seq() ? `${path}${path.includes("?") ? "&" : "?"}seq=${seq()}` : path);
+    const files = [
+      file("Schedule, for OptPipe", ".json", async () => JSON.stringify(await schedule())),
+      file("Problem", "-problem.json", async () => JSON.stringify((await schedule()).problem)),
+      file("Trace, for Perfetto", "-trace.json", () => numbered("/trace")),
+      ...STACKS.map(([text, to, end]) => file(text, end, () => numbered(`/export?to=${to}`))),
+    ];
+    const listed = element("ul", "", ...files.map((each) => element("li", "", each)));
+    const menu = element("details", "menu", element("summary", "button", "Download"), listed);
     menu.addEventListener("keydown", (event) => {
       if (event.key === "Escape") menu.removeAttribute("open");
     });
@@ -256,7 +242,10 @@ export async function showJob(place, id, signal) {
     const label = (/** @type {Incumbent} */ each) => `#${each.seq} · ${ms(each.value_ms)} · ${each.method}`;
     const options = newest.map((each) => /** @type {[string, string]} */ ([String(each.seq), label(each)]));
     fill(which, [[BEST, "the best, as it changes"], ...options], which.value);
-    fill(beside, [["", "nothing"], ...options], beside.value);
+    const differences = apart([...state.others, job]);
+    const others = state.others.map((each) => /** @type {[string, string]} */ ([OTHER + each.id, `${nameOf(each)} · ${differences.get(each.id)}`]));
+    fill(beside, [["", "nothing"], ...options, ...others], beside.value || (other && OTHER + other));
+    other = ""; // from now on the reader's choice
     const choose = (/** @type {number} */ seq) => {
       which.value = String(seq);
       draw();
@@ -283,26 +272,15 @@ export async function showJob(place, id, signal) {
       adopted.replaceChildren(element("p", "quiet", "No training has reported that it runs one of these schedules."));
       return;
     }
-    const most = Math.max(...rows.map(({ makespan_ms, adoption }) => Math.max(makespan_ms, adoption?.measured_iteration_ms ?? 0)));
-    const list = rows.map(({ seq, makespan_ms, adoption }) => {
+    const cells = rows.map(({ seq, makespan_ms, adoption }) => {
       const measured = adoption?.measured_iteration_ms ?? null;
-      const off = measured === null ? "" : `${measured >= makespan_ms ? "+" : "−"}${percent(Math.abs(measured / makespan_ms - 1))}`;
-      return element(
-        "li",
-        "",
-        element("strong", "", `#${seq} since step ${adoption?.step}`),
-        bar("predicted", makespan_ms, most, ms(makespan_ms)),
-        bar("measured", measured ?? 0, most, measured === null ? "not yet" : `${ms(measured)} (${off})`),
-      );
+      const off = measured === null ? "" : ` (${measured >= makespan_ms ? "+" : "−"}${percent(Math.abs(measured / makespan_ms - 1))})`;
+      return [`#${seq}`, `since step ${adoption?.step}`, ms(makespan_ms), measured === null ? "not yet" : ms(measured) + off];
     });
-    adopted.replaceChildren(element("ol", "adoptions", ...list));
+    adopted.replaceChildren(table("left adoptions", ["", "", "predicted", "measured"], cells));
   }
 
+  const { jobs } = await get("/v1/jobs?limit=100", signal);
+  state.others = jobs.filter((/** @type {Job} */ each) => each.id !== id && each.value_ms !== null);
   await follow(url, signal, changed);
-}
-
-/** @param {string} name @param {number} value @param {number} most @param {string} text */
-function bar(name, value, most, text) {
-  const track = filledBar("track", value / (most || 1), name);
-  return element("div", "measure", element("span", "", name), track, element("span", "", text));
 }

@@ -1,39 +1,73 @@
 // @ts-check
 // All jobs with state, age and gap, and the queue.
-import { button, element, filledBar, region, table } from "/page/picture/panel.js";
+import { button, element, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
 import { get, pause, repeat } from "./api.js";
-import { age, badge, card, duration, empty, link, nameOf } from "./parts.js";
+import { age, apart, badge, card, choice, duration, empty, field, input, link, nameOf } from "./parts.js";
 
 /** @typedef {import("./api.js").Job} Job */
 
 const AGAIN_MS = 2000;
 const LISTED = 50;
 
+const ORDERS = {
+  newest: () => 0,
+  name: (/** @type {Job} */ a, /** @type {Job} */ b) => nameOf(a).localeCompare(nameOf(b)),
+  state: (/** @type {Job} */ a, /** @type {Job} */ b) => a.state.localeCompare(b.state),
+  best: (/** @type {Job} */ a, /** @type {Job} */ b) => (a.value_ms ?? Infinity) - (b.value_ms ?? Infinity),
+  gap: (/** @type {Job} */ a, /** @type {Job} */ b) => (b.gap ?? -1) - (a.gap ?? -1),
+};
+
 /** @param {HTMLElement} place @param {AbortSignal} signal */
 export async function showJobs(place, signal) {
   const list = element("div", "");
   const aside = element("div", "side");
+  /** @type {{jobs: Job[], next: string | null}} */
+  let found = { jobs: [], next: null };
+  const filter = input({ type: "search", placeholder: "Name, state or method" });
+  const names = Object.keys(ORDERS).map((name) => /** @type {[string, string]} */ ([name, name]));
+  const order = choice(names, "newest", () => fillList());
+  filter.addEventListener("input", () => fillList());
+  const together = button("Side by side", () => (location.hash = `#/jobs/${chosen[0]}?beside=${chosen[1]}`));
+  /** @type {string[]} */
+  let chosen = [];
+  const choose = (/** @type {string} */ id, /** @type {boolean} */ on) => {
+    chosen = chosen.filter((each) => each !== id).concat(on ? [id] : []).slice(-2);
+    fillList();
+  };
+  const older = button("Show older jobs", () => {
+    more += 1;
+    step();
+  });
+  const tools = element("div", "controls", field("Filter", filter), field("Order", order));
   place.replaceChildren(
-    element("div", "title", element("h1", "", "Jobs")),
+    element("div", "title", element("h1", "", "Jobs"), together),
+    tools,
     element("div", "with-side", list, aside),
   );
   let known = "";
   let more = 1; // pages
+  const fillList = () => {
+    const { jobs, next } = found;
+    const text = (/** @type {Job} */ job) => `${nameOf(job)} ${job.id} ${job.state} ${job.status} ${job.options.method}`.toLowerCase();
+    const words = filter.value.toLowerCase().split(/\s+/);
+    const kept = jobs.filter((job) => words.every((word) => text(job).includes(word)));
+    kept.sort(ORDERS[/** @type {keyof typeof ORDERS} */ (order.value)]);
+    const focused = document.activeElement?.getAttribute("data-focus");
+    tools.hidden = !jobs.length;
+    together.hidden = chosen.length < 2;
+    list.replaceChildren(kept.length ? jobTable(kept, apart(jobs), chosen, choose) : jobs.length ? element("p", "quiet", "No job has all these words.") : none());
+    if (next) list.append(element("div", "actions", older));
+    if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`[data-focus="${focused}"]`))?.focus();
+  };
   const step = async () => {
-    const [found, queue] = await Promise.all([pages(more, signal), get("/v1/queue", signal)]);
-    const now = JSON.stringify([found, queue]);
+    const [newest, queue] = await Promise.all([pages(more, signal), get("/v1/queue", signal)]);
+    const now = JSON.stringify([newest, queue]);
     if (now !== known) {
       known = now;
-      const focused = document.activeElement?.getAttribute("href");
-      const older = button("Show older jobs", () => {
-        more += 1;
-        step();
-      });
-      list.replaceChildren(found.jobs.length ? jobTable(found.jobs) : none());
-      if (found.next) list.append(element("div", "actions", older));
+      found = newest;
+      fillList();
       aside.replaceChildren(queueCard(queue, found.jobs));
-      if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`a[href="${focused}"]`))?.focus();
     }
     place.dataset.drawn = "true";
   };
@@ -67,30 +101,32 @@ function none() {
   );
 }
 
-/** @param {Job[]} jobs */
-function jobTable(jobs) {
-  const rows = jobs.map((job) => [
-    element("span", "two", link(`#/jobs/${job.id}`, nameOf(job), "job"), element("small", "", job.id.slice(0, 8))),
-    badge(job),
-    job.value_ms === null ? "–" : ms(job.value_ms),
-    gapBar(job.gap),
-    `${job.options.method} · ${duration(job.options.time_limit_s)}`,
-    age(job.created_at),
-  ]);
+/** @param {Job[]} jobs @param {Map<string, string>} differences @param {string[]} chosen
+ * @param {(id: string, on: boolean) => void} choose */
+function jobTable(jobs, differences, chosen, choose) {
+  const rows = jobs.map((job) => {
+    const name = link(`#/jobs/${job.id}`, nameOf(job), "job");
+    const box = input({ type: "checkbox", "aria-label": `Choose ${nameOf(job)}`, "data-focus": `box ${job.id}` });
+    box.checked = chosen.includes(job.id);
+    box.disabled = job.value_ms === null;
+    box.addEventListener("change", () => choose(job.id, box.checked));
+    name.dataset.focus = job.id;
+    return [
+      element("span", "name", box, element("span", "two", name, element("small", "", differences.get(job.id) ?? ""))),
+      badge(job),
+      job.value_ms === null ? "–" : ms(job.value_ms),
+      job.gap === null ? "–" : job.gap ? percent(job.gap) : "proven",
+      `${job.options.method} · ${duration(job.options.time_limit_s)}`,
+      age(job.created_at),
+    ];
+  });
   const made = table("jobs", ["Job", "State", "Best", "Gap", "Search", "Submitted"], rows, (row, index) =>
     row.addEventListener("click", (event) => {
-      const text = event.target instanceof HTMLAnchorElement || String(getSelection());
-      if (!text) location.hash = `#/jobs/${jobs[index].id}`;
+      const own = event.target instanceof HTMLAnchorElement || event.target instanceof HTMLInputElement;
+      if (!own && !String(getSelection())) location.hash = `#/jobs/${jobs[index].id}`;
     }),
   );
   return region("scrolls-x", "Jobs", made);
-}
-
-/** A gap as a number and a bar, of which a tenth is the whole width.
- * @param {number | null} gap */
-export function gapBar(gap) {
-  if (gap === null) return "–";
-  return element("span", "gap", element("span", "", gap ? percent(gap) : "proven"), filledBar("gap-bar", gap / 0.1));
 }
 
 /** @param {{waiting: number, ahead: number, most_waiting: number, running: number, solves: number,

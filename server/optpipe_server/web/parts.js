@@ -85,6 +85,26 @@ export function nameOf({ problem_name, id }) {
   return problem_name || `job ${id.slice(0, 8)}`;
 }
 
+/** What tells jobs of one name apart: the options that differ, and the beginning of each one's number.
+ * @param {import("./api.js").Job[]} jobs @returns {Map<string, string>} by number */
+export function apart(jobs) {
+  return new Map(
+    jobs.map((job) => {
+      const named = jobs.filter((each) => nameOf(each) === nameOf(job));
+      const differs = (/** @type {string} */ key) => new Set(named.map(({ options }) => JSON.stringify(options[key]))).size > 1;
+      const told = Object.entries(job.options).filter(([key]) => differs(key)).map(([key, value]) => option(key, value));
+      return [job.id, [...told, job.id.slice(0, 8)].join(" · ")];
+    }),
+  );
+}
+
+/** @param {string} key @param {any} value */
+function option(key, value) {
+  if (key === "placements") return value === "all" ? "any stages" : "stages as given";
+  if (key === "time_limit_s") return duration(value);
+  return typeof value === "string" ? value : `${key.replace(/_/g, " ")} ${value}`;
+}
+
 /** @param {number} seconds */
 export function duration(seconds) {
   const whole = Math.max(0, Math.round(seconds));

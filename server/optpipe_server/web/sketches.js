@@ -1,6 +1,6 @@
 // @ts-check
 // All schedules of a problem, small, on one time scale: the shortest first, then those that need more memory.
-import { button, element, filledBar, fullest } from "/page/picture/panel.js";
+import { button, element, fullest } from "/page/picture/panel.js";
 import { raster } from "/page/picture/shapes.js";
 import { ms, percent } from "/page/picture/words.js";
 
@@ -38,7 +38,6 @@ function sketch(row, found, latest, best, chosen, choose) {
   made.replaceChildren(
     element("span", "head", element("strong", "", row.method), element("b", "", ms(schedule.makespan_ms))),
     image,
-    filledBar("fills", full),
     element("small", "", `${more} · ${percent(full)} of the memory${stages}${best ? " · shortest that fits" : ""}`),
   );
   made.dataset.method = row.method;

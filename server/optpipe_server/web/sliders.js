@@ -4,7 +4,7 @@ import { ms } from "/page/picture/words.js";
 
 /**
  * @typedef {{key: string, name: string, min: number, max: number, step: number, value: number,
- *   text: (value: number, all: Record<string, number>) => string}} Slider
+ *   text: (value: number) => string}} Slider
  */
 
 const NO_LINK = 3;

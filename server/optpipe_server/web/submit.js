@@ -11,9 +11,9 @@ const ESTIMATE_AFTER_MS = 250;
 export async function showSubmit(place, signal) {
   const { models, gpus } = await get("/v1/presets", signal);
   const limit = number({ value: 60, min: 1, max: 3600 });
-  const lengths = { makespan: "makespan, of the whole iteration", span: "span, of the busiest device" };
+  const lengths = { makespan: "the whole iteration", span: "the busiest device" };
   const objective = choice(Object.entries(lengths), "makespan");
-  const changeable = { keep: "the stages as they are", all: "any stages of the same layers" };
+  const changeable = { keep: "nothing", all: "the stages" };
   const stages = choice(Object.entries(changeable), "keep");
   const options = [
     field("Time limit in s", limit),
@@ -30,8 +30,8 @@ export async function showSubmit(place, signal) {
   place.replaceChildren(
     element("div", "title", element("h1", "", "Submit a problem")),
     told,
-    element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal)),
     card("How it is searched", element("div", "controls", ...options)),
+    element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal)),
   );
   place.dataset.drawn = "true";
 }
@@ -39,7 +39,7 @@ export async function showSubmit(place, signal) {
 /** @param {(problem: any) => Promise<void>} submit @param {HTMLElement} told */
 function fromFile(submit, told) {
   const chosen = input({ type: "file", accept: ".json,application/json" });
-  const about = element("p", "quiet", "A problem as optpipe profile, optpipe model or optpipe example write it.");
+  const about = element("p", "quiet", "A problem as optpipe profile, optpipe model or optpipe problem from write it.");
   /** @type {any} */
   let problem = null;
   const go = button("Submit the file", () => trying(told, () => submit(problem)), "primary");
@@ -53,7 +53,7 @@ function fromFile(submit, told) {
       go.disabled = false;
     });
   chosen.addEventListener("change", () => take(chosen.files?.[0]));
-  const drop = element("label", "drop", element("span", "", "Choose a file, or drop it here"), chosen);
+  const drop = element("label", "drop", element("span", "button", "Choose a file, or drop it here"), chosen);
   drop.addEventListener("dragover", (event) => {
     event.preventDefault();
     drop.classList.add("over");

@@ -1,7 +1,7 @@
 // @ts-check
 // A pipeline by sliders, without a job: what all published schedules make of it, side by side; one of them large, and
 // edited op by op. The address says all of it, so it can be shared.
-import { pick, read } from "/page/picture/data.js";
+import { joined, pick, read } from "/page/picture/data.js";
 import { button, element, toggle } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
@@ -99,7 +99,7 @@ export async function showWorkbench(place, query, signal) {
       const slider = input({ type: "range", min, max, step, value: values[key] });
       const output = element("span", { class: "value", "aria-hidden": "true" }); // the slider says it
       const tell = () => {
-        output.textContent = text(values[key], values);
+        output.textContent = text(values[key]);
         slider.setAttribute("aria-valuetext", output.textContent ?? "");
       };
       tell();
@@ -189,10 +189,8 @@ export async function showWorkbench(place, query, signal) {
   function everything() {
     const { rows, found } = all;
     if (!found || !searched) return { rows, found };
-    const drawn = found.schedules.length;
-    const both = { ...found, schedules: [...found.schedules, ...searched.found.schedules] };
-    const kinds = searched.found.kinds.filter(({ letter }) => !found.kinds.some((kind) => kind.letter === letter));
-    return { rows: [{ ...searched.row, drawn }, ...rows], found: { ...both, kinds: [...found.kinds, ...kinds] } };
+    const row = { ...searched.row, drawn: found.schedules.length };
+    return { rows: [row, ...rows], found: joined(found, searched.found) };
   }
 
   function fillOverview() {
