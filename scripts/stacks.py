@@ -35,8 +35,8 @@ STACKS = {
     "torchtitan-0.3.0": Stack(
         ("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]", "tests/runtime/test_flavours.py")
     ),
-    "transformers-5.23.0": Stack(
-        ("transformers==5.23.0", "torch==2.13.0"),
+    "transformers-5.24.0": Stack(
+        ("transformers==5.24.0", "torch==2.13.0"),
         ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py", "tests/core/test_config_counts.py"),
     ),
     "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from support.ranks import cases, models
 from support.ranks.models import MICROBATCHES, WIDTH
 from support.ranks.worker import Ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from optpipe.errors import InputError
@@ -84,16 +87,21 @@ def test_stages_of_torch_are_taken_as_they_are(ranks: Ranks) -> None:
     assert "mask" in told[0]
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "sentence"),
     [
-        (models.CausalLM(rescaled=True), ([0],), "model is a CausalLM: its forward changes hidden states outside of"),
         (models.CausalLM(output_router_logits=True), ([0],), "model is a CausalLM with output_router_logits: its loss"),
         (
             nn.Linear(2, 2),
             ([0],),
             "model is a Linear: a causal language model of transformers needs a decoder",
         ),
+        (Residual(nn.Tanh()), ([0],), "model is a Residual: its own forward or hooks are lost"),
         (3, ([0],), "model is a int: must be a list of layers, an nn.Sequential, a causal language model"),
         ([nn.Tanh()], ([0, 0],), "placement has 2 stages: the model has 1 layers"),
         ([nn.Tanh(), nn.Tanh()], ([0, 0], [2]), "layers has 1 entries: placement has 2 stages, one entry each"),
@@ -103,6 +111,139 @@ def test_stages_of_torch_are_taken_as_they_are(ranks: Ranks) -> None:
 def test_what_cannot_be_cut(model: Any, arguments: tuple[Any, ...], sentence: str) -> None:
     with pytest.raises(InputError, match=rf"^{sentence}"):
         stages_of(model, *arguments, rank=0)
+
+
+class Odd(models.Decoder):
+    """Does something around its layers that no stage can do alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(3)
+        self.kind = kind
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> Any:
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        kind, first, shared, layers = self.kind, hidden, dict[str, Tensor](), list(self.layers)
+        if kind == "norm first":
+            hidden = self.norm(hidden)
+        if kind == "scaled" or (kind == "masked" and attention_mask is not None):
+            hidden = hidden * 0.5
+        if kind == "dropout":
+            hidden = functional.dropout(hidden, 0.5, self.training)
+        if kind == "another order":
+            layers = layers[::-1]
+        if kind == "twice":
+            layers = [*layers, layers[1]]
+        for layer in layers:
+            if kind == "value embeddings":
+                hidden = layer(hidden, places=self.embed_tokens(input_ids)[..., 0])
+            elif kind == "of the tokens":
+                hidden = layer(hidden, None if input_ids is None else (input_ids != 3).float())
+            elif kind == "shared":
+                hidden = layer(hidden) * shared.setdefault("first", hidden.mean())
+            else:
+                hidden = layer(hidden)
+            if kind == "x0":
+                hidden = hidden + 0.1 * first
+        hidden = self.norm(hidden)
+        return SimpleNamespace(last_hidden_state=hidden)
+
+
+def odd(kind: str) -> Any:
+    whole = models.CausalLM()
+    whole.model = Odd(kind)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("norm first", "its forward calls norm after embed_tokens, where a row of stages calls layers.0;"),
+        ("scaled", "its forward changes hidden states outside of its layers, before layers.2;"),
+        ("masked", "its forward changes hidden states outside of its layers, before layers.2;"),
+        ("dropout", "its forward changes hidden states outside of its layers, before layers.2;"),
+        ("another order", "its forward calls layers.2 after embed_tokens, where a row of stages calls layers.1;"),
+        ("twice", "its forward calls layers.2 after layers.1, where a row of stages calls layers.1;"),
+        ("value embeddings", "as a row of stages it fails in or after its embed_tokens: TypeError"),
+        (
+            "of the tokens",
+            "its layers.2 gets mask, which a row of stages, where only hidden states pass, does not have;",
+        ),
+        ("shared", "its forward changes hidden states outside of its layers, before layers.2;"),
+        ("x0", "its forward changes hidden states outside of its layers, before layers.2;"),
+    ],
+)
+def test_a_model_that_is_no_row_of_layers_is_refused(kind: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=rf"^model is a CausalLM: {re.escape(sentence)}"):
+        stages_of(odd(kind), [0, 0], [3, 2], rank=0)
+    with pytest.raises(InputError, match=r"^model is a CausalLM: "):
+        stages_of(odd(kind), [0] * 5, rank=0)
+    stages_of(odd(kind), [0], rank=0)  # the whole is one stage
+
+
+class Pooled(models.CausalLM):
+    """A reward model: the score of the last token that is no padding."""
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **given: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, **given).last_hidden_state
+        scores = self.lm_head(hidden)
+        last = torch.full((len(scores),), -1)
+        if input_ids is not None:
+            last = (torch.arange(scores.shape[1]) * (input_ids != 0)).argmax(1)
+        return SimpleNamespace(logits=scores[torch.arange(len(scores)), last])
+
+
+def test_a_head_that_looks_for_padding_is_refused() -> None:
+    whole = Pooled(tied=False, pad_token_id=0)
+    with pytest.raises(InputError, match=r"^model is a Pooled: what it makes of the result of its lm_head needs"):
+        stages_of(whole, [0, 0], rank=0)
+    stages_of(whole, [0], rank=0)  # the whole in one stage
+
+
+@pytest.mark.parametrize("place", ["of the decoder", "in a child", "tied"])
+def test_parameters_outside_of_the_layers_are_refused(place: str) -> None:
+    whole = models.CausalLM()
+    if place == "of the decoder":
+        whole.model.scale = nn.Parameter(torch.zeros(1))
+    else:
+        whole.model.scale = nn.Linear(WIDTH, models.WORDS, bias=False)
+        whole.model.scale.weight = whole.lm_head.weight if place == "tied" else whole.model.scale.weight
+    with pytest.raises(
+        InputError, match=r"^model is a CausalLM: its scale (is a|has) parameters? outside of its layers"
+    ):
+        stages_of(whole, [0, 0], rank=0)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    """Numbers, gradients, modes and random numbers; also one without memory, in bfloat16, frozen, or without grad."""
+    whole = models.CausalLM(tied=False).eval()
+    for parameter in whole.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: (value.clone(), value.grad) for name, value in whole.named_parameters()}
+    random = torch.get_rng_state()
+    with torch.no_grad():
+        stages_of(whole, [0, 0], rank=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not whole.training
+    for name, value in whole.named_parameters():
+        assert torch.equal(value, before[name][0])
+        assert value.grad is before[name][1]
+    with torch.device("meta"):
+        stages_of(models.CausalLM().requires_grad_(False), [0, 0], rank=0)
+    stages_of(models.CausalLM().bfloat16(), [0, 0], rank=0)
+
+
+def test_a_layer_in_several_places_is_called_in_each() -> None:
+    tanh = nn.Tanh()
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), tanh, nn.Linear(WIDTH, WIDTH), tanh)
+    first, second = stages_of(whole, [0, 0], rank=0).values()
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(second(first(x)), whole(x))
 
 
 def test_an_argument_that_no_layer_takes_is_named() -> None:

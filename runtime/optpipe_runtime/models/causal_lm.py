@@ -8,14 +8,15 @@ keep its names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe_runtime.models.part import Part, evenly
+from optpipe_runtime.models.proof import require_equal
 
 DECODER = ("embed_tokens", "layers", "norm")  # what has parameters beside the head
 
@@ -34,16 +35,16 @@ class CausalLM:
                 f"model is a {self._kind}: a causal language model of transformers needs a decoder with "
                 f"{', '.join(DECODER)}; give a list of its layers, or cut it by torch's SplitPoint"
             )
-        other = [name for name, child in children.items() if name not in DECODER and any(child.parameters())]
-        if other:
-            raise InputError(f"model is a {self._kind}: its {other[0]} has parameters, and belongs to no stage")
-        if getattr(model.config, "output_router_logits", False):
+        for name, _ in decoder.named_parameters(remove_duplicate=False):
+            if (child := name.split(".")[0]) not in DECODER:
+                what = "has parameters" if child in children else "is a parameter"
+                raise InputError(f"model is a {self._kind}: its {child} {what} outside of its layers, of no stage")
+        if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise InputError(
                 f"model is a {self._kind} with output_router_logits: its loss needs the routers of all layers, which "
                 "are in different stages; set config.output_router_logits = False"
             )
         self._decoder, self._count = decoder, len(children["layers"])
-        self._require_plain()
 
     @property
     def layers(self) -> int:
@@ -59,41 +60,35 @@ class CausalLM:
     def part(self, first: int, end: int) -> Part:
         return _Stage(self._cut(first, end), first == 0, end == self.layers)
 
+    def require_equal(self, counts: Sequence[int]) -> None:
+        """Raises `InputError` unless stages of so many layers are, in a row, the model."""
+        require_equal(self._model, lambda small: CausalLM(small).named_row(counts))
+
+    def named_row(self, counts: Sequence[int]) -> tuple[dict[str, nn.Module], list[Part]]:
+        """What a model calls, by name, and stages of so many layers."""
+        ends = list(accumulate(counts))
+        parts = {f"layers.{i}": layer for i, layer in enumerate(self._decoder.layers)}
+        parts |= {"embed_tokens": self._decoder.embed_tokens, "norm": self._decoder.norm}
+        parts |= {name: child for name, child in self._model.named_children() if child is not self._decoder}
+        return parts, [self.part(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
     def _cut(self, first: int, end: int) -> Any:
         """The model with these layers only. Left-out decoder layers hand on what they get, so that the others keep
         their numbers."""
         decoder, model = _shallow(self._decoder), _shallow(self._model)
         kept = range(first - 1, end - 1)
         decoder.layers = nn.ModuleList(
-            layer if i in kept else _Skipped() for i, layer in enumerate(self._decoder.layers)
+            layer if i in kept else _Skipped(layer) for i, layer in enumerate(self._decoder.layers)
         )
         if first > 0:
             decoder.embed_tokens = None
         if end < self.layers:
             decoder.norm = nn.Identity()
-            for name, child in model.named_children():
+            for name, child in (*model.named_children(), *model.named_parameters(recurse=False)):
                 if child is not self._decoder:
                     setattr(model, name, None)
         setattr(model, model.base_model_prefix, decoder)
         return model
-
-    def _require_plain(self) -> None:
-        """Raises `InputError` if the forward does more to hidden states than its layers do: each stage would do it
-        again."""
-        skeleton: Any = _shallow(self._decoder)
-        for name, child in self._decoder.named_children():
-            if name not in DECODER:
-                setattr(skeleton, name, copy.deepcopy(child).to_empty(device="cpu"))
-        skeleton.layers, skeleton.norm, skeleton.embed_tokens = nn.ModuleList(), nn.Identity(), None
-        skeleton.layers.extend(_Skipped() for _ in range(self._count))
-        hidden = torch.zeros(1, 1, self._model.config.hidden_size)
-        with torch.no_grad(), torch.device("cpu"):
-            result = skeleton(inputs_embeds=hidden, use_cache=False).last_hidden_state
-        if result is not hidden:
-            raise InputError(
-                f"model is a {self._kind}: its forward changes hidden states outside of its layers; give a list of its "
-                "layers, or cut it by torch's SplitPoint"
-            )
 
 
 class _Stage(Part):
@@ -113,7 +108,13 @@ class _Stage(Part):
 
 
 class _Skipped(nn.Module):
-    """In the place of a layer of another stage."""
+    """In the place of a layer of another stage. It has the layer's marks, such as `attention_type`, by which a forward
+    chooses what it gives to a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        marks = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)}
+        vars(self).update(marks | vars(self))
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,9 @@ class Layers:
 
     def part(self, first: int, end: int) -> Part:
         return Chain(dict(self._named[first:end]), self._accepted)
+
+    def require_equal(self, counts: Sequence[int]) -> None:
+        """A list has no forward of its own."""
 
 
 class Chain(Part):

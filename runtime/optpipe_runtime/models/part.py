@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class Model(Protocol):
 
     def part(self, first: int, end: int) -> Part:
         """The stage of the layers from `first` to before `end`. It shares their parameters with the model."""
+
+    def require_equal(self, counts: Sequence[int]) -> None:
+        """Raises `InputError` unless stages of so many layers are, in a row, the model."""
 
 
 def evenly(layers: int, stages: int) -> list[int]:

@@ -18,6 +18,7 @@ from optpipe_runtime.models.causal_lm import CausalLM
 from optpipe_runtime.models.chain import Layers
 from optpipe_runtime.models.part import Model, Part
 from optpipe_runtime.models.traced import traced
+from optpipe_runtime.torch_private.modules import is_wrapped
 from optpipe_runtime.torch_private.pipelining import StageBase
 
 
@@ -27,6 +28,7 @@ def stages_of(
     """Cuts a model into the stages of a `Pipeline`. The stages share the model's parameters.
 
     A parameter that stages on several ranks use, such as an embedding that is the head, too, is tied by the `Pipeline`.
+    A language model is compared with its stages on a small run (`models.proof`).
 
     Parameters
     ----------
@@ -54,7 +56,7 @@ def stages_of(
     Raises
     ------
     InputError
-        If the model is of another kind, or cannot be cut so.
+        If the model is of another kind, cannot be cut so, or is not what its stages are in a row.
     """
     if isinstance(placement, Schedule):
         layers, placement = _as_found(placement, layers)
@@ -69,7 +71,9 @@ def stages_of(
         parts = traced(model)
     else:
         whole = model_of(model)
-        parts = [whole.part(a, b) for a, b in pairwise((0, *accumulate(_counts(whole, placement, layers))))]
+        counts = _counts(whole, placement, layers)
+        whole.require_equal(counts)
+        parts = [whole.part(a, b) for a, b in pairwise((0, *accumulate(counts)))]
     _note_names(parts, placement)
     return {s: parts[s] for s, owner in enumerate(placement) if owner == rank}
 
@@ -77,7 +81,13 @@ def stages_of(
 def model_of(model: Any) -> Model:
     """Raises `InputError` if there is no way to cut it."""
     if isinstance(model, nn.Sequential | nn.ModuleList):
-        return Layers(model.named_children())
+        if type(model).forward not in (nn.Sequential.forward, nn.ModuleList.forward) or is_wrapped(model):
+            raise InputError(
+                f"model is a {type(model).__name__}: its own forward or hooks are lost where its layers are cut; "
+                "give a list of its layers if they do nothing else"
+            )
+        named = model.named_modules(remove_duplicate=False)  # a layer may stand in several places
+        return Layers((name, layer) for name, layer in named if name and "." not in name)
     if isinstance(model, list | tuple) and model and all(isinstance(layer, nn.Module) for layer in model):
         return Layers((str(i), layer) for i, layer in enumerate(model))
     if isinstance(model, nn.Module):

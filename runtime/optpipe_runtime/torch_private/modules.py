@@ -18,6 +18,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a call of this object does more than its class's forward: hooks, or a forward of its own."""
+    return bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
+
+
 def compiled_call(module: nn.Module) -> Any:
     """What `module.compile()` has put in the place of its call; None if it was not compiled in place."""
     return module._compiled_call_impl

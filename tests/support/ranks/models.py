@@ -40,13 +40,12 @@ def in_turn(placement: Sequence[int], how: str) -> list[list[str]]:
 class Decoder(nn.Module):
     """Built as transformers builds its decoders."""
 
-    def __init__(self, layers: int, rescaled: bool = False) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.places = nn.Identity()  # has no parameters, as rotary embeddings
-        self.rescaled = rescaled
 
     def forward(
         self,
@@ -58,7 +57,6 @@ class Decoder(nn.Module):
     ) -> Any:
         assert not use_cache
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = 2 * hidden if self.rescaled else hidden
         places = torch.arange(hidden.shape[1])[None] if position_ids is None else position_ids
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, attention_mask, self.places(places), scale=1.0 + i)
@@ -68,10 +66,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     base_model_prefix = "model"
 
-    def __init__(self, layers: int = 3, tied: bool = True, rescaled: bool = False, **config: Any) -> None:
+    def __init__(self, layers: int = 3, tied: bool = True, **config: Any) -> None:
         super().__init__()
         self.config = SimpleNamespace(hidden_size=WIDTH, **config)
-        self.model = Decoder(layers, rescaled)
+        self.model = Decoder(layers)
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -1,0 +1,239 @@
+"""Whether a row of stages is the model that it was cut from.
+
+A model's own forward decides what happens around its layers, and a stage runs it over some layers only. Nothing in the
+model says whether that is the same, so both are run: a small copy of the model and the row of its stages, with the same
+inputs and random numbers, in both modes, with and without a mask. Outputs and the gradients of all parameters must be
+equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError
+from optpipe_runtime.models.part import Part
+from optpipe_runtime.models.small import small_copy
+
+SEQUENCES, LENGTH = 2, 12
+OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3  # relative to the largest number; both runs do the same operations
+Cut = Callable[[Any], tuple[dict[str, nn.Module], list[Part]]]
+
+
+class Call(NamedTuple):
+    """Of a part of the model: its name, and the values that it was given, by name."""
+
+    part: str
+    given: dict[str, list[Tensor]]
+
+
+class Run(NamedTuple):
+    """What came out of one forward and backward."""
+
+    calls: list[Call]
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+def require_equal(model: Any, cut: Cut) -> None:
+    """Compares a model with the row of its stages.
+
+    Parameters
+    ----------
+    model
+        Of transformers, or built alike. It is not run: a small copy of it is (`small_copy`).
+    cut
+        Gives the named parts of such a copy, and its stages.
+
+    Raises
+    ------
+    InputError
+        If they differ, with the first part that does, or if no small copy can be run.
+    """
+    kind = type(model).__name__
+    with torch.device("cpu"), _nothing_compiled():
+        try:
+            small = small_copy(model)
+            parts, stages = cut(small)
+            wholes = _runs_of_the_whole(small, parts)
+        except Exception as error:
+            raise InputError(
+                f"model is a {kind}: it cannot be compared with a row of its stages, as a small run of it fails: "
+                f"{_told(error)}"
+            ) from None
+        for case, whole in wholes:
+            difference = _difference(small, parts, stages, whole, case)
+            if difference:
+                raise InputError(
+                    f"model is a {kind}: {difference}; give a list of its layers, or cut it by torch's SplitPoint"
+                )
+
+
+class _Case(NamedTuple):
+    """What a run is given. `training` is the mode."""
+
+    training: bool
+    given: dict[str, Tensor]
+
+
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """What was compiled runs as it was written. The compiler is not loaded for this."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _runs_of_the_whole(small: Any, parts: dict[str, nn.Module]) -> list[tuple[_Case, Run]]:
+    """The model itself in all cases. Arguments that it does not take are left out."""
+
+    def forward(**given: Tensor) -> Tensor:
+        output: Any = small(use_cache=False, **given)
+        if not isinstance(getattr(output, "logits", None), Tensor):
+            raise InputError("what it returns has no logits")
+        logits: Tensor = output.logits
+        return logits
+
+    runs = []
+    for case in _cases(parts["embed_tokens"], getattr(small, "config", None)):
+        try:
+            runs.append((case, _run(small, parts, case, forward, [])))
+        except TypeError as error:
+            if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
+                raise
+    return runs
+
+
+def _cases(embedding: Any, config: Any) -> Iterator[_Case]:
+    """Sequences padded at the end and at the beginning, with and without a mask and positions."""
+    words = embedding.weight.shape[0]
+    tokens = torch.randint(words, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, LENGTH - 4 :] = 0
+    mask[1, :3] = 0
+    padding = getattr(config, "pad_token_id", None)
+    if isinstance(padding, int) and 0 <= padding < words:
+        tokens[mask == 0] = padding
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    yield _Case(False, {"input_ids": tokens})
+    yield _Case(True, {"input_ids": tokens, "attention_mask": mask})
+    yield _Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
+
+
+def _run(
+    small: Any, parts: dict[str, nn.Module], case: _Case, forward: Callable[..., Tensor], calls: list[Call]
+) -> Run:
+    """A forward, whose calls of parts are noted, and a backward from random weights on what comes out."""
+    small.train(case.training)
+    parameters = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _noted(parts, calls):
+        torch.manual_seed(2)
+        output = forward(**{name: value.clone() for name, value in case.given.items()})
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+        loss = (output.float() * weights).sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    by_name = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+    if not all(tensor.isfinite().all() for tensor in (output, *by_name.values())):
+        raise InputError("with random weights not all of its numbers are finite")
+    return Run(calls, output.detach(), by_name)
+
+
+@contextmanager
+def _noted(parts: dict[str, nn.Module], calls: list[Call]) -> Iterator[None]:
+    """Notes the calls of these parts, in order."""
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [*inspect.signature(module.forward).parameters][: len(args)]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        calls.append(Call(name, {key: _tensors(value) for key, value in given.items()}))
+
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: note(name, module, args, kwargs), with_kwargs=True
+        )
+        for name, part in parts.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _difference(small: Any, parts: dict[str, nn.Module], stages: Sequence[Part], whole: Run, case: _Case) -> str | None:
+    """The first difference between a run of the model and one of its stages."""
+
+    def row(input_ids: Tensor, **named: Tensor) -> Tensor:
+        value = input_ids
+        for stage in stages:
+            value = stage.train(case.training)(value, **named)
+        return value
+
+    calls: list[Call] = []
+    try:
+        run = _run(small, parts, case, row, calls)
+    except Exception as error:
+        return f"as a row of stages it fails{f' in or after its {calls[-1].part}' if calls else ''}: {_told(error)}"
+    if whole.output.shape == run.output.shape and _equal(whole.output, run.output, OUTPUT_TOLERANCE):
+        largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
+        for name, gradient in whole.gradients.items():
+            if not _equal(gradient, run.gradients[name], GRADIENT_TOLERANCE, 1e-6 * largest):
+                return f"as a row of stages it has another gradient of {name}"
+        return None
+    return _first_difference(whole.calls, run.calls)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Copies of the tensors in a value."""
+    if isinstance(value, Tensor):
+        return [value.detach().clone()]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _first_difference(whole: Sequence[Call], row: Sequence[Call]) -> str:
+    for k, (one, other) in enumerate(zip_longest(whole, row)):
+        before = f"after {whole[k - 1].part}" if k else "first"
+        if one is None:
+            return f"its forward ends {before}, where a row of stages calls {other.part}"
+        if other is None or one.part != other.part:
+            there = f"calls {other.part}" if other else "ends"
+            return f"its forward calls {one.part} {before}, where a row of stages {there}"
+        for number, name in enumerate(one.given):
+            if not _all_equal(one.given[name], other.given.get(name, [])):
+                if number == 0:
+                    return f"its forward changes hidden states outside of its layers, before {one.part}"
+                return (
+                    f"its {one.part} gets {name}, which a row of stages, where only hidden states pass, does not have"
+                )
+    return (
+        f"what it makes of the result of its {whole[-1].part} needs what a row of stages does not have there, such as "
+        "the tokens that tell where padding begins"
+    )
+
+
+def _all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        one.shape == other.shape and _equal(one, other, OUTPUT_TOLERANCE)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _equal(one: Tensor, other: Tensor, relative: float, absolute: float = 0.0) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    difference, largest = (one - other).abs().nan_to_num(), one.abs().nan_to_num(posinf=0.0)
+    return bool(difference.max() <= relative * largest.max() + absolute) if one.numel() else True
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, InputError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
