@@ -1,6 +1,6 @@
 """What the models of a `model_type` of transformers have, beside the sizes that their configs say.
 
-`DEFAULTS` has the fields that a config may leave out, as transformers 5.23.0 fills them in. A test compares both, and
+`DEFAULTS` has the fields that a config may leave out, as transformers 5.24.0 fills them in. A test compares both, and
 the parameters that follow, with transformers itself.
 """
 

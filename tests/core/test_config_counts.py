@@ -1,6 +1,6 @@
 """Configs of every type that is read: their parameters, windows and defaults are those of transformers itself.
 
-`make stacks ARGS=transformers-5.23.0` runs it.
+`make stacks ARGS=transformers-5.24.0` runs it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def changed(tensor: Tensor) -> Tensor:
     return tensor.add_(1)
 
 
-def hooked(module: nn.Module) -> nn.Module:
+def with_hook(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda *_: None)
     return module
 
@@ -153,7 +153,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
     modules: {
         "parameters_of": lambda: modules.parameters_of(LAYER)["weight"] is LAYER.weight,
         "buffers_of": lambda: set(modules.buffers_of(nn.BatchNorm1d(2))) >= {"running_mean", "running_var"},
-        "is_wrapped": lambda: modules.is_wrapped(hooked(nn.Linear(2, 2))) and not modules.is_wrapped(LAYER),
+        "is_wrapped": lambda: modules.is_wrapped(with_hook(nn.Linear(2, 2))) and not modules.is_wrapped(LAYER),
         "compiled_call": lambda: (
             modules.compiled_call(LAYER) is None and callable(modules.compiled_call(in_place(nn.Linear(2, 2))))
         ),
