@@ -34,6 +34,17 @@ def _patience() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """What compiles in the background on a user's machine is compiled before the first test."""
+    from support import compile_loops  # it loads numba
+
+    from optpipe.dispatch.descents import descents_are_compiled
+
+    if not descents_are_compiled():
+        compile_loops.main()
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two for the whole session: processes that run functions of `support.ranks`."""

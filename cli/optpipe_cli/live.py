@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STEPS = 5  # of the incumbents so far, the last ones
 REFRESH_S = 0.2
-COMPILES_S = 3.0  # without any schedule: most likely this is the first run on the machine
+NOTES = 2  # likewise
 
 
 @contextmanager
@@ -71,12 +71,10 @@ def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType
         ProgressBar(total=time_limit_s, completed=min(passed_s, time_limit_s), width=40),
         Text(f"{passed_s:.0f} s of {time_limit_s:g} s, Ctrl-C keeps the best", "dim"),
     )
-    if result.schedule is None and passed_s > COMPILES_S:
-        clock.add_row(Text("the first run on a machine compiles for about 15 s before it searches"))
     steps = Table.grid(padding=(0, 3))
     for step in result.history[-STEPS:]:
         steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", Text(step.method, "cyan"))
-    return Group(head, clock, steps)
+    return Group(head, clock, steps, *(Text(note, "dim") for note in result.notes[-NOTES:]))
 
 
 def _figures(result: Result) -> list[tuple[str, str]]:

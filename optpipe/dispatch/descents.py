@@ -15,6 +15,7 @@ import numpy as np
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
+from optpipe.evaluate.jit import are_compiled
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
@@ -72,6 +73,14 @@ def _descent(
     while progress[FAILURES] < MOST_FAILURES:
         descend(figures, choices, at_hand, best, trial, state, progress, tries, objective == "span")
         yield Step(best.copy(), float(progress[SHORTEST]), tries)
+
+
+def descents_are_compiled() -> bool:
+    """Whether a search in rules waits for no compiler, which takes some seconds the first time on a machine."""
+    from optpipe.dispatch.clock import list_ops, listed_ms
+    from optpipe.dispatch.descend import descend
+
+    return are_compiled(list_ops, listed_ms, descend)
 
 
 def compile_descents(simulator: Simulator) -> None:

@@ -61,9 +61,13 @@ def spread(simulator: Simulator, relief: Relief, share: Floats, phase: float) ->
 
 def evenly(each: Any, phase: float, microbatches: int) -> Ints:
     """(..., m) how many parts of each micro-batch's activation leave if a fractional number is to leave on average."""
-    j = np.arange(microbatches)
-    counts: Ints = (np.floor(each * (j + 1) + phase) - np.floor(each * j + phase)).astype(np.int64)
+    counts: Ints = evenly_at(each, phase, np.arange(microbatches)).astype(np.int64)
     return counts
+
+
+def evenly_at(each: Any, phase: float, j: Any) -> Any:
+    """How many parts of micro-batch j's activation leave by `evenly`; of arrays, or of numbers where it is compiled."""
+    return np.floor(each * (j + 1) + phase) - np.floor(each * j + phase)
 
 
 def followed_rules(schedule: Schedule) -> Rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -39,13 +40,13 @@ class LazyJit:
 
 
 def compiled(function: F) -> F:
-    """The function, compiled by numba at its first call; as it is where there is no numba.
+    """The function, compiled by numba at its first call from Python; as it is where there is no numba.
 
-    What is compiled is kept on disk, in a folder named by the contents of all files beside the function's and of those
-    here, where all that it calls is; numba itself looks at the function's own file only. While it runs, other threads
-    do, too.
+    What is compiled is kept on disk with all that it calls, in a folder named by this machine and by the contents of
+    all files beside the function's and of those here, where all that it calls is; numba itself looks at the function's
+    own file only. While it runs, other threads do, too.
     """
-    return _jit(function)
+    return _jit(function, is_kept=True)
 
 
 def compiled_in_place(function: F) -> F:
@@ -55,23 +56,53 @@ def compiled_in_place(function: F) -> F:
     numba counts the references to each array anew wherever an array is passed on or read from a tuple. Without that the
     clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.
     """
-    return _jit(function, _nrt=False)
+    return _jit(function, is_kept=True, _nrt=False)
+
+
+def compiled_part(function: F) -> F:
+    """As `compiled`, for what only compiled functions call.
+
+    numba then writes no code that takes its arguments from Python, which for named tuples of many arrays takes as long
+    to compile as the function. It is kept with what calls it.
+    """
+    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def compiled_part_in_place(function: F) -> F:
+    """As `compiled_part`, and as `compiled_in_place`."""
+    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
 
 
 def compiled_phase(function: F) -> F:
-    """As `compiled_in_place`, for a part of such a loop: inlined where it is called."""
-    return _jit(function, _nrt=False, forceinline=True)
+    """As `compiled_part_in_place`, and inlined where it is called."""
+    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True)
 
 
-def _jit(function: F, **options: bool) -> F:
+def are_compiled(*functions: Callable[..., Any]) -> bool:
+    """Whether calls of these functions wait for no compiler: this process or an earlier one has compiled them, or there
+    is no numba."""
+    return all(map(_is_compiled, functions))
+
+
+def _is_compiled(function: Any) -> bool:
+    if not hasattr(function, "signatures"):  # no numba, or switched off
+        return True
+    code = function.py_func.__code__
+    with _numbas_folder:
+        kept = _kept_in(Path(code.co_filename).parent)
+    return bool(function.signatures) or any(kept.glob(f"*/{Path(code.co_filename).stem}.{code.co_name}-*.nbc"))
+
+
+def _jit(function: F, is_kept: bool = False, **options: bool) -> F:
     try:
         import numba
     except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
         return function
-    folder = Path(function.__code__.co_filename).parent
-    kept = Path(numba.config.CACHE_DIR or folder / "__pycache__") / f"optpipe-{_digest(folder)}"
+    if not is_kept:
+        return cast(F, numba.njit(nogil=True, **options)(function))
     with _numbas_folder:
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(kept)
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(_kept_in(Path(function.__code__.co_filename).parent))
         try:
             return cast(F, numba.njit(cache=True, nogil=True, **options)(function))
         except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
@@ -83,8 +114,20 @@ def _jit(function: F, **options: bool) -> F:
 _numbas_folder = threading.Lock()
 
 
+def _kept_in(folder: Path) -> Path:
+    """Where the code compiled of the functions in a folder is kept."""
+    import numba
+
+    return Path(numba.config.CACHE_DIR or folder / "__pycache__") / f"optpipe-{_digest(folder)}"
+
+
 @cache
 def _digest(folder: Path) -> str:
-    """Of the contents of all Python files in the folder and in this one."""
+    """Of the contents of all Python files in the folder and in this one, and of what compiles for which machine."""
+    import numba
+    from llvmlite import binding
+
+    cpu = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    machine = f"{sys.version_info[:2]} {numba.__version__} {numba.config.CPU_NAME or cpu}"
     files = sorted(path for each in {folder, Path(__file__).parent} for path in each.glob("*.py") if path.is_file())
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join([machine.encode(), *(path.read_bytes() for path in files)])).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from optpipe.dispatch.descents import descents_are_compiled
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
@@ -20,8 +21,9 @@ def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan
     """Turns a schedule into a valid one of this problem, which may have other times, sizes and memory, and another
     number of micro-batches (OptPipe, section 4.2) or of devices.
 
-    The rules that it seems to follow are followed and changed; where stages and micro-batches are the same, its order
-    is kept, too. How long that takes grows with `most_ops`, and is counted in ops, not in time.
+    The rules that it seems to follow are followed and changed, unless these loops are yet to be compiled on this
+    machine; where stages and micro-batches are the same, its order is kept, too. How long that takes grows with
+    `most_ops`, and is counted in ops, not in time.
 
     Returns
     -------
@@ -42,6 +44,8 @@ def most_ops(problem: Problem, schedule: Schedule) -> int:
 
 
 def _by_valid_rules(problem: Problem, schedule: Schedule, objective: Objective) -> Schedule | None:
+    if not descents_are_compiled():  # the caller's limit would be over before; a solver's process compiles them
+        return None
     try:
         listed = by_rules(problem, schedule, objective)
         return None if listed is None or check(problem, listed) else listed

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
+from optpipe.evaluate.jit import are_compiled
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Request
 
@@ -46,6 +47,23 @@ REGISTRY = {  # name -> module:object
 
 def load(name: str) -> Engine:
     """Import an engine by its name. Raises KeyError if there is none of that name."""
-    module, _, attribute = REGISTRY[name].partition(":")
-    engine: Engine = getattr(import_module(module), attribute)
+    engine: Engine = _imported(REGISTRY[name])
     return engine
+
+
+def _imported(path: str) -> Any:
+    """What stands at `module:name`."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+LOOPS = {  # of engines that compile: module:function
+    "dispatch": ("optpipe.dispatch.clock:list_ops", "optpipe.dispatch.descend:descend"),
+    "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
+}
+COMPILING = "first search on this machine: dispatch and relax compile for some 20 s before they take part"
+
+
+def waits_for_compiler(name: str) -> bool:
+    """Whether an engine compiles before it searches, which takes some seconds the first time on a machine."""
+    return not are_compiled(*map(_imported, LOOPS.get(name, ())))

@@ -15,7 +15,7 @@ from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
-from optpipe_solver import plan
+from optpipe_solver import engines, plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import engine_processes
@@ -45,15 +45,15 @@ class Started(NamedTuple):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """The engines that are started, without their processes."""
-    engines: list[Started] = []
+    each: list[Started] = []
 
     def start(
         self: EngineProcesses, asked: Request, start: Schedule | None, deadline: float, allotted_s: float
     ) -> None:
-        engines.append(Started(asked.method, asked.threads, asked.time_limit_s, start, deadline, allotted_s))
+        each.append(Started(asked.method, asked.threads, asked.time_limit_s, start, deadline, allotted_s))
 
     monkeypatch.setattr(EngineProcesses, "start", start)
-    return engines
+    return each
 
 
 def searching(planned: list[EngineRun], best: Schedule | None = NAIVE, **asked: object) -> EngineRuns:
@@ -95,6 +95,16 @@ def test_an_engine_has_a_second_at_least(started: list[Started]) -> None:
         planned = [EngineRun("lns", share), EngineRun("lns", repeat=True)]
         searching(planned, time_limit_s=60.0).start_next(beside_heuristics=True)
     assert started[0].allotted_s == plan.ENGINE_LEAST_S < 20.0 < started[1].allotted_s
+
+
+@pytest.mark.parametrize(("threads", "order"), [(1, ["dispatch"]), (2, ["lns", "dispatch"])])
+def test_engines_that_must_compile_let_another_begin(
+    threads: int, order: list[str], started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one thread the order is always the same, and with it the answer."""
+    monkeypatch.setattr(engines, "waits_for_compiler", lambda name: name == "dispatch")
+    searching([EngineRun("dispatch", 0.1), EngineRun("lns", 0.1)], threads=threads).start_next(beside_heuristics=False)
+    assert [engine.engine for engine in started] == order
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -17,7 +17,6 @@ from support.enumeration import best_of_all, problem_of, stage
 
 import optpipe
 from optpipe import Device, Problem, Schedule, check, simulate
-from optpipe.evaluate import jit
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_cli import main as cli
@@ -27,14 +26,6 @@ from optpipe_solver.portfolio import PlacementSearch, Portfolio, placement_searc
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled() -> None:
-    """The first search on a machine compiles for some seconds, which would be taken from its few."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jit, "_eager", True)
-        run(pipeline(), time_limit_s=0.1)
 
 
 def pipeline(
@@ -257,7 +248,7 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     search = PlacementSearch(request, frames.append)
     search.deadline += 100.0
     search.candidates.list_all(None)
-    search._look_at_all()
+    search._look_at_all(search._look_at_given())
     first_ms = search.candidates.best_ms
     search._search_in_rules()
     schedules = found(problem, frames)

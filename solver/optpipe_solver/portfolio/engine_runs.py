@@ -77,7 +77,7 @@ class EngineRuns:
             able = [run for run in self._planned if self.may_gain(run)]
             if not able:
                 return
-            run = next((run for run in able if not self._under_way(run)), able[0])
+            run = next((run for run in able if not self._under_way(run) and self._may_begin(run)), able[0])
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
@@ -90,6 +90,10 @@ class EngineRuns:
         """Whether the engine runs already, from the schedule that this run would start from."""
         start = self._state.start_for(run)
         return any(process.engine == run.engine and process.start is start for process in self._processes.running)
+
+    def _may_begin(self, run: EngineRun) -> bool:
+        """Whether the engine's turn has come: an engine that must compile lets others begin, unless work is counted."""
+        return self._started > 0 or self._counted or not engines.waits_for_compiler(run.engine)
 
     def _left_s(self) -> float:
         left_s = self._limit.left_s

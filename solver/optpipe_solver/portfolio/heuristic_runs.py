@@ -44,8 +44,8 @@ class Turn:
             self._until = min(self._limit.deadline, max(self._until, self._began + plan.STILL_GAINING * passed_s))
 
     def is_over(self, state: SearchState) -> bool:
-        """Whether the turn is over. It is not before there is any schedule."""
-        if state.best is None:
+        """Whether the turn is over. It is not before there is any schedule, and one of these heuristics."""
+        if state.best is None or not self._ops:
             return False
         is_late = time.monotonic() > self._until
         if self._limit.counted:

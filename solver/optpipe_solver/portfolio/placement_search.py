@@ -8,17 +8,22 @@ after the other by successive halving (Jamieson and Talwalkar 2016). `PlacementS
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain
 from operator import methodcaller
 
+from optpipe.dispatch.descents import descents_are_compiled
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER
+from optpipe.process.child import Child
 from optpipe.process.protocol import Note, Request
 from optpipe_solver import engines, plan
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.candidates import Candidate, Candidates
+from optpipe_solver.portfolio.engine_processes import ENGINE
 from optpipe_solver.portfolio.partitions import PartitionDescent, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit
@@ -69,22 +74,32 @@ class PlacementSearch:
         """
         candidates = self.candidates
         self.first.run()  # on the stages as given: an answer within milliseconds
-        candidates.list_all(self.named)
         if self.named:
+            candidates.list_all(self.named)
             if self.named.infeasible:
                 candidates.note(self.named.infeasible, self.named.placement)
             return
-        self._look_at_all()  # what takes a moment, on every placement
+        with self._compiling():
+            self._search_all()
+        if candidates.best_ms == NEVER and candidates.last_note:
+            self.emit(Note(text=candidates.last_note))  # the last note is taken for the reason
+
+    def _search_all(self) -> None:
+        candidates = self.candidates
+        given = self._look_at_given()  # a heuristic, before bounds of all placements take their time
+        candidates.list_all(None)
+        self._look_at_all(given)  # what takes a moment, on every placement
         self._improve_partitions()  # of layers there are too many to try all
         if candidates.all_are_infeasible():
             return
-        self._search_in_rules()  # a first look does not tell how far rules lead
+        if rules_are_compiled := descents_are_compiled():
+            self._search_in_rules()  # a first look does not tell how far rules lead
         self._search_best_two()  # nor do rules tell what windows gain
+        if not rules_are_compiled and descents_are_compiled():
+            self._search_in_rules()
         self._raise_least_bound()  # the least bound of all placements is what is told
         self._search_best()  # with all that is left
         self._run_method_asked_for()  # also where all is proven by then
-        if candidates.best_ms == NEVER and candidates.last_note:
-            self.emit(Note(text=candidates.last_note))  # the last note is taken for the reason
 
     def _placement_of_system(self) -> Candidate:
         """The placement on which the published system that is named runs."""
@@ -97,9 +112,15 @@ class PlacementSearch:
 
     # The phases, in this order
 
-    def _look_at_all(self) -> None:
-        self._use(plan.FIRST_LOOK_SHARE)
-        self._look_at(self.candidates.all)
+    def _look_at_given(self) -> Portfolio | None:
+        share = plan.FIRST_LOOK_SHARE / 2
+        self._use(share)
+        return self._search(self.candidates.unplaced, self._heuristic("adaoffload"), share)
+
+    def _look_at_all(self, given: Portfolio | None) -> None:
+        share = plan.FIRST_LOOK_SHARE / 2
+        self._use(share)
+        self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, given)
 
     def _improve_partitions(self) -> None:
         """Descend from the even partition for every number and shape of chunks, and from the given one; go on with the
@@ -115,7 +136,7 @@ class PlacementSearch:
         for count in (len(descents), -(-len(descents) // 3)):
             for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:
                 self._descend(descent, plan.PARTITIONS_SHARE / 2 / count * request.time_limit_s)
-        self._look_at(self.candidates.add_new([descent.placement for descent in descents]))
+        self._look_at(self.candidates.add_new([descent.placement for descent in descents]), plan.FIRST_LOOK_SHARE)
 
     def _search_in_rules(self) -> None:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
@@ -185,6 +206,22 @@ class PlacementSearch:
 
     # What phases do
 
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Meanwhile have the engine `dispatch` compile the rules, in its own process, if nobody did on this machine."""
+        engine: Child | None = None
+        request = self.request
+        uses_rules = request.method == "auto" and request.time_limit_s >= plan.RULES_S
+        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not descents_are_compiled():
+            self.candidates.note(engines.COMPILING)
+            asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
+            engine = Child(ENGINE, request.model_copy(update=asked))
+        try:
+            yield
+        finally:
+            if engine:
+                engine.close()
+
     def _use(self, share: float) -> None:
         self.share_left -= share
 
@@ -192,20 +229,20 @@ class PlacementSearch:
         """The heuristic that the request names; this one if it names none."""
         return name if self.request.method in ("auto", *ENGINES) else self.request.method
 
-    def _look_at(self, candidates: list[Candidate]) -> None:
-        """Run a heuristic on each candidate, then what the engine `dispatch` would begin with, then the published
-        systems for its stages.
+    def _look_at(self, candidates: list[Candidate], share: float, seen: Portfolio | None = None) -> None:
+        """Run a heuristic on each candidate for a share of the time in all, then, also where a heuristic was run
+        before, what the engine `dispatch` would begin with, then the published systems for its stages.
 
-        The problem's own stages and the lowest bounds come first, should time run out. All but the heuristic stops when
-        half of all the time is over. A short search does not wait until rules are compiled.
+        The lowest bounds come first, should time run out. All but the heuristic stops when half of all the time is
+        over. Nothing waits until rules are compiled.
         """
-        unplaced, share = self.candidates.unplaced, plan.FIRST_LOOK_SHARE / max(1, len(candidates))
-        order = sorted(candidates, key=lambda candidate: (candidate is not unplaced, candidate.bound_ms))
-        portfolios = [self._search(candidate, self._heuristic("adaoffload"), share) for candidate in order]
+        order = sorted(candidates, key=lambda candidate: candidate.bound_ms)
+        each = share / max(1, len(candidates))
+        portfolios = [seen, *(self._search(candidate, self._heuristic("adaoffload"), each) for candidate in order)]
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        with_rules = searches if self.request.time_limit_s >= plan.RULES_S else []
+        with_rules = searches if self.request.time_limit_s >= plan.RULES_S and descents_are_compiled() else []
         rules = (heuristics.by_simple_rules() for heuristics in with_rules)
         for _ in chain(*rules, *(heuristics.published() for heuristics in searches)):
             if self.left_s < self.request.time_limit_s / 2:

@@ -58,11 +58,13 @@ class Portfolio:
         state = self.state
         runs = self._engine_runs()
         heuristics = self._heuristics_beside(runs)
-        heuristics_run = True
+        heuristics_run = not state.optimal
         try:
-            while not self._is_over(runs):
-                if heuristics_run:  # one schedule of one of them, in this process
+            while True:
+                if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
                     heuristics_run = next(heuristics, True) is None and not state.optimal
+                if self._is_over(runs):
+                    break
                 if state.proven and self.request.ends_when_proven:  # nothing is left to gain by nominal times
                     runs.keep_only(ROBUST)
                 if state.best or not heuristics_run:  # engines start from a schedule, if there is any
@@ -84,6 +86,8 @@ class Portfolio:
         planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
         if request.method == methods.MILP and planned:
             self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
+        if any(engines.waits_for_compiler(run.engine) for run in planned):
+            self.emit(Note(text=engines.COMPILING))
         return EngineRuns(request, planned, self.state, self.limit, self.emit)
 
     def _heuristics_beside(self, runs: EngineRuns) -> Iterator[None]:

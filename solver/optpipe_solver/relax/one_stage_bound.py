@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled_in_place
+from optpipe.evaluate.jit import compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_state import (
     ACTIVATIONS,
@@ -60,7 +60,7 @@ class Remaining(NamedTuple):
     whole: float
 
 
-@compiled_in_place
+@compiled_part_in_place
 def least_end(state: State, device: OneStage) -> float:
     """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by link and memory."""
     remaining = _remaining(state, device)
@@ -75,7 +75,7 @@ def least_end(state: State, device: OneStage) -> float:
     return float(end)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _remaining(state: State, device: OneStage) -> Remaining:
     row, lines, activations, ms = state.row, state.lines, state.activations, device.ms
     now, count, forwards = row[NOW], int(row[ACTIVATIONS]), device.microbatches - row[STARTED]
@@ -102,7 +102,7 @@ def _remaining(state: State, device: OneStage) -> Remaining:
     return Remaining(forwards, backwards, op_ms, compute_ms, weight_ms, out_ms, back_ms + away * ms.reload, whole)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float:
     """The least end by the way of each micro-batch alone."""
     row, activations, ms = state.row, state.activations, device.ms
@@ -119,7 +119,7 @@ def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float
     return float(end)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float, device: OneStage) -> float:
     """The least end by memory over time, if at least `end`: of the activations that are yet to begin, some are computed
     again; of the others, parts leave as long as that pays."""
@@ -145,7 +145,7 @@ def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float,
     return float(best)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStage) -> float:
     """The least end by the lines if so many further parts leave and come back."""
     ms = device.ms
@@ -156,7 +156,7 @@ def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStag
     return float(now + line_ms + ms.backward + ms.tail if line_ms > 0.0 else now)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _memory_needed(state: State, remaining: Remaining, measure: int, device: OneStage) -> float:
     """ms of all the memory that are needed from now on by this measure if no further part leaves."""
     op, ms, worth = state.row[OP], device.ms, device.worth
@@ -178,7 +178,7 @@ def _memory_needed(state: State, remaining: Remaining, measure: int, device: One
     return float(area + unused + (0.0 if worth.weight[measure] > 0.0 else ms.tail))
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _add_memory_while_away(
     area: float, state: State, remaining: Remaining, i: int, measure: int, device: OneStage
 ) -> float:

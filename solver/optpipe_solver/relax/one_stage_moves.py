@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled_in_place
+from optpipe.evaluate.jit import compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_state import (
     ACTIVATIONS,
@@ -38,7 +38,7 @@ from optpipe_solver.relax.states import NOW
 # What can start now. Each function returns the bytes that are held then, or IMPOSSIBLE.
 
 
-@compiled_in_place
+@compiled_part_in_place
 def start_op(state: State, op: int, device: OneStage, held: int) -> int:
     """Start an op on compute, or nothing."""
     if op == IDLE:
@@ -57,12 +57,12 @@ def start_op(state: State, op: int, device: OneStage, held: int) -> int:
     return held if held <= device.memory.budget else IMPOSSIBLE
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _run(state: State, op: int, ms: float) -> None:
     state.row[OP], state.row[OP_ENDS] = op, state.row[NOW] + ms
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _start_weight_gradient(state: State, device: OneStage, held: int) -> int:
     if state.row[WAITING] == 0.0:
         return IMPOSSIBLE
@@ -71,7 +71,7 @@ def _start_weight_gradient(state: State, device: OneStage, held: int) -> int:
     return held + device.memory.weight - device.memory.waiting
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
     row, activations, ms = state.row, state.activations, device.ms
     is_recomputed = op == FORWARD_THEN_RECOMPUTE
@@ -90,7 +90,7 @@ def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
     return held + device.memory.forward
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _start_recompute(state: State, device: OneStage, held: int) -> int:
     """Compute the first activation again that has only its checkpoint."""
     for i in range(int(state.row[ACTIVATIONS])):
@@ -101,7 +101,7 @@ def _start_recompute(state: State, device: OneStage, held: int) -> int:
     return IMPOSSIBLE
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _start_backward(state: State, device: OneStage, held: int) -> int:
     """Start the input gradient of the first activation that is ready and there as a whole."""
     now, activations = state.row[NOW], state.activations
@@ -116,7 +116,7 @@ def _start_backward(state: State, device: OneStage, held: int) -> int:
     return IMPOSSIBLE
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _remove_activation(state: State, i: int) -> None:
     """Remove an activation, and the first turn."""
     activations, lines, last = state.activations, state.lines, int(state.row[ACTIVATIONS]) - 1
@@ -131,7 +131,7 @@ def _remove_activation(state: State, i: int) -> None:
             lines[line, WHOSE] -= 1.0
 
 
-@compiled_in_place
+@compiled_part_in_place
 def start_transfer(state: State, line: int, choice: int, device: OneStage, held: int) -> int:
     """Let a line carry a part: choice 1 + 2i sends one of activation i out, 2 + 2i brings one back, 0 does nothing."""
     if choice == 0:
@@ -152,7 +152,7 @@ def start_transfer(state: State, line: int, choice: int, device: OneStage, held:
     return held if held <= device.memory.budget else IMPOSSIBLE
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _may_move(state: State, i: int, direction: int, device: OneStage) -> bool:
     """Whether a part of an activation may go out or come back, and no other activation with as many parts comes first:
     the last one to leave, the first one to come back."""
@@ -173,7 +173,7 @@ def _may_move(state: State, i: int, direction: int, device: OneStage) -> bool:
 # Time goes on
 
 
-@compiled_in_place
+@compiled_part_in_place
 def go_to_next_event(state: State, device: OneStage) -> bool:
     """Go to the next event. False if there is none."""
     event = _next_event(state)
@@ -187,7 +187,7 @@ def go_to_next_event(state: State, device: OneStage) -> bool:
     return True
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _next_event(state: State) -> float:
     """When the op on compute or a transfer ends or, with compute idle, an input gradient may start."""
     row, lines, activations, event = state.row, state.lines, state.activations, np.inf
@@ -206,7 +206,7 @@ def _next_event(state: State) -> float:
     return float(event)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_op(state: State, event: float, device: OneStage) -> None:
     row, activations = state.row, state.activations
     if row[OP] == IDLE or row[OP_ENDS] > event:
@@ -220,7 +220,7 @@ def _end_op(state: State, event: float, device: OneStage) -> None:
     row[OP_ENDS] = row[OP] = row[BYTES] = 0.0
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_transfers(state: State, event: float) -> None:
     lines = state.lines
     for line in range(2):
@@ -230,7 +230,7 @@ def _end_transfers(state: State, event: float) -> None:
             lines[line, ENDS] = lines[line, DIRECTION] = lines[line, WHOSE] = 0.0
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _forget_the_past(state: State, device: OneStage) -> None:
     """Raise the times that are over to now, so that states that differ only there are equal."""
     row, activations, now = state.row, state.activations, state.row[NOW]
@@ -243,7 +243,7 @@ def _forget_the_past(state: State, device: OneStage) -> None:
         state.passed[b] = max(state.passed[b], soonest) if row[STARTED] < device.microbatches else 0.0
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _sort_equally_ready(state: State) -> None:
     """Sort activations that are ready at the same time by their parts; the one whose forward runs stays the last."""
     row, activations, count = state.row, state.activations, int(state.row[ACTIVATIONS])
@@ -260,7 +260,7 @@ def _sort_equally_ready(state: State) -> None:
             j -= 1
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _swap_transfers(state: State, i: int, j: int) -> None:
     """Let lines that carry a part of one of two activations carry one of the other."""
     lines = state.lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optpipe.evaluate.jit import compiled, compiled_in_place
+from optpipe.evaluate.jit import compiled, compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_bound import least_end
 from optpipe_solver.relax.one_stage_moves import go_to_next_event, start_op, start_transfer
@@ -71,7 +71,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     return least_bound(states)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _add_successors(
     state: State, computing: State, sending: State, following: State, device: OneStage, states: States, least: float
 ) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled, compiled_in_place
+from optpipe.evaluate.jit import compiled_part, compiled_part_in_place
 from optpipe.model.arrays import Flags, Floats
 from optpipe_solver.relax.one_stage import BOTTLENECKS, OneStage
 
@@ -53,7 +53,7 @@ class State(NamedTuple):
     activations: Floats
 
 
-@compiled
+@compiled_part
 def empty_state(columns: int) -> State:
     row = np.zeros(columns)
     activations = row[FIRST:].reshape((columns - FIRST) // WIDTH, WIDTH)
@@ -69,7 +69,7 @@ def must_equal(microbatches: int) -> Flags:
     return mask
 
 
-@compiled_in_place
+@compiled_part_in_place
 def is_complete(state: State, device: OneStage) -> bool:
     row = state.row
     if row[STARTED] < device.microbatches or row[OP] != IDLE:
@@ -77,14 +77,14 @@ def is_complete(state: State, device: OneStage) -> bool:
     return bool(row[ACTIVATIONS] == 0.0 and row[WAITING] == 0.0)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def has_same_ops(a: State, b: State) -> bool:
     """Whether the same ops run in both."""
     same_transfers = a.lines[0, DIRECTION] == b.lines[0, DIRECTION] and a.lines[1, DIRECTION] == b.lines[1, DIRECTION]
     return bool(a.row[OP] == b.row[OP] and same_transfers)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def bytes_held(state: State, device: OneStage) -> int:
     """The bytes that are held now. None is free before the op that runs has ended."""
     row, lines, activations, memory = state.row, state.lines, state.activations, device.memory
@@ -101,7 +101,7 @@ def bytes_held(state: State, device: OneStage) -> int:
     return int(held)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def is_moving(state: State, i: int) -> bool:
     """Whether a part of an activation is on a line."""
     lines, is_moving = state.lines, False

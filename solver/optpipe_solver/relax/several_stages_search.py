@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled, compiled_in_place
+from optpipe.evaluate.jit import compiled, compiled_part, compiled_part_in_place
 from optpipe.model.arrays import Flags, Floats
 from optpipe_solver.relax.several_stages import SeveralStages
 from optpipe_solver.relax.states import (
@@ -58,7 +58,7 @@ class State(NamedTuple):
     microbatches: Floats
 
 
-@compiled
+@compiled_part
 def _empty_state(columns: int, device: SeveralStages) -> State:
     row = np.zeros(columns)
     passed = WAITING + len(device.weights.ms)
@@ -67,7 +67,7 @@ def _empty_state(columns: int, device: SeveralStages) -> State:
     return State(row, row[WAITING:passed], row[passed:first], microbatches)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _width(state: State) -> int:
     """How many columns the state uses."""
     return len(state.row) - WIDTH * (len(state.microbatches) - int(state.row[UNDER_WAY]))
@@ -114,7 +114,7 @@ def expand(device: SeveralStages, states: States, pops: int) -> float:
     return least_bound(states)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _is_complete(state: State, device: SeveralStages) -> bool:
     if state.row[STARTED] < device.microbatches or state.row[UNDER_WAY] > 0.0:
         return False
@@ -124,7 +124,7 @@ def _is_complete(state: State, device: SeveralStages) -> bool:
     return bool(waiting == 0.0)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _add_successors(state: State, following: State, device: SeveralStages, states: States, least: float) -> None:
     """Add what follows from a state if compute waits, runs a weight gradient of a group, or a step."""
     held, groups = _bytes_held(state, device), len(state.waiting)
@@ -145,7 +145,7 @@ def _add_successors(state: State, following: State, device: SeveralStages, state
                 return
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _bytes_held(state: State, device: SeveralStages) -> int:
     """The bytes that are held between ops."""
     held = 0
@@ -156,7 +156,7 @@ def _bytes_held(state: State, device: SeveralStages) -> int:
     return held
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _run_step(state: State, step: int, device: SeveralStages, held: int) -> bool:
     """Run a step of the micro-batch that can have it first. False if none can now, or it does not fit."""
     row, memory = state.row, device.memory
@@ -179,7 +179,7 @@ def _run_step(state: State, step: int, device: SeveralStages, held: int) -> bool
     return True
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _remove_first_before(state: State, step: int) -> bool:
     """Remove the first micro-batch before this step from those under way. False if there is none that is ready."""
     row, microbatches = state.row, state.microbatches
@@ -195,7 +195,7 @@ def _remove_first_before(state: State, step: int) -> bool:
     return True
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _insert(state: State, ready: float, step: int) -> None:
     """Add a micro-batch to those under way, in its place."""
     microbatches, place = state.microbatches, int(state.row[UNDER_WAY])
@@ -212,7 +212,7 @@ def _insert(state: State, ready: float, step: int) -> None:
     state.row[UNDER_WAY] += 1.0
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _run_weight_gradient(state: State, group: int, device: SeveralStages) -> bool:
     """Run a weight gradient of a group. False if none waits."""
     if state.waiting[group] == 0.0:
@@ -222,7 +222,7 @@ def _run_weight_gradient(state: State, group: int, device: SeveralStages) -> boo
     return True
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _wait(state: State) -> bool:
     """Go to the next moment at which a step may start. False if there is none."""
     event = np.inf
@@ -233,7 +233,7 @@ def _wait(state: State) -> bool:
     return bool(event < np.inf)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _forget_the_past(state: State, device: SeveralStages) -> None:
     """Raise the times that are over to now, so that states that differ only there are equal."""
     now, microbatches = state.row[NOW], state.microbatches
@@ -259,7 +259,7 @@ class Remaining(NamedTuple):
     backwards: float
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _least_end(state: State, device: SeveralStages) -> float:
     """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by memory."""
     now, remaining = state.row[NOW], _remaining(state, device)
@@ -273,7 +273,7 @@ def _least_end(state: State, device: SeveralStages) -> float:
     return float(end)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _remaining(state: State, device: SeveralStages) -> Remaining:
     steps, to_come, weights = len(device.step_ms), device.microbatches - state.row[STARTED], device.weights
     half = steps // 2
@@ -291,7 +291,7 @@ def _remaining(state: State, device: SeveralStages) -> Remaining:
     return Remaining(steps_ms, weight_ms, backwards)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_by_paths(state: State, device: SeveralStages) -> float:
     """The least end by the way of each micro-batch alone."""
     now, to_come = state.row[NOW], device.microbatches - state.row[STARTED]
@@ -301,7 +301,7 @@ def _end_by_paths(state: State, device: SeveralStages) -> float:
     return float(end)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
     """The least end by the last micro-batch that passes the bottleneck after each step."""
     now, end = state.row[NOW], 0.0
@@ -316,7 +316,7 @@ def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
     return float(end)
 
 
-@compiled_in_place
+@compiled_part_in_place
 def _memory_needed(state: State, remaining: Remaining, measure: int, device: SeveralStages) -> float:
     """ms of all the memory that are needed from now on, by this measure."""
     now, worth = state.row[NOW], device.worth
