@@ -49,9 +49,9 @@ def solve(
     require_writable(output)
     require_writable(html)
     posed = Problem.load(problem)
+    start = Schedule.load(warm_start) if warm_start else None
     if not (json or sys.stderr.isatty()):  # a terminal shows more
         typer.echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
-    start = Schedule.load(warm_start) if warm_start else None
     search = improve(posed, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
     result = _last_result(search, options.time_limit_s, quiet=json)
     try:

@@ -19,8 +19,9 @@ inner = compiled_part(called.inner)
 def outer(x):
     return inner(x) + 1
 
-before = are_compiled(outer)
-print(outer(1), sum(getattr(outer, "stats").cache_hits.values()) if hasattr(outer, "stats") else -1, int(before), int(are_compiled(outer)))
+before, value = are_compiled(outer), outer(1)
+found = sum(getattr(outer, "stats").cache_hits.values()) if hasattr(outer, "stats") else -1
+print(value, found, int(before), int(are_compiled(outer)))
 """
 
 
