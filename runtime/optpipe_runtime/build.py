@@ -19,6 +19,7 @@ from optpipe_runtime.arguments import (
     require_no_cuda_graphs,
     require_valid_arguments,
 )
+from optpipe_runtime.execute.means import GradientMeans
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
@@ -56,22 +57,24 @@ def build(options: Options) -> Rank:
         microbatches=options.microbatches,
         clip_host_updates=options.clip_host_updates,
         whole_gradients=options.whole_gradients,
+        scale_grads=options.scale_grads,
         **asdict(layout),
     )
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, options.host_memory_bytes)
-    loss = options.loss_fn, 1 / options.microbatches
+    stages = {
+        s: StageRunner(s, module, device, link, pool, options.loss_fn if s in layout.last else None)
+        for s, module in replicas.modules.items()
+    }
     rank = Rank(
         team=team,
         cpu_group=cpu_group,
         layout=layout,
         device=device,
-        stages={
-            s: StageRunner(s, module, device, link, pool, loss if s in layout.last else None)
-            for s, module in replicas.modules.items()
-        },
+        stages=stages,
         replicas=replicas,
         reductions=Reductions(replicas, device),
+        means=GradientMeans(stages, replicas, options.scale_grads),
         messages=Messages(team, layout, device),
         pool=pool,
         link=link,

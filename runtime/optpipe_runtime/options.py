@@ -35,3 +35,4 @@ class Options:
     whole_gradients: int | None = None
     group: dist.ProcessGroup | None = None
     inner: dist.ProcessGroup | DeviceMesh | None = None
+    scale_grads: bool = True

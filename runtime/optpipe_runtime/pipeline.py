@@ -53,8 +53,7 @@ class Pipeline:
     placement
         The rank of each stage. With a `group` the ranks are numbered as in the group.
     loss_fn
-        `loss_fn(output, *targets)` is the mean loss of a micro-batch, on the last stage's rank. Gradients are those of
-        the mean over the whole batch.
+        `loss_fn(output, *targets)` is the loss of a micro-batch, on the last stage's rank.
     microbatches
         Into how many micro-batches a batch is cut.
     host_memory_bytes
@@ -90,6 +89,9 @@ class Pipeline:
         How inputs and named arguments are cut into micro-batches, as in torch.distributed.pipelining: a
         `TensorChunkSpec` for each input, or by name; None for a value that all micro-batches get whole. By default
         along the first dimension.
+    scale_grads
+        Whether gradients are those of the mean of the micro-batches' losses, or of their sum. As torch's schedules do,
+        it divides the gradients at the end of a step, and not the losses.
 
     Attributes
     ----------
@@ -121,6 +123,7 @@ class Pipeline:
         inner: dist.ProcessGroup | DeviceMesh | None = None,
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        scale_grads: bool = True,
     ) -> None:
         options = Options(
             stages=stages,
@@ -138,6 +141,7 @@ class Pipeline:
             whole_gradients=whole_gradients,
             group=group,
             inner=inner,
+            scale_grads=scale_grads,
         )
         self._rank = build(options)
         self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})

@@ -287,7 +287,7 @@ class StepRunner:
         return any(wrong)
 
     def _accumulates(self) -> bool:
-        return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.module.parameters())
+        return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.parameters())
 
     def _swap_back(self, complaint: str) -> None:
         self.schedules.swap(*self.schedules.running.give_up(complaint))

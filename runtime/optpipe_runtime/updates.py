@@ -67,6 +67,6 @@ class Updates:
         parameters = {
             f"stage {s}: {name}": elsewhere.get(parameter, parameter)
             for s, stage in self._rank.stages.items()
-            for name, parameter in stage.module.named_parameters()
+            for name, parameter in stage.named_parameters().items()
         }
         return parameters, (parameter for tie in self._ties for parameter in tie.uncounted)

@@ -46,7 +46,7 @@ def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None
         assert sentences[5] == "inputs has shape [7, 16]: its first dimension must be a multiple of the 4 micro-batches"
         assert sentences[6].startswith("inputs is NoneType: this rank needs a tensor")
         assert sentences[7] == "no schedule is loaded: call load(schedule) before the first step"
-        assert sentences[8] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
+        assert sentences[8] == "loss_fn must return a tensor with one number, the loss of a micro-batch"
         assert sentences[9] == "the ranks prepared different schedules: they were profiled differently"
         assert sentences[10] == "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
         assert sentences[11].startswith("rank 0: load was given no optpipe.Schedule on rank 0; if a search found none")

@@ -14,6 +14,7 @@ from optpipe_runtime.measure import profiler, trial
 from optpipe_runtime.measure.trial import OpTimer, Spread
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
+from optpipe_runtime.stage.outside import Outside
 
 
 class Ticking:
@@ -128,7 +129,10 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
     stages[1].bias.requires_grad_(False)
     stages[1].weight.grad = torch.zeros(10, 10)
-    runners = {s: SimpleNamespace(module=module, cast_bytes=100 * s) for s, module in stages.items()}
+    runners = {
+        s: SimpleNamespace(module=module, outside=Outside(None, module), cast_bytes=100 * s, buffer_bytes=0)
+        for s, module in stages.items()
+    }
     passed = Spec((10,), torch.float32, True)
     sends = StageIO((passed,), False, False, outputs=(passed,), reached=(frozenset({0}),), needed=(0,))
     rank: Any = SimpleNamespace(

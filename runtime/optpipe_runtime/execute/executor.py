@@ -67,6 +67,8 @@ class Executor:
             torch.cuda.reset_peak_memory_stats(self._rank.device)
         for stage in self._stages.values():
             stage.results = step.results if batch.outputs else None
+        if not evaluating:
+            self._rank.means.start_step(plan)
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
@@ -196,9 +198,12 @@ class Executor:
         step.ops.append(OpRecord(op, start, step.mark(), waited, copies))
 
     def _end(self, step: StepRecord, op: Op) -> None:
-        """What may go on once the op was issued: a reduction of the stage's gradients, or what features put off."""
-        if op in step.plan.completing and self._reductions.any and step.counts():
-            self._reductions.complete(op.stage)
+        """What may go on once the op was issued: the mean and the reduction of the stage's gradients, or what features
+        put off."""
+        if op in step.plan.completing:
+            self._rank.means.complete(op.stage)
+            if self._reductions.any and step.counts():
+                self._reductions.complete(op.stage)
         elif step.evaluating and op in step.plan.closing:
             self._replicas.shard(op.stage)
         for after_op in self._after_op:

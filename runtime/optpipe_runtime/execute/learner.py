@@ -84,11 +84,19 @@ class Learner:
             given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
         ends = s == self._rank.layout.routes[r][-1]
         target = batch.cut_targets(m)[0] if ends else None
-        return learn(self._rank.stages[s], given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[0])
+        stage = self._rank.stages[s]
+        io = learn(stage, given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[0])
+        if stage.outside.reached and (s in self._rank.replicas.reduced or stage.outside.has_replicas):
+            raise InputError(
+                f"{stage.outside.reached[0]} is trained with stage {s} and not in its module, so its gradient would "
+                "not be the mean over the replicas: put it into the module, inside of DistributedDataParallel or "
+                "fully_shard"
+            )
+        return io
 
     def _signature(self, batch: Batch) -> tuple[Any, Any]:
         """Two keys: shapes and types of the batch, and autocast; the modes of modules and what is trained."""
-        rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
+        rank, stages = self._rank, self._rank.stages.values()
         values = [batch.inputs] * rank.takes_inputs + [batch.targets] * rank.takes_targets
         named = [batch.kwargs_of(s) for s in rank.stages] if batch.kwargs else []
         given = (
@@ -100,8 +108,7 @@ class Learner:
         )
         kind = rank.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        modes = [part.training for module in modules for part in module.modules()]
         return (given, autocast), (
-            modes,
-            [parameter.requires_grad for module in modules for parameter in module.parameters()],
+            [part.training for stage in stages for part in stage.modules()],
+            [parameter.requires_grad for stage in stages for parameter in stage.parameters()],
         )

@@ -11,6 +11,7 @@ import torch
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.handler import Feature
+from optpipe_runtime.execute.means import GradientMeans
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.lowering.plan import Message
@@ -50,6 +51,7 @@ class Rank:
     stages: Mapping[int, StageRunner]
     replicas: Replicas
     reductions: Reductions
+    means: GradientMeans
     messages: Messages
     pool: HostPool
     link: Link

@@ -97,6 +97,7 @@ class GradientWindows(Feature):
         step, so this waits for no vote."""
         if not step.evaluating and op in self._windows_in(step.plan).ends:
             if step.counts():
+                self._rank.means.end_window(op.stage)
                 self._reductions.start(op.stage, self._rank.replicas.window)
             else:
                 self._rank.replicas.forget()

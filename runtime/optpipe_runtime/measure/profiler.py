@@ -245,7 +245,7 @@ def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, 
 @contextmanager
 def _unchanged(stage: StageRunner) -> Iterator[None]:
     """After this context gradients, buffers and random numbers are what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in stage.module.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in stage.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     with stage.replay.undisturbed():
@@ -292,7 +292,7 @@ def _gradients(rank: Rank) -> Sizes:
     """What the gradients take that backwards have left, which may be less spread over inner peers than their parameters
     are. Those of gathered parameters are noted where these are (`Sharded.gradient_bytes`)."""
     rank.replicas.held_bytes()
-    parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
+    parameters = [parameter for stage in rank.stages.values() for parameter in stage.parameters()]
     return {p: _gradient_bytes(p) for p in parameters if p.grad is not None and not p.grad.is_sparse}
 
 
@@ -310,13 +310,13 @@ def require_budget(rank: Rank) -> None:
 
 def budget(rank: Rank, gradients: Sizes) -> int:
     """The free memory of a GPU, less what else a step allocates: gradients, as large as they were found to be, casts of
-    weights, and messages; less a tenth for workspace."""
+    weights, copies of buffers, and messages; less a tenth for workspace."""
     free, _ = torch.cuda.mem_get_info(rank.device)
     cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
     still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
     for s, stage in rank.stages.items():
-        still_to_come += stage.cast_bytes + rank.replicas.gradient_bytes(s)
-        for parameter in rank.replicas.parameters(s):
+        still_to_come += stage.cast_bytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
+        for parameter in (*rank.replicas.parameters(s), *stage.outside.named_parameters().values()):
             if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
                 still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
     return max(0, int(0.9 * (free + cached - still_to_come)))

@@ -225,6 +225,7 @@ class ForwardBackward:
             links=layout.links or None,
             group=groups.pp,
             inner=_inner(groups),
+            scale_grads=False,  # Megatron's `forward_step` scales losses, auxiliary ones, too
         )
         self._pipeline = pipeline
         return pipeline
@@ -252,8 +253,6 @@ class ForwardBackward:
             raise InputError(
                 f"num_microbatches = {step.microbatches}: the schedule is for {pipeline.layout.microbatches}"
             )
-        for stage in pipeline._rank.stages.values():
-            stage.set_loss_scale(1.0)  # the loss is in Megatron's own scale
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if len(iterators) != len(self._chunks):
             raise InputError(

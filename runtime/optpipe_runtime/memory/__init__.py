@@ -4,5 +4,4 @@
 - `activation`: the tensors that autograd saved for one micro-batch, offloaded and reloaded in parts;
 - `engines`: what runs transfers beside compute: a thread on CPU, a side stream on CUDA;
 - `host_pool`, `link`, `shared_link`: offloads to host memory; `peers`: evictions to another rank;
-- `buffers`: the module buffers that a forward may write.
 """

@@ -120,6 +120,18 @@ class Replicas:
         """The parameters of a stage as they are between steps: of sharded ones the shards."""
         return self._sharded[s].parameters() if s in self._sharded else self.modules[s].parameters()
 
+    def unsharded(self, s: int, parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+        """Those of a stage's parameters that no FSDP shards."""
+        sharded = self._sharded[s].identities() if s in self._sharded else ()
+        return [parameter for parameter in parameters if id(parameter) not in sharded]
+
+    def shards(self, s: int) -> Iterable[nn.Parameter]:
+        return self._sharded[s].shards() if s in self._sharded else ()
+
+    def whole_gradients(self, s: int) -> list[tuple[int, Tensor]]:
+        """What backwards have added up for sharded parameters of a stage, with the identity of its parameter."""
+        return self._sharded[s].whole_gradients() if s in self._sharded else []
+
     def parameter_bytes(self, s: int) -> int:
         """What the whole parameters of a stage take where they are gathered. It must have been gathered before."""
         return self._sharded[s].parameter_bytes if s in self._sharded else 0

@@ -117,6 +117,13 @@ class Sharded:
         shards = {parameter.whole: parameter.shard for parameter in self._parameters}
         return [shards.get(parameter, parameter) for parameter in self._module.parameters()]
 
+    def shards(self) -> list[nn.Parameter]:
+        return [parameter.shard for parameter in self._parameters]
+
+    def identities(self) -> set[int]:
+        """Of the shards and of the whole parameters."""
+        return {id(tensor) for parameter in self._parameters for tensor in (parameter.shard, parameter.whole)}
+
     # Bytes
 
     @property
@@ -153,6 +160,10 @@ class Sharded:
         return sum({tensors.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     # Gradients
+
+    def whole_gradients(self) -> list[tuple[int, Tensor]]:
+        """What backwards have added up, with the identity of its parameter."""
+        return [(id(parameter.shard), gradient) for parameter in self._parameters for gradient in parameter.gradients]
 
     def leave(self) -> list[Tensor]:
         """Behind the last W: from here on the stage is left to `reduce`. Returns its whole gradients."""
@@ -201,7 +212,7 @@ class Sharded:
         return -minus_least, most
 
     def _gradients(self) -> list[Tensor]:
-        return [gradient for parameter in self._parameters for gradient in parameter.gradients]
+        return [gradient for _, gradient in self.whole_gradients()]
 
     def _make_reducible(self) -> None:
         """Gives whole gradients the types and placements in which FSDP reduces them."""

@@ -3,6 +3,7 @@
 
 - `io`: the tensors that pass between stages;
 - `runner`: the ops; `learn`: finds the tensors by running the forward once;
-- `replay`: runs a forward again with the random numbers and buffers of the first time, and undoes a step;
+- `outside`: parameters that a stage uses and its module does not have, as those of `loss_fn`;
+- `replay`: runs a forward again as it ran the first time, and undoes a step; `state`: what forwards change in modules;
 - `split`: the split backward.
 """

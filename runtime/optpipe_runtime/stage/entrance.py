@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,17 +28,22 @@ def enter(inputs: Tensors, numbers: list[int], gradients: list[dict[int, Tensor 
 def reached_inputs(output: Tensor, inputs: Tensors) -> frozenset[int]:
     """The numbers of the inputs, which are leaves of the graph, that a gradient of the output may reach."""
     number = {id(tensor): i for i, tensor in enumerate(inputs)}
+    return frozenset(number[id(leaf)] for leaf in reached_leaves(output) if id(leaf) in number)
+
+
+def reached_leaves(output: Tensor) -> Iterator[Tensor]:
+    """The leaves of the graph that a gradient of the output may reach."""
     seen, waiting = {output.grad_fn}, [output.grad_fn]
-    reached = set()
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        reached.add(number.get(id(getattr(node, "variable", None)), -1))
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         fresh = {after for after, _ in node.next_functions} - seen
         seen |= fresh
         waiting += fresh
-    return frozenset(reached - {-1})
 
 
 class _Entrance(torch.autograd.Function):

@@ -18,7 +18,7 @@ from optpipe_runtime.torch_private.trees import tree_leaves, tree_map_only
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Kwargs = dict[str, Any]  # what a stage gets by name from the batch, for a micro-batch or for all
-LossFn = Callable[..., Tensor]  # (output, *targets) -> the mean loss of a micro-batch
+LossFn = Callable[..., Tensor]  # (output, *targets) -> the loss of a micro-batch
 
 
 class Spec(NamedTuple):

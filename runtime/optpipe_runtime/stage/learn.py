@@ -11,7 +11,6 @@ import torch
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory import buffers
 from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import Nowhere
 from optpipe_runtime.stage.entrance import reached_inputs
@@ -51,13 +50,12 @@ def learn(
         stage.norms_wait, stage.whole, stage.calls = True, False, Calls(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
         copies, asked, named = clones((inputs, target or (), dict(kwargs)))
-        changed = buffers.watch(stage.module)
         outputs = stage.outputs(io, copies, asked, named)
         if io.ends and not outputs[0].requires_grad:
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
-        stage.replay.changing = list(dict.fromkeys((*stage.replay.changing, *changed())))
+        stage.outside.note(outputs, tensors_in((inputs, target or (), dict(kwargs))), stage.module)
     stage.io[route] = io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),

@@ -2,68 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from optpipe_runtime.memory import buffers
+from optpipe_runtime.stage.state import Restore, State, save_random
 
 
 class Replay:
-    """Random numbers, buffers and gradients of one stage. `changing` are the buffers of modules that change one in a
-    forward, such as a running mean."""
+    """Random numbers, gradients and what else forwards change, of one stage."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
-        self._devices = [device] if device.type == "cuda" else []
-        self.changing: list[buffers.Buffer] = []
+    def __init__(
+        self,
+        modules: Callable[[], Iterable[nn.Module]],
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        self._state, self._parameters, self._device = State(modules), parameters, device
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What runs in this context leaves buffers and random numbers as they were."""
-        restore = buffers.save(buffers.all_buffers(self._module))
+        """What runs in this context leaves all but gradients as it was."""
+        saved, restore_random = self._state.save(), save_random(self._device)
         try:
-            with torch.random.fork_rng(self._devices):
-                yield
+            yield
         finally:
-            restore()
+            saved.restore()
+            restore_random()
 
-    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a context in which random numbers and buffers are what they are now. It leaves them as it finds
-        them."""
-        cpu = torch.get_rng_state()
-        cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        restore_now = buffers.save(self.changing)
+    def as_now(self) -> Callable[[], AbstractContextManager[list[Tensor]]]:
+        """Returns a context in which random numbers, buffers and attributes are what they are now. It leaves them as it
+        finds them. Its value are the tensors that stand in for others meanwhile."""
+        saved, restore_random = self._state.save(), save_random(self._device)
 
         @contextmanager
-        def again() -> Iterator[None]:
-            with torch.random.fork_rng(self._devices):
-                torch.set_rng_state(cpu)
-                for device, state in zip(self._devices, cuda, strict=True):
-                    torch.cuda.set_rng_state(state, device)
-                restore_later = buffers.save(self.changing)
-                restore_now()
-                yield
+        def again() -> Iterator[list[Tensor]]:
+            restore_later = save_random(self._device)
+            try:
+                with saved.standing_in() as stand_ins:
+                    restore_random()
+                    yield stand_ins
+            finally:
                 restore_later()
 
         return again
 
-    def snapshot(self) -> Callable[[], None]:
-        """Saves what a step changes in the module: gradients, and buffers that forwards write. Returns a function that
-        restores it."""
+    def snapshot(self) -> Restore:
+        """Saves what a step changes in the modules. Returns a function that restores it."""
         gradients = [
-            (p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True))
-            for p in self._module.parameters()
+            (p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self._parameters()
         ]
-        restore_buffers = buffers.save(self.changing)
+        saved = self._state.save()
 
         def restore() -> None:
             for parameter, gradient, value in gradients:
                 parameter.grad = gradient
                 if gradient is not None and value is not None:
                     gradient.detach().copy_(value)
-            restore_buffers()
+            saved.restore()
 
         return restore
+
+    def end_step(self) -> None:
+        """Lets go of copies."""
+        self._state.forget_copies()

@@ -24,6 +24,7 @@ from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, tensors_in
+from optpipe_runtime.stage.outside import Outside
 from optpipe_runtime.stage.replay import Replay
 from optpipe_runtime.stage.split import (
     Calls,
@@ -73,6 +74,8 @@ class Running:
         Whether `activation` counts and moves what autograd saves.
     saved_outputs
         The numbers of the outputs that share memory with what is saved.
+    stand_ins
+        Copies of buffers that C has used in their places. Like buffers they are no activations.
     """
 
     io: StageIO
@@ -84,6 +87,7 @@ class Running:
     backward: Kind | None = None
     captured: bool = True
     saved_outputs: frozenset[int] = frozenset()
+    stand_ins: Sequence[Tensor] = ()
 
 
 class StageRunner:
@@ -93,6 +97,8 @@ class StageRunner:
     ----------
     io
         What the stage gets and gives on each route; filled in by `learn`.
+    outside
+        What it uses beside its module.
     calls
         The modules and functions that `learn` has seen called.
     at_b
@@ -114,15 +120,15 @@ class StageRunner:
         device: torch.device,
         link: Link,
         pool: HostPool,
-        loss: tuple[LossFn, float] | None = None,
+        loss_fn: LossFn | None = None,
     ) -> None:
-        """`loss`, where a route ends: the function, and the weight of one micro-batch's loss in the mean."""
+        """`loss_fn`: where a route ends."""
         self.index, self.module, self.device = index, module, device
         self._link, self._pool = link, pool
-        self._loss_fn: LossFn | None
-        self._loss_fn, self._loss_scale = loss or (None, 1.0)
+        self._loss_fn = loss_fn
         self.io: dict[int, StageIO] = {}
-        self.replay = Replay(module, device)
+        self.outside = Outside(loss_fn, module)
+        self.replay = Replay(self.modules, self.parameters, device)
         self.norms_wait, self.whole = True, False
         self.calls: Calls | None = None
         self.at_b: frozenset[str] | None = None
@@ -132,28 +138,43 @@ class StageRunner:
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
         self._running: dict[int, Running] = {}
-        self._delayed = Delayed(delaying(module))
+        self._delayed = Delayed(delaying(self.modules()))
         self._casts = Casts()
+
+    def modules(self) -> list[nn.Module]:
+        """All modules of the stage, those of `loss_fn` among them."""
+        return list(dict.fromkeys([*self.module.modules(), *self.outside.modules()]))
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters()) | self.outside.named_parameters()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys([*self.module.parameters(), *self.outside.named_parameters().values()]))
+
+    def _buffers(self) -> set[Tensor]:
+        return {buffer for part in self.modules() for buffer in part.buffers(recurse=False)}
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
         """Call it before a step. The batch, parameters and buffers stay in memory anyway: they are no activations.
         Offloads go in `parts` parts."""
         self._parts = parts
-        staying = (*self.module.parameters(), *self.module.buffers(), *batch)
+        staying = (*self.parameters(), *self._buffers(), *batch)
         self._excluded = frozenset(storage_key(tensor) for tensor in staying)
 
     def end_step(self) -> None:
         """Call it after a step, and after whatever else has run forwards."""
         self._casts.clear()
+        self.replay.end_step()
 
     @property
     def cast_bytes(self) -> int:
         """What casts of parameters took in the last step, under autocast."""
         return self._casts.nbytes
 
-    def set_loss_scale(self, loss_scale: float) -> None:
-        """Between two steps: the weight of one micro-batch's loss in the mean from now on."""
-        self._loss_scale = loss_scale
+    @property
+    def buffer_bytes(self) -> int:
+        """What its buffers take, and a copy of them."""
+        return sum(buffer.nbytes for buffer in self._buffers())
 
     @property
     def idle(self) -> bool:
@@ -165,7 +186,8 @@ class StageRunner:
             return 0
         running = self._running[microbatch]
         held = running.activation.held() | running.queue.held()
-        return sum(nbytes for key, nbytes in held.items() if key not in self._excluded)
+        staying = self._excluded.union(map(storage_key, running.stand_ins))
+        return sum(nbytes for key, nbytes in held.items() if key not in staying)
 
     # Compute
 
@@ -210,7 +232,6 @@ class StageRunner:
         running = self._running[microbatch]
         again, running.again = running.again, None
         assert again is not None
-        running.activation = self._new_activation(running.io)  # the graph keeps what it needs of the inputs
         again()
 
     def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
@@ -223,9 +244,7 @@ class StageRunner:
         running.queue.deferring = split
         io = running.io
         if io.ends:
-            gradients = tuple(
-                torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in io.outputs
-            )
+            gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype, device=self.device) for spec in io.outputs)
         if edges:
             by_output = dict(zip(io.needed, gradients, strict=True))
             with self._noting_at_b() if split and self.at_b is None else _NOTHING:
@@ -261,7 +280,7 @@ class StageRunner:
                 self.results[microbatch] = tree_map_only(Tensor, Tensor.detach, result)
             result = self._loss_fn(result, *target)
             if not isinstance(result, Tensor) or result.numel() != 1:
-                raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
+                raise InputError("loss_fn must return a tensor with one number, the loss of a micro-batch")
         return as_tensors(result, f"stage {self.index}")
 
     def _walk(self, running: Running, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -272,7 +291,7 @@ class StageRunner:
     @contextmanager
     def _noting_at_b(self) -> Iterator[None]:
         """Finds `at_b`: the parameters to whose gradients something is added in this context."""
-        parameters = dict(self.module.named_parameters())
+        parameters = self.named_parameters()
         before = {name: accumulated(parameter) for name, parameter in parameters.items()}
         in_buffers = {name: parameter for name, parameter in parameters.items() if main_grad(parameter) is not None}
         with added_at_once(in_buffers) as added:
@@ -293,8 +312,8 @@ class StageRunner:
             io.inputs[i].zeros(self.device) if (gradient := computed.get(i)) is None else gradient for i in io.asked
         )
 
-    def _new_activation(self, io: StageIO) -> Activation:
-        return Activation(self.device, self._excluded, io.shared_blocks)
+    def _new_activation(self, io: StageIO, staying: Iterable[Tensor] = ()) -> Activation:
+        return Activation(self.device, self._excluded.union(map(storage_key, staying)), io.shared_blocks)
 
     def _forward_without_graph(self, running: Running, microbatch: int, given: Given) -> Tensors:
         """An F that a C repeats: keeps the inputs."""
@@ -303,7 +322,9 @@ class StageRunner:
         as_first = self.replay.as_now()
 
         def again() -> None:
-            with as_first():
+            with as_first() as running.stand_ins:
+                # The graph keeps what it needs of the inputs.
+                running.activation = self._new_activation(running.io, running.stand_ins)
                 self._forward(running, microbatch, given)
 
         running.again = again

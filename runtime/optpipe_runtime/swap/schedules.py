@@ -178,10 +178,8 @@ class Schedules:
 
     def _change_microbatches(self, plan: Plan) -> None:
         """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""
-        layout = replace(self._rank.layout, microbatch_routes=Layout.from_problem(plan.problem).microbatch_routes)
-        self._rank.layout = layout
-        for stage in self._rank.stages.values():
-            stage.set_loss_scale(1 / layout.microbatches)
+        routes = Layout.from_problem(plan.problem).microbatch_routes
+        self._rank.layout = replace(self._rank.layout, microbatch_routes=routes)
         self._learner.forget()
         if self.problem is not None:
             self.problem = plan.problem

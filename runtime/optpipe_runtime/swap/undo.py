@@ -10,27 +10,25 @@ from torch import Tensor
 from optpipe.errors import OptPipeError
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.stage.state import save_random
 
 
 def snapshot(rank: Rank, batch: Batch) -> Callable[[], None]:
-    """Saves what a step changes on this rank: gradients, the buffers that forwards write, a batch that stages change in
-    place, and torch's random numbers; not what modules keep in Python. Returns a function that restores it."""
+    """Saves what a step changes on this rank: gradients, what else forwards change in modules, a batch that stages
+    change in place, and random numbers. Returns a function that restores it."""
     restores = [stage.replay.snapshot() for stage in rank.stages.values()]
     of_batch = [io for stage in rank.stages.values() for io in stage.io.values() if io.begins or io.ends]
     copies: list[tuple[Tensor, Tensor]] = []
     if any(io.changes_inputs for io in of_batch):
         copies = [(tensor, tensor.clone()) for tensor in batch.tensors()]
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(rank.device) if rank.device.type == "cuda" else None
+    restore_random = save_random(rank.device)
 
     def restore() -> None:
         for restore_stage in restores:
             restore_stage()
         for tensor, copy in copies:
             tensor.data.copy_(copy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, rank.device)
+        restore_random()
 
     return restore
 

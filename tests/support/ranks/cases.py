@@ -96,14 +96,21 @@ def plain_step(
     microbatches: int,
     loss: Callable[..., Tensor] = loss_fn,
 ) -> list[float]:
-    """Plain autograd, one micro-batch after the other: the losses, and gradients of their mean in `.grad`."""
-    losses = []
+    """Plain autograd, one micro-batch after the other: the losses, and gradients of their mean, added to `.grad`."""
+    losses, modules = [], list(modules)
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad *= microbatches
     for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
         for module in modules:
             x = module(x)
         value = loss(x, y)
-        torch.autograd.backward(value / microbatches)
+        torch.autograd.backward(value)
         losses.append(value.item())
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= microbatches
     return losses
 
 

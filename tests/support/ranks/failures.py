@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,14 @@ class Trouble(NamedTuple):
         if self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("not today")
+
+
+@dataclass
+class Counts:
+    """An object of its own, because numbers that a module has are as they were when it has been learned."""
+
+    forward: int = -3
+    backward: int = 0
 
 
 class Told(NamedTuple):
@@ -61,7 +70,7 @@ class _Armed(nn.Module):
 
     def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
         super().__init__()
-        self.stage, self.trouble, self.counts = stage, trouble, {"forward": -3, "backward": 0}
+        self.stage, self.trouble, self.counts = stage, trouble, Counts()
 
     def forward(self, x: Tensor) -> Tensor:
         self.count("forward")
@@ -69,8 +78,9 @@ class _Armed(nn.Module):
         return _Fuse.apply(result, self) if result.requires_grad else result  # type: ignore[no-untyped-call, no-any-return]
 
     def count(self, what: str) -> None:
-        self.counts[what] += 1
-        if what == self.trouble.where and self.counts[what] == self.trouble.nth:
+        nth = getattr(self.counts, what) + 1
+        setattr(self.counts, what, nth)
+        if (what, nth) == (self.trouble.where, self.trouble.nth):
             self.trouble.strike()
 
 

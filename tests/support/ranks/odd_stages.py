@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -192,6 +194,67 @@ def autocast(inner: nn.Module, x: Tensor) -> Tensor:
     return result.float()
 
 
+class Sometimes(nn.Module):
+    """A layer whose input is multiplied by what the module has. Zeros, by which it is learned, do not `change` it."""
+
+    def __init__(
+        self, change: Callable[[Sometimes, Tensor], Any], size: int = WIDTH, saves: bool = False, **attributes: Any
+    ) -> None:
+        """`saves`: whether the backward needs the buffer itself."""
+        super().__init__()
+        self.saves = saves
+        self.layer, self.change, self.factor = linear(), change, torch.ones(())
+        self.register_buffer("mean", torch.ones(size))
+        self.register_buffer("variance", torch.ones(size))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().any():
+            self.change(self, x.detach())
+        mean = (self.mean if self.saves else self.mean.clone())[:WIDTH]
+        result: Tensor = self.layer(x * mean * torch.as_tensor(self.factor).clone())
+        return result
+
+    def replace(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+SOMETIMES: dict[str, Callable[[], nn.Module]] = {
+    "a buffer in place": lambda: Sometimes(lambda own, x: own.mean.mul_(0.9).add_(x.mean())),
+    "a large buffer in place": lambda: Sometimes(lambda own, x: own.mean.mul_(0.9), size=20_000),
+    "a buffer by its data": lambda: Sometimes(lambda own, x: own.mean.data.mul_(0.9)),
+    "a large buffer by its data": lambda: Sometimes(lambda own, x: own.mean.data.mul_(0.9), size=20_000),
+    "a buffer replaced": lambda: Sometimes(lambda own, x: own.replace(mean=own.mean * 0.9)),
+    "running means without a counter": lambda: Sometimes(
+        lambda own, x: functional.batch_norm(x.flatten(0, 1), own.mean, own.variance, training=own.training)
+    ),
+    "an attribute in place": lambda: Sometimes(lambda own, x: own.factor.mul_(0.9)),
+    "an attribute replaced": lambda: Sometimes(lambda own, x: own.replace(factor=own.factor * 0.9)),
+    "an attribute that begins as None": lambda: Sometimes(
+        lambda own, x: own.replace(last=x.mean(), factor=1.0 if own.last is None else own.last), last=None
+    ),
+    "a number": lambda: Sometimes(lambda own, x: own.replace(factor=own.factor * 0.9), factor=1.0),
+    "a list": lambda: Sometimes(
+        lambda own, x: (own.means.append(x.mean()), own.replace(factor=sum(own.means))), means=[torch.ones(())]
+    ),
+    "a dict": lambda: Sometimes(lambda own, x: own.means.update(a=own.means["a"] * 0.9), means={"a": torch.ones(())}),
+    "a generator of its own": lambda: Sometimes(
+        lambda own, x: own.replace(factor=torch.rand((), generator=own.generator)), generator=torch.Generator()
+    ),
+    "Python's random numbers": lambda: Sometimes(lambda own, x: own.replace(factor=random.random())),
+    "numpy's random numbers": lambda: Sometimes(lambda own, x: own.replace(factor=float(np.random.rand()))),
+}
+# A backward needs what the next forward changes, so these train only with each backward behind its forward.
+SAVED: dict[str, Callable[[], nn.Module]] = {
+    "a saved buffer in place": lambda: Sometimes(lambda own, x: own.mean.mul_(0.9), saves=True),
+    "a saved buffer by its data": lambda: Sometimes(lambda own, x: own.mean.data.mul_(0.9), saves=True),
+    "a large saved buffer in place": lambda: Sometimes(lambda own, x: own.mean.mul_(0.9), saves=True, size=20_000),
+    "a large saved buffer by its data": lambda: Sometimes(
+        lambda own, x: own.mean.data.mul_(0.9), saves=True, size=20_000
+    ),
+}
 STAGES: dict[str, Callable[[], nn.Module]] = {
     "in place at entry": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "adds in place at entry": lambda: Of(lambda f, x: f(x.add_(1)), linear()),
@@ -268,6 +331,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
         lambda f, x: f(x.bfloat16()).float(), nn.Sequential(nn.LayerNorm(WIDTH), linear()).bfloat16()
     ),
     "state": Counting,
+    **SOMETIMES,
     "state, replaced": Replacing,
     "state, averaged": Averaging,
 }

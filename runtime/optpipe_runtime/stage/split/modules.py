@@ -10,7 +10,7 @@ the end is the same. A fused BW calls it at its end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from optpipe_runtime.stage.split.queue import accumulate, accumulated, filling
 
 
-def delaying(module: nn.Module) -> list[nn.Module]:
-    """The submodules that delay weight gradients."""
-    return [part for part in module.modules() if _delays(part)]
+def delaying(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that delay weight gradients."""
+    return [part for part in modules if _delays(part)]
 
 
 def _delays(part: Any) -> bool:

@@ -1,0 +1,201 @@
+"""What forwards change beside gradients: buffers, tensors and numbers that modules keep as attributes, and random
+numbers. Any micro-batch may be the first to change one, so all of them are saved."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.torch_private.modules import buffers_of
+from optpipe_runtime.torch_private.tensors import version
+
+# A larger tensor is not copied again while it has not changed. To find that out, a GPU's host waits.
+SMALL_BYTES = 64 * 2**10
+MOST_ENTRIES = 64  # of a container whose contents are saved, too
+CONTAINERS = (list, dict, deque, OrderedDict, defaultdict, Counter)
+MISSING = object()
+
+Restore = Callable[[], object]
+
+
+class _Copy(NamedTuple):
+    """Of a large tensor, when it had this version."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor has not changed since; a write by `data` does not change the version."""
+        return self.version == version(self.tensor) and local(self.tensor).equal(local(self.value))
+
+
+class Entry(NamedTuple):
+    """One attribute, buffer, or entry of a container: where it is, what it was, and its contents: of a tensor a
+    copy, of a container its entries, None for what cannot change."""
+
+    place: Any
+    name: Any
+    value: Any
+    contents: Any
+
+
+class State:
+    """Of the modules of a stage."""
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._modules = modules
+        self._copies: dict[int, _Copy] = {}  # of large tensors, by identity
+        # Those that are there before any forward: later ones may be activations. torch's own modules change none.
+        self._attributes = [
+            (vars(part), name)
+            for part in modules()
+            if not type(part).__module__.startswith("torch.nn.modules.")
+            for name, value in vars(part).items()
+            if value is None or isinstance(value, Tensor | int | float | torch.Generator) or type(value) in CONTAINERS
+            if name not in vars(nn.Module())
+        ]
+
+    def save(self) -> Saved:
+        """What it is now."""
+        copied: dict[int, Any] = {}  # contents by identity, because several modules may have one tensor
+        places = [(table, name) for part in self._modules() for table in [buffers_of(part)] for name in table]
+        entries = [
+            Entry(table, name, value, self._contents(value, copied))
+            for table, name in (*places, *self._attributes)
+            if not _is_activation(value := table.get(name, MISSING))
+        ]
+        return Saved(entries)
+
+    def forget_copies(self) -> None:
+        """After a step."""
+        self._copies.clear()
+
+    def _contents(self, value: Any, copied: dict[int, Any]) -> Any:
+        if id(value) not in copied:
+            if isinstance(value, Tensor):
+                copied[id(value)] = self._copy(value)
+            elif isinstance(value, torch.Generator):
+                copied[id(value)] = value.clone_state()
+            elif type(value) in CONTAINERS:
+                pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+                few = len(pairs) <= MOST_ENTRIES
+                copied[id(value)] = [Entry(value, k, v, self._contents(v, copied) if few else None) for k, v in pairs]
+            else:
+                return None
+        return copied[id(value)]
+
+    def _copy(self, tensor: Tensor) -> Tensor | _Copy | None:
+        part = local(tensor)
+        if _is_activation(tensor) or (part.layout is torch.strided and 0 in part.stride() and part.numel() > 1):
+            return None  # into an expanded tensor nothing can be written
+        if tensor.nbytes <= SMALL_BYTES:
+            return tensor.detach().clone()
+        last = self._copies.get(id(tensor))
+        if last is None or not last.is_current:
+            last = self._copies[id(tensor)] = _Copy(tensor, version(tensor), tensor.detach().clone())
+        return last
+
+
+class Saved:
+    """What a `State` was."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+
+    def restore(self) -> None:
+        """Puts back the same objects with the same values."""
+        _put_back(self._entries)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[list[Tensor]]:
+        """In this context the modules have copies with the values of then, so that a graph may hold them. Yields those
+        copies that are tensors. Large tensors that have not changed since stay where they are."""
+        stand_ins: dict[int, Any] = {}
+        before = [(entry, entry.place.get(entry.name, MISSING)) for entry in self._entries]
+        try:
+            for entry in self._entries:
+                _set(entry.place, entry.name, _stand_in(entry, stand_ins))
+            yield [value for value in stand_ins.values() if isinstance(value, Tensor)]
+        finally:
+            for entry, value in before:
+                _set(entry.place, entry.name, value)
+                if isinstance(entry.contents, _Copy) and id(value) not in stand_ins and not entry.contents.is_current:
+                    # Not by `data`: if the graph has saved the tensor, its backward fails and does not use this value.
+                    with torch.no_grad():
+                        value.copy_(entry.contents.value)
+
+
+def _put_back(entries: Sequence[Entry]) -> None:
+    for place, name, value, contents in entries:
+        _set(place, name, value)
+        if type(value) in CONTAINERS:
+            value.clear()
+            if not isinstance(value, dict):
+                value.extend(entry.value for entry in contents)
+            _put_back(contents)
+        elif isinstance(contents, torch.Generator):
+            value.set_state(contents.get_state())
+        elif contents is not None:
+            # By `data`, which autograd does not see: a graph that has saved the tensor gets back what it saved.
+            value.data.copy_(contents.value if isinstance(contents, _Copy) else contents)
+
+
+def _stand_in(entry: Entry, stand_ins: dict[int, Any]) -> Any:
+    """What has an entry's contents of then in its place; one for each object."""
+    value, contents = entry.value, entry.contents
+    if contents is None or (isinstance(contents, _Copy) and contents.is_current):
+        return value
+    if id(value) not in stand_ins:
+        if isinstance(contents, _Copy):
+            contents = contents.value.clone()
+        elif type(value) in CONTAINERS:
+            contents = copy(value)
+            contents.clear()
+            if not isinstance(value, dict):
+                contents.extend(entry.contents)
+            for inner in entry.contents:
+                contents[inner.name] = _stand_in(inner, stand_ins)
+        stand_ins[id(value)] = contents
+    return stand_ins[id(value)]
+
+
+def _set(place: Any, name: Any, value: Any) -> None:
+    if value is MISSING:
+        place.pop(name, None)
+    else:
+        place[name] = value
+
+
+def save_random(device: torch.device) -> Restore:
+    """Saves the states of the random numbers of torch, Python, and numpy if that is in use. Returns a function that
+    restores them."""
+    cpu, python = torch.get_rng_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = None if numpy is None else numpy.get_state()
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+
+    return restore
+
+
+def _is_activation(value: Any) -> bool:
+    """Whether a forward has left a tensor with its graph: to save it would hold all that the graph has saved."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
