@@ -44,7 +44,7 @@ USED_TWICE = {
     "products of several",
     "a gradient in a forward",
 }
-OTHER_KERNELS = {"lstm", "transformer layer in evaluation"}
+OTHER_KERNELS = {"lstm", "an lstm of one's own", "transformer layer in evaluation"}
 
 
 def seed(number: int) -> None:

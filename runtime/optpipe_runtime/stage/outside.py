@@ -15,6 +15,7 @@ from optpipe_runtime.stage.entrance import reached_leaves
 from optpipe_runtime.stage.io import Tensors
 
 DEEPEST = 4  # functions that call functions, lists in lists
+MOST_ENTRIES = 64  # of a list or a dict
 
 
 class Outside:
@@ -81,10 +82,9 @@ def _entries(value: Any) -> Mapping[Any, Any]:
     """What a function calls or reads, by name; what a list or a dict has."""
     if isinstance(value, partial):
         return {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
+    if isinstance(value, dict | list | tuple):
+        pairs = value if isinstance(value, dict) else dict(enumerate(value))
+        return pairs if len(pairs) <= MOST_ENTRIES else {}
     if inspect.ismethod(value):
         return _of_method(value.__self__, value.__func__)
     if inspect.isfunction(value):

@@ -96,8 +96,12 @@ class State:
         return copied[id(value)]
 
     def _copy(self, tensor: Tensor) -> Tensor | _Copy | None:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta:
+            return None  # a copy would be in no graph
         part = local(tensor)
-        if _is_activation(tensor) or (part.layout is torch.strided and 0 in part.stride() and part.numel() > 1):
+        if part.layout is torch.strided and any(
+            n > 1 and not stride for n, stride in zip(part.shape, part.stride(), strict=True)
+        ):
             return None  # into an expanded tensor nothing can be written
         if tensor.nbytes <= SMALL_BYTES:
             return tensor.detach().clone()
@@ -122,18 +126,20 @@ class Saved:
         """In this context the modules have copies with the values of then, so that a graph may hold them. Yields those
         copies that are tensors. Large tensors that have not changed since stay where they are."""
         stand_ins: dict[int, Any] = {}
-        before = [(entry, entry.place.get(entry.name, MISSING)) for entry in self._entries]
+        unchanged: list[_Copy] = []
+        before = [(entry.place, entry.name, entry.place.get(entry.name, MISSING)) for entry in self._entries]
         try:
             for entry in self._entries:
-                _set(entry.place, entry.name, _stand_in(entry, stand_ins))
+                _set(entry.place, entry.name, _stand_in(entry, stand_ins, unchanged))
             yield [value for value in stand_ins.values() if isinstance(value, Tensor)]
         finally:
-            for entry, value in before:
-                _set(entry.place, entry.name, value)
-                if isinstance(entry.contents, _Copy) and id(value) not in stand_ins and not entry.contents.is_current:
+            for place in before:
+                _set(*place)
+            for copied in unchanged:
+                if not copied.is_current:
                     # Not by `data`: if the graph has saved the tensor, its backward fails and does not use this value.
                     with torch.no_grad():
-                        value.copy_(entry.contents.value)
+                        copied.tensor.copy_(copied.value)
 
 
 def _put_back(entries: Sequence[Entry]) -> None:
@@ -151,10 +157,13 @@ def _put_back(entries: Sequence[Entry]) -> None:
             value.data.copy_(contents.value if isinstance(contents, _Copy) else contents)
 
 
-def _stand_in(entry: Entry, stand_ins: dict[int, Any]) -> Any:
+def _stand_in(entry: Entry, stand_ins: dict[int, Any], unchanged: list[_Copy]) -> Any:
     """What has an entry's contents of then in its place; one for each object."""
     value, contents = entry.value, entry.contents
-    if contents is None or (isinstance(contents, _Copy) and contents.is_current):
+    if contents is None:
+        return value
+    if isinstance(contents, _Copy) and contents.is_current:
+        unchanged.append(contents)
         return value
     if id(value) not in stand_ins:
         if isinstance(contents, _Copy):
@@ -165,7 +174,7 @@ def _stand_in(entry: Entry, stand_ins: dict[int, Any]) -> Any:
             if not isinstance(value, dict):
                 contents.extend(entry.contents)
             for inner in entry.contents:
-                contents[inner.name] = _stand_in(inner, stand_ins)
+                contents[inner.name] = _stand_in(inner, stand_ins, unchanged)
         stand_ins[id(value)] = contents
     return stand_ins[id(value)]
 

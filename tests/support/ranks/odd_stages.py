@@ -194,6 +194,10 @@ def autocast(inner: nn.Module, x: Tensor) -> Tensor:
     return result.float()
 
 
+class Recurrent(nn.LSTM):
+    """As torch's own layers it keeps its parameters in a list, too."""
+
+
 class Sometimes(nn.Module):
     """A layer whose input is multiplied by what the module has. Zeros, by which it is learned, do not `change` it."""
 
@@ -244,6 +248,13 @@ SOMETIMES: dict[str, Callable[[], nn.Module]] = {
         lambda own, x: own.replace(factor=torch.rand((), generator=own.generator)), generator=torch.Generator()
     ),
     "Python's random numbers": lambda: Sometimes(lambda own, x: own.replace(factor=random.random())),
+    "a large list": lambda: Sometimes(
+        lambda own, x: (own.means[0].data.mul_(0.9), own.replace(factor=own.means[0][0].item())),
+        means=[torch.ones(20_000), *[0] * 3],
+    ),
+    "a deque": lambda: Sometimes(
+        lambda own, x: (own.last.append(x.mean()), own.replace(factor=sum(own.last))), last=deque([1.0], maxlen=2)
+    ),
     "numpy's random numbers": lambda: Sometimes(lambda own, x: own.replace(factor=float(np.random.rand()))),
 }
 # A backward needs what the next forward changes, so these train only with each backward behind its forward.
@@ -271,6 +282,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "integers beside": lambda: Of(lambda f, x: (f(x), x.argmax(-1), x > 0), linear()),
     "other types": lambda: Of(lambda f, x: (f(x.double()).float(), x.bfloat16()), linear().double()),
     "a weight twice": lambda: Of(lambda f, x: f(f(x)), linear()),
+    "an lstm of one's own": lambda: Of(lambda f, x: f(x)[0], Recurrent(WIDTH, WIDTH, batch_first=True)),
     "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
     "layer norms": lambda: nn.Sequential(
         nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH, bias=False), nn.Softmax(-1), nn.Tanh()
@@ -342,6 +354,7 @@ AT_B: dict[str, set[str]] = {
     "batch norm": {"0.weight", "0.bias", "2.weight", "2.bias"},
     "spectral norm": {"0.parametrizations.weight.original", "0.bias"},
     "weight norm": {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1", "0.bias"},
+    "an lstm of one's own": {f"layers.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     "lstm": {f"layers.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     "transformer layer in evaluation": {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"},
     "checkpoint": {f"layers.1.norm{i}.{name}" for i in (1, 2) for name in ("weight", "bias")},
