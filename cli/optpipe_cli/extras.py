@@ -10,6 +10,7 @@ NEEDS = {
     "runtime": ("torch", "httpx"),
     "server": ("alembic", "fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
 }
+WITHOUT_CUDA = " (with CUDA, 5 GB; without: first torch from an index of torch for CPUs, as docs/start.md says)"
 
 
 def need(extra: str, *packages: str) -> None:
@@ -18,4 +19,5 @@ def need(extra: str, *packages: str) -> None:
     if missing:
         raise InputError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'optpipe[{extra}]'"
+            f"{WITHOUT_CUDA if 'torch' in missing else ''}"
         )

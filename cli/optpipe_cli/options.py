@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ KINDS = {"number": float, "integer": int, "string": str, "array": str}
 
 
 # Under which heading the help of a command with many options lists each; what is not listed here is an "Option".
+FILES_OR_NAMES = ("name", "gpu")  # what is a preset's name or a file's
 MOST_IN_ONE = 8  # options; a command with more has headings
 PANELS = {
     "Division over GPUs": (
@@ -42,7 +44,18 @@ PANELS = {
 
 
 class InPanels(TyperCommand):
-    """A command whose help lists its options under headings if there are many."""
+    """A command whose help lists its options under headings if there are many, and that takes no empty file name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_empty = any(not arg or arg.endswith("=") for arg in args)
+        rest = super().parse_args(ctx, args)
+        for param in self.get_params(ctx) if is_empty else ():
+            if ctx.params.get(param.name) in (Path(), *([""] if param.name in FILES_OR_NAMES else [])):
+                from optpipe.errors import InputError
+
+                named = param.opts[0] if isinstance(param, TyperOption) else param.metavar or param.name.upper()
+                raise InputError(f"{named} is empty: the name of a file or a folder was expected")
+        return rest
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from optpipe.options import SearchOptions
     from optpipe.results import Result
     from optpipe.schedule import Schedule
+    from optpipe.transformer.records import Gpu
     from optpipe_cache import Cache
     from optpipe_cli.plan_service import Jobs
     from optpipe_solver.planner.candidates import Question
     from optpipe_solver.planner.search import Plan
+    from optpipe_solver.planner.today import Today
 
 OPTIONS = (
-    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "service"),
+    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "service", "today", "margin"),
     *("time_limit_s", "gap", "threads", "seed"),
 )
 
@@ -45,6 +47,11 @@ def plan(
     attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
     offload: Annotated[bool, typer.Option(help="Whether activations may be offloaded to the host.")] = True,
     stack: Annotated[str, typer.Option(help="The training stack: optpipe, torch or megatron.")] = "optpipe",
+    today: Annotated[
+        str | None,
+        typer.Option(help="What runs today, such as 'tp 8, pp 4, 1f1b': the plan starts there and says what it gains."),
+    ] = None,
+    margin: Annotated[float, typer.Option(help="Share of each GPU's memory that stays free.")] = 0.05,
     host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
     service: Annotated[
         str | None, typer.Option(help="Search on the workers of this service, http://HOST:PORT.")
@@ -63,6 +70,7 @@ def plan(
     from optpipe.transformer.records import Run
     from optpipe_cli.plan_report import figures, lines, write
     from optpipe_solver.planner.candidates import Question
+    from optpipe_solver.planner.today import Today
 
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
     run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
@@ -70,7 +78,7 @@ def plan(
         question = Question.from_dict(
             {
                 "model": read_model(name),
-                "gpu": read_gpu(gpu),
+                "gpu": _with_margin(read_gpu(gpu), margin),
                 "gpus": gpus,
                 "batch": batch,
                 "run": Run.from_dict(run, "options"),
@@ -80,7 +88,8 @@ def plan(
             "options",
         )
         require_folder(output)
-        answer = _search(question, options, service, no_cache, quiet=json)
+        start = Today.read(today) if today is not None else None
+        answer = _search(question, options, service, no_cache, json, start)
     except InputError as error:
         raise with_flag(error, OPTIONS) from None
     if json:
@@ -96,7 +105,23 @@ def plan(
             typer.echo(f"written to {output}")
 
 
-def _search(question: Question, options: SearchOptions, service: str | None, no_cache: bool, quiet: bool) -> Plan:
+def _with_margin(gpu: Gpu, share: float) -> Gpu:
+    """The GPU with a share of its memory counted to what the driver and the allocator's fragments take."""
+    from optpipe.errors import InputError
+
+    if not 0 <= share < 1:
+        raise InputError(f"margin = {share}: a share of 0 or more and less than 1, such as 0.05, was expected")
+    return gpu.model_copy(update={"reserved_bytes": gpu.reserved_bytes + round(share * gpu.memory_bytes)})
+
+
+def _search(
+    question: Question,
+    options: SearchOptions,
+    service: str | None,
+    no_cache: bool,
+    quiet: bool,
+    today: Today | None,
+) -> Plan:
     """The best plan within the time limit, or until Ctrl-C; a second Ctrl-C ends the command."""
     from optpipe.errors import InputError
     from optpipe_cli.live import ctrl_c_calls, shown_while
@@ -116,7 +141,7 @@ def _search(question: Question, options: SearchOptions, service: str | None, no_
             Here(None if no_cache else usable_cache(), options),
             options.threads or os.cpu_count() or 1,
         )
-    search = PlanSearch(question, solve, options, side_by_side)
+    search = PlanSearch(question, solve, options, side_by_side, today)
 
     def cancel() -> None:
         search.cancel()

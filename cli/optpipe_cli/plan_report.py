@@ -15,6 +15,7 @@ from optpipe_solver.planner.candidates import Candidate
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
+from optpipe_solver.planner.today import Running
 
 GB, S = 1e9, 1000.0
 OTHERS = 5  # divisions beside the best one
@@ -34,7 +35,14 @@ def progress(search: PlanSearch) -> str:
 
 def lines(plan: Plan, explain: bool) -> Iterator[str]:
     """The plan in words and tables."""
-    parts = [_question(plan), _best(plan), _memory(plan.best), _less_memory(plan), _other_divisions(plan)]
+    parts = [
+        _question(plan),
+        *([_today(plan, plan.today)] if plan.today else []),
+        _best(plan),
+        _memory(plan.best),
+        _less_memory(plan),
+        _other_divisions(plan),
+    ]
     if explain and plan.other_divisions:
         parts.append(_explained(plan.best, plan.other_divisions[0]))
     parts += [iter([title, *(f"  {line}" for line in settings)]) for title, settings in _settings(plan).items()]
@@ -60,6 +68,21 @@ def _question(plan: Plan) -> Iterator[str]:
         f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named; nothing is "
         "measured"
     )
+
+
+def _today(plan: Plan, today: Running) -> Iterator[str]:
+    """What runs today, and what a better schedule on the same division and what the plan gain."""
+    of = "of" if today.fits else "but has"
+    yield f"today {today.candidate}"
+    yield (
+        f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, needs {today.used_bytes / GB:.2f} GB {of} "
+        f"{plan.question.gpu.memory_bytes / GB:.2f} GB, margin included"
+    )
+    same = [candidate for candidate in plan.ranked if candidate.division == today.candidate.division]
+    for name, best in (("so divided", same[0]), ("by the plan", plan.best)):
+        if best.schedule and today.fits:
+            less = 1 - best.iteration_ms / today.iteration_ms
+            yield f"      {name}: {best.iteration_ms / S:.4g} s ({less:.1%} less) by {best.schedule.method}"
 
 
 def _best(plan: Plan) -> Iterator[str]:
@@ -115,12 +138,24 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
+        "today": _running(plan.today) if plan.today else None,
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
         "other_divisions": [_figures(other) for other in plan.other_divisions],
         "frontier": [
             {"bytes": held, "iteration_ms": ms, "candidate": str(candidate), "method": method}
             for held, ms, candidate, method in plan.frontier
         ],
+    }
+
+
+def _running(today: Running) -> dict[str, Any]:
+    return {
+        "parallelism": today.candidate.estimate.parallelism.model_dump(mode="json"),
+        "run": today.candidate.estimate.run.model_dump(mode="json"),
+        "method": today.schedule.method,
+        "iteration_ms": today.iteration_ms,
+        "used_bytes": today.used_bytes,
+        "fits": today.fits,
     }
 
 

@@ -28,6 +28,7 @@ MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "point
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 MOST_STILL = 5000  # ops in a picture that is drawn without being asked for
 FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
+FURTHER_HEIGHT = 450  # for a schedule beside it
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Picture:
     """An interactive picture. Notebooks show it; `save` writes it as a page."""
 
     html: str
+    height: int = FRAME_HEIGHT  # in a notebook, in pixels
 
     def save(self, path: str | Path) -> None:
         """Writes the page, whole or not at all."""
@@ -43,7 +45,7 @@ class Picture:
     def _repr_html_(self) -> str:
         return (
             f'<iframe srcdoc="{escape(self.html)}" title="schedule" sandbox="allow-scripts allow-downloads" '
-            f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 0"></iframe>'
+            f'style="width: 100%; height: {self.height}px; border: 0"></iframe>'
         )
 
 
@@ -66,7 +68,8 @@ def plot(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(title)}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
         f'<script type="application/json" id="document">{data}</script>'
-        f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n'
+        f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n',
+        FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0),
     )
 
 

@@ -107,8 +107,12 @@ def chart(
         *(_frontier_line(axes, points, colour) for colour, points in coloured),
     ]
     covered = [_dot_box(axes, point) for point in (*solved, *drawn)]
+    for points in (drawn, *series.values()):
+        covered += _line_boxes(axes, points)
+    names = [point.name for point in drawn]
     for point in drawn:
-        body += _labelled_dot(axes, point, point.name, PUBLISHED_COLOUR, 3.2, covered)
+        label = point.name if names.count(point.name) == 1 else f"{point.name}, {bytes_text(point.bytes)}"
+        body += _labelled_dot(axes, point, label, PUBLISHED_COLOUR, 3.2, covered)
     for colour, points in coloured:
         for point in points:
             body += _labelled_dot(axes, point, f"{_rounded(point.ms)} ms", colour, 4.6, covered)
@@ -188,6 +192,17 @@ def _frontier_line(axes: _Axes, points: Sequence[Point], colour: str) -> str:
     )
 
 
+def _line_boxes(axes: _Axes, points: Sequence[Point]) -> Iterator[_Box]:
+    """What the line of a frontier covers: to the right of each point, and down to the next."""
+    best = frontier(points)
+    rights = [axes.x(point.bytes) for point in best[1:]] + [WIDTH - RIGHT]
+    bottoms = [axes.y(point.ms) for point in best[1:]]
+    for point, right in zip(best, rights, strict=True):
+        yield _Box(axes.x(point.bytes), axes.y(point.ms) - 1, right, axes.y(point.ms) + 1)
+    for point, x, bottom in zip(best, rights, bottoms, strict=False):
+        yield _Box(x - 1, axes.y(point.ms), x + 1, bottom)
+
+
 def _labelled_dot(
     axes: _Axes, point: Point, label: str, colour: str, radius: float, covered: list[_Box]
 ) -> Iterator[str]:
@@ -207,8 +222,8 @@ def _labelled_dot(
 
 def _label_boxes(x: float, y: float, width: float) -> list[_Box]:
     """Where the label of a dot may be, the best place first: right or left of it at several heights, or above it."""
-    places = [(x + dx, y + dy) for dy in (4, -8, 16, -20, 28, -32, 40) for dx in (8, -8 - width)]
-    places.append((x - width / 2, y - 10))
+    places = [(x + dx, y + dy) for dy in (4, -6, 14, -18, 26, -30, 38) for dx in (8, -11 - width)]
+    places += [(x - width / 2, y - 10), (x - width / 2, y + 18)]
     return [_Box(left, baseline - 9, left + width, baseline + 2) for left, baseline in places]
 
 

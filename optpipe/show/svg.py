@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from optpipe.model.records import Device
 from optpipe.show.lanes import (
     COLOURS,
     NAMES,
@@ -78,8 +79,11 @@ def _head(schedule: Scheduled, title: str, width: int) -> Iterator[str]:
         yield f'<text x="{x + 16}" y="40" fill="#333">{NAMES[kind]}</text>'
         x += 30 + 6.4 * len(NAMES[kind])
     yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
+    peaks = zip(schedule.problem.devices, schedule.compiled.certificate.device, strict=True)
+    dashed = any(device.activation_budget_bytes == _tallest(device, peak.bytes) for device, peak in peaks)
     darker = "; the later of a device's stages are darker" if several_stages(schedule.problem) else ""
-    yield f'<text x="{x + 16}" y="40" fill="#333">activation memory, limit dashed{darker}</text>'
+    limit = ", limit dashed" if dashed else ""
+    yield f'<text x="{x + 16}" y="40" fill="#333">activation memory{limit}{darker}</text>'
 
 
 def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
@@ -102,18 +106,24 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
         f' stroke="#fff" stroke-width="{0.6 if width > 3 else 0}">{hint}</rect>'
     )
     label = str(block.op.microbatch)
-    if width < 6.5 * len(label) + 1:
+    size = min(8 if block.transfer or block.half else 11, int((width - 1) / (0.59 * len(label))))
+    if size < 6:
         return shape
-    size = 8 if block.transfer or block.half else 11
     return shape + (
         f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + size * 0.36:.1f}" font-size="{size}"'
         f' text-anchor="middle" fill="{text_colour(block.colour)}" pointer-events="none">{label}</text>'
     )
 
 
+def _tallest(device: Device, peak: int) -> int:
+    """What the height of a device's memory stands for: its limit, unless it holds much less."""
+    limit = device.activation_budget_bytes
+    return max(limit if limit <= 4 * peak else 0, peak, 1)
+
+
 def _memory(schedule: Scheduled, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
     limit = schedule.problem.devices[device].activation_budget_bytes
-    tallest = max(limit if limit <= 4 * peak else 0, peak, 1)
+    tallest = _tallest(schedule.problem.devices[device], peak)
     base = top + MEMORY - 4
     path, held = [f"M{LEFT},{base}"], 0
     for moment, now in memory_over_time(schedule, device):

@@ -6,7 +6,7 @@ import numpy as np
 from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, Kind
-from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, memory_steps, text_colour
+from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, memory_steps, several_stages, text_colour
 from optpipe.sizes import bytes_text
 
 LABEL = 12
@@ -56,6 +56,10 @@ def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colo
     text.append(f"\n{' ' * LABEL}a digit is the last one of the micro-batch's number{below}")
     if step > 1:
         text.append(f"; one device of {step} is shown")
+    hints = ["later stages are darker"] if colours and several_stages(schedule.problem) else []
+    hints += ["--html and --svg also draw transfers"] if any(block.transfer for block in blocks(schedule)) else []
+    if hints:
+        text.append(f"\n{' ' * LABEL}{'; '.join(hints)}")
     return text
 
 

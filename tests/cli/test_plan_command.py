@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -60,6 +61,32 @@ def test_it_says_what_to_run_and_writes_it(monkeypatch, capsys, tmp_path, model)
     }
 
 
+def test_it_says_what_is_gained_over_what_runs_today(monkeypatch, capsys, model):
+    words = (*model, "--gap", "1", "--today", "pp 2, 1F1B", "--margin", "0", "--json")
+    answer = json.loads(run(monkeypatch, capsys, *words)[0])
+    today = answer["today"]
+    assert (today["parallelism"]["pp"], today["parallelism"]["chunks"], today["method"]) == (2, 1, "1f1b")
+    assert today["fits"]
+    assert answer["best"]["iteration_ms"] <= today["iteration_ms"]
+    out, _ = run(monkeypatch, capsys, *words[:-1])
+    assert f"      1f1b: {today['iteration_ms'] / 1000:.4g} s, needs {today['used_bytes'] / 1e9:.2f} GB of " in out
+    assert "      by the plan: " in out
+    _, error = run(monkeypatch, capsys, *model, "--today", "tp 1, pp 4")
+    assert re.match(r"error: --today = 'tp 1, pp 4': with tp 1, pp 4, .* a GPU holds [\d.]+ GB without any", error)
+
+
+def test_a_margin_of_memory_stays_free(monkeypatch, capsys, model):
+    whole, less = (
+        json.loads(run(monkeypatch, capsys, *model, "--gap", "1", "--margin", share, "--json")[0])
+        for share in ("0", "0.05")
+    )
+    memory = [each["question"]["gpu"]["memory_bytes"] for each in (whole, less)]
+    reserved = [each["question"]["gpu"]["reserved_bytes"] for each in (whole, less)]
+    assert memory[0] == memory[1]
+    assert reserved[1] - reserved[0] == round(0.05 * memory[0])
+    assert max(less["best"]["used_bytes"]) <= memory[0]  # with what is reserved
+
+
 def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
     problem = Problem.load(EXAMPLE)
     first, better = generate("gis", problem), generate("po-f", problem)
@@ -85,6 +112,12 @@ def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
         (("llama-2-7b", "--gpus", "37", "--batch", "8"), "error: --batch = 8: 37 GPUs make 37 replicas of llama-2-7b"),
         (("llama", *SIZE), "error: model = llama: neither a file nor a preset"),
         (("llama-3-405b", *SIZE), "error: --gpus = 4: no division fits: with tp 2, pp 2, dp 1,"),
+        (("llama-2-7b", *SIZE, "--margin", "1"), "error: --margin = 1.0: a share of 0 or more and less than 1"),
+        (
+            ("llama-2-7b", *SIZE, "--today", "pp four"),
+            "error: --today = 'pp four': 'pp four' is neither a number of tp",
+        ),
+        (("llama-2-7b", *SIZE, "--today", "pp 3"), "error: --today = 'pp 3': these GPUs, this batch"),
         (("llama-2-7b", *SIZE, "--stack", "jax"), "error: --stack = 'jax'"),
         (("llama-2-7b", *SIZE, "--service", "ftp://x"), "error: --service = 'ftp://x': must be http://HOST:PORT"),
     ],

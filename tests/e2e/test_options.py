@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -272,13 +273,15 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         ("compare x.json --time-limit soon", "--time-limit = 'soon': a number was expected"),
         ("solve", "Missing argument 'problem'. See optpipe solve --help."),
         ("solv", "No such command 'solv'. Did you mean 'solve'? See optpipe --help."),
+        ("solve ''", "problem is empty: the name of a file or a folder was expected"),
+        ("solve p.json -o ''", "--output is empty: the name of a file or a folder was expected"),
         ("bench gpu --nope", "No such option: --nope. See optpipe bench gpu --help."),
     ],
 )
 def test_wrong_words_of_a_command_end_in_one_sentence(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["optpipe", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["optpipe", *shlex.split(words)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     said = capsys.readouterr().err.replace("PROBLEM", "problem")  # as older releases of typer name an argument

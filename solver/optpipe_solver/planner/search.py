@@ -25,6 +25,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidates import Candidate, Question, Stack, candidates
+from optpipe_solver.planner.today import Running, Today, running
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
@@ -61,6 +62,8 @@ class Plan:
         How long the search took.
     notes
         Why searches of candidates failed.
+    today
+        What runs today, if that was told.
     """
 
     question: Question
@@ -71,6 +74,7 @@ class Plan:
     gap: float
     time_s: float
     notes: tuple[str, ...]
+    today: Running | None = None
 
     @property
     def best(self) -> Candidate:
@@ -141,8 +145,15 @@ class PlanSearch:
         Why searches of candidates failed.
     """
 
-    def __init__(self, question: Question, solve: Solve, options: SearchOptions, side_by_side: int) -> None:
-        self.question, self.options = question, options
+    def __init__(
+        self,
+        question: Question,
+        solve: Solve,
+        options: SearchOptions,
+        side_by_side: int,
+        today: Today | None = None,
+    ) -> None:
+        self.question, self.options, self._today = question, options, today
         self.phase: Phase = "bounds"
         self.best: Candidate | None = None
         self.solved = self.too_large = 0
@@ -159,9 +170,13 @@ class PlanSearch:
         Raises
         ------
         InputError
-            If no division suits the question, or none fits the memory.
+            If no division suits the question, none fits the memory, or nothing can run as it is said to do today.
         """
         self.candidates = candidates(self.question)
+        runs = running(self._today, self.candidates) if self._today else None
+        if runs:
+            for schedule in (runs.schedule, *published(runs.candidate, self.question.stack)):
+                self._take(runs.candidate, schedule)
         self._publish()
         if self.question.stack != "megatron":
             self._list()
@@ -171,7 +186,7 @@ class PlanSearch:
         ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
         passed_s = time.monotonic() - self._began
         counts = self.too_large, self.looked_at, self.solved
-        return Plan(self.question, tuple(ranked), *counts, self.options.gap, passed_s, tuple(self.notes))
+        return Plan(self.question, tuple(ranked), *counts, self.options.gap, passed_s, tuple(self.notes), runs)
 
     def cancel(self) -> None:
         """Ends the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
