@@ -50,10 +50,9 @@ def test_losses_added_in_backwards_count_alike_on_replicas(four_ranks: Ranks, ho
 def test_parameters_of_a_loss_are_the_last_stages(ranks: Ranks, form: str) -> None:
     """Their gradients after a profile, in the norm, after steps that were undone, and with a recomputed stage."""
     (schedule,) = parsed(RECOMPUTED)
-    for max_norm in (1e9, 0.1):
-        for found in ranks(losses.with_parameters, schedule=schedule, form=form, max_norm=max_norm, ahead=False):
-            assert found.profile_leaves_none
-            assert max(found.norms, found.gradients, found.state) < 1e-5
+    for found in ranks(losses.with_parameters, schedule=schedule, form=form, max_norm=1.0, ahead=False):
+        assert found.profile_leaves_none
+        assert max(found.norms, found.gradients, found.state) < 1e-5
 
 
 def test_parameters_of_a_loss_are_validated_with_the_others(ranks: Ranks) -> None:

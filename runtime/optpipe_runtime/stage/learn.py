@@ -15,6 +15,7 @@ from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import Nowhere
 from optpipe_runtime.stage.entrance import reached_inputs
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
+from optpipe_runtime.stage.outside import leaves_of
 from optpipe_runtime.stage.runner import Running, StageRunner
 from optpipe_runtime.stage.split import Calls, computed_at_once, would_hold
 from optpipe_runtime.torch_private.modules import must_stay_whole
@@ -55,7 +56,7 @@ def learn(
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
-        stage.outside.note(outputs, tensors_in((inputs, target or (), dict(kwargs))), stage.module)
+        leaves = leaves_of(outputs, (*tensors_in((inputs, target or (), dict(kwargs))), *stage.module.parameters()))
     stage.io[route] = io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),
@@ -64,6 +65,7 @@ def learn(
         changes_inputs=any(version(tensor) for tensor in tensors_in((copies, asked, named))),
     )
     del outputs
+    stage.outside.note(leaves)
     stage.io[route] = _with_blocks(stage, io, inputs, target or (), route, kwargs)
     return stage.io[route]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,18 +56,24 @@ class Outside:
         }
         return inside | self._tensors | self._others
 
-    def note(self, outputs: Tensors, given: Tensors, module: nn.Module) -> None:
-        """Takes the outputs of a forward, with their graph, and the tensors that it was given."""
+    def note(self, leaves: Sequence[ReferenceType[Tensor]]) -> None:
+        """Takes the leaves of a forward's graph, when the graph is no more."""
         self._others.clear()
-        leaves = {id(leaf): leaf for output in outputs for leaf in reached_leaves(output)}
-        for tensor in (*given, *module.parameters()):
-            leaves.pop(id(tensor), None)
         names = {id(parameter): name for name, parameter in self.named_parameters().items()}
-        for leaf in leaves.values():
+        alive = [leaf for reference in leaves if (leaf := reference()) is not None]  # others the forward has made
+        for leaf in alive:
             if id(leaf) not in names:
                 names[id(leaf)] = f"a tensor of shape {list(leaf.shape)}, number {len(self._others)}"
                 self._others[names[id(leaf)]] = leaf  # type: ignore[assignment]  # any leaf does what a Parameter does
-        self.reached = [names[key] for key in leaves]
+        self.reached = [names[id(leaf)] for leaf in alive if isinstance(leaf, nn.Parameter)]
+
+
+def leaves_of(outputs: Tensors, without: Tensors) -> list[ReferenceType[Tensor]]:
+    """The leaves of the graph of some outputs but for these."""
+    leaves = {id(leaf): leaf for output in outputs for leaf in reached_leaves(output)}
+    for tensor in without:
+        leaves.pop(id(tensor), None)
+    return [ref(leaf) for leaf in leaves.values()]
 
 
 def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -100,9 +107,7 @@ def _of_method(owner: Any, function: Any) -> Mapping[str, Any]:
     if isinstance(owner, nn.Module):
         return {"self": owner}
     code = getattr(inspect.unwrap(function), "__code__", None)
-    read = code.co_names if code else ()
-    attributes = {name: entry for name, entry in getattr(owner, "__dict__", {}).items() if name in read}
-    return attributes | dict(_of_function(function))
+    return {**_read(owner, code.co_names if code else ()), **_of_function(function)}
 
 
 def _of_function(function: Any) -> Mapping[str, Any]:
@@ -113,4 +118,20 @@ def _of_function(function: Any) -> Mapping[str, Any]:
         variables = inspect.getclosurevars(function)
     except ValueError:  # a variable has no value yet
         return {}
-    return {**variables.globals, **variables.nonlocals}
+    entries: dict[Any, Any] = {
+        **dict(enumerate(function.__defaults__ or ())),
+        **(function.__kwdefaults__ or {}),
+        **variables.globals,
+        **variables.nonlocals,
+    }
+    read = function.__code__.co_names
+    inside = {
+        f"{name}.{attribute}": v for name, owner in entries.items() for attribute, v in _read(owner, read).items()
+    }
+    return entries | inside
+
+
+def _read(owner: Any, names: Iterable[str]) -> Mapping[str, Any]:
+    """The attributes of an object, or the parts of a module, that have one of these names."""
+    attributes = dict(owner.named_children()) if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    return {name: attributes[name] for name in names if name in attributes}

@@ -165,9 +165,18 @@ class Trainer:
     __call__ = loss
 
 
+class Larger(nn.Module):
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head, self.other = head, nn.Linear(2, 2)
+
+
 FORMS: dict[str, Callable[[Head], Callable[..., Tensor]]] = {
     "a module": lambda head: head,
     "a closure": lambda head: lambda y, target: head(y, target),
+    "a closure over an object": lambda head: _by_owner(Trainer(head)),
+    "a closure over a larger module": lambda head: _by_owner(Larger(head)),
+    "a default": lambda head: _with_default(head),
     "a partial": lambda head: partial(lambda own, y, target: own(y, target), head),
     "a method of a module": lambda head: head.forward,
     "a method": lambda head: Trainer(head).loss,
@@ -175,6 +184,22 @@ FORMS: dict[str, Callable[[Head], Callable[..., Tensor]]] = {
     "a closure over its parts": lambda head: _by_parts({"heads": [head]}),
     "a function of a function": lambda head: partial(Trainer(head).loss),
 }
+
+
+def _with_default(head: Head) -> Callable[..., Tensor]:
+    def loss(y: Tensor, target: Tensor, own: Head = head) -> Tensor:
+        result: Tensor = own(y, target)
+        return result
+
+    return loss
+
+
+def _by_owner(owner: Any) -> Callable[..., Tensor]:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = owner.head(y, target)
+        return result
+
+    return loss
 
 
 def _by_parts(parts: dict[str, list[Head]]) -> Callable[..., Tensor]:
