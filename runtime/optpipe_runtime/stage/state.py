@@ -88,6 +88,7 @@ class State:
             elif isinstance(value, torch.Generator):
                 copied[id(value)] = value.clone_state()
             elif type(value) in CONTAINERS:
+                copied[id(value)] = None  # for one that contains itself
                 pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
                 few = len(pairs) <= MOST_ENTRIES
                 copied[id(value)] = [Entry(value, k, v, self._contents(v, copied) if few else None) for k, v in pairs]
@@ -145,6 +146,8 @@ class Saved:
 def _put_back(entries: Sequence[Entry]) -> None:
     for place, name, value, contents in entries:
         _set(place, name, value)
+        if contents is None:
+            continue
         if type(value) in CONTAINERS:
             value.clear()
             if not isinstance(value, dict):
@@ -152,7 +155,7 @@ def _put_back(entries: Sequence[Entry]) -> None:
             _put_back(contents)
         elif isinstance(contents, torch.Generator):
             value.set_state(contents.get_state())
-        elif contents is not None:
+        else:
             # By `data`, which autograd does not see: a graph that has saved the tensor gets back what it saved.
             value.data.copy_(contents.value if isinstance(contents, _Copy) else contents)
 

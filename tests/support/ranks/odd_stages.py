@@ -252,6 +252,12 @@ SOMETIMES: dict[str, Callable[[], nn.Module]] = {
         lambda own, x: (own.means[0].data.mul_(0.9), own.replace(factor=own.means[0][0].item())),
         means=[torch.ones(20_000), *[0] * 3],
     ),
+    "a long list": lambda: Sometimes(
+        lambda own, x: (own.last.append([x.mean()]), own.replace(factor=float(len(own.last)))), last=[[1.0]] * 100
+    ),
+    "a list of itself": lambda: Sometimes(
+        lambda own, x: (own.last.append(own.last), own.replace(factor=float(len(own.last)))), last=[]
+    ),
     "a deque": lambda: Sometimes(
         lambda own, x: (own.last.append(x.mean()), own.replace(factor=sum(own.last))), last=deque([1.0], maxlen=2)
     ),
