@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optpipe.formats.convert import export_schedule
+from optpipe.model.placement import counts_text
 from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
@@ -227,7 +228,7 @@ def _held(candidate: Candidate, schedule: Schedule) -> Iterator[tuple[int, ...]]
 def _layers(candidate: Candidate) -> str:
     estimate = candidate.estimate
     counts = [sum(estimate.pieces[i].is_layer for i in pieces) for pieces in estimate.stages]
-    return f"layers of its stages {' '.join(map(str, counts))}"
+    return f"layers of its stages {counts_text(counts)}"
 
 
 def _tokens_per_s(candidate: Candidate) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
 NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
 MOST_CHUNKS = 64  # per device
+MOST_TOLD = 8  # stages whose layers are told one by one
 ROUNDING = 1e-9  # relative: sums of the same times in another order may differ by so much
 Count = Annotated[int, Field(strict=True, ge=1)]
 
@@ -78,7 +79,7 @@ class Placement(Document):
     def __str__(self) -> str:
         """Text such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
         shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
-        layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""
+        layers = f", layers {counts_text(self.layers)}" if self.layers else ""
         return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
 
     def order(self, problem: Problem) -> list[int]:
@@ -188,6 +189,16 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     if updating:
         fields |= {name: ms([getattr(c, name) for c in updating]) for name in UPDATE}
     return fields
+
+
+def counts_text(counts: Sequence[int]) -> str:
+    """How many layers each stage has: `3 4 4 5`, `2 each`, or, of many stages, `1, 62 of 2, 1`."""
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    if len(runs) == 1 and len(counts) > 1:
+        return f"{counts[0]} each"
+    if len(counts) <= MOST_TOLD or 2 * len(runs) > len(counts):
+        return " ".join(map(str, counts))
+    return ", ".join(f"{times} of {count}" if times > 1 else str(count) for count, times in runs)
 
 
 def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:

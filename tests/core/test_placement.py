@@ -16,7 +16,7 @@ from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import _with_incumbent
-from optpipe.model.placement import Placement, even_cuts, rechunk
+from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk
 from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Incumbent, Programs, Request
 from optpipe.results import Result
@@ -268,6 +268,20 @@ def test_the_text_of_a_placement():
     texts = [str(Placement(chunks=1)), str(Placement(chunks=2, shape="v")), str(Placement(chunks=2, layers=(3, 4)))]
     assert texts == ["1 chunk a device", "2 chunks a device, V-shaped", "2 chunks a device, looped, layers 3 4"]
     assert str(Placement(chunks=1, shape="bidirectional")) == "1 chunk a device, bidirectional"
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ([2] * 64, "2 each"),
+        ([5], "5"),
+        ([2, 3, 3, 2], "2 3 3 2"),
+        ([1, *[2] * 62, 1], "1, 62 of 2, 1"),
+        ([1, 2, 1, 3, 1, 2, 2, 1, 3], "1 2 1 3 1 2 2 1 3"),
+    ],
+)
+def test_equal_numbers_of_layers_are_told_once(counts: list[int], text: str) -> None:
+    assert counts_text(counts) == text
 
 
 @pytest.fixture

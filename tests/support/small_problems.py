@@ -91,3 +91,25 @@ def tiny(draw: st.DrawFn) -> Problem:
     if draw(st.booleans()):
         return problem_of([plain | {"device": 0}, short | {"device": 1}], memory[::-1], 2, 1.0, transfer_mode=duplex)
     return problem_of([short, plain], memory, 2, 1.0, transfer_mode=duplex)
+
+
+@st.composite
+def partly_frozen(draw: st.DrawFn, most_devices: int = 2, most_microbatches: int = 3) -> Problem:
+    """Very uneven stages, one or two a device in any order, some of which have ops that take no time or hold nothing,
+    such as the backwards of frozen ones; all activations stay."""
+    ms, size = st.sampled_from((0, 1, 2, 5, 13)), st.integers(0, 2)
+    devices, m = draw(st.integers(1, most_devices)), draw(st.integers(1, most_microbatches))
+    chunks = 2 if m < 3 and draw(st.integers(0, 3)) == 0 else 1
+    order = [d for k in range(chunks) for d in (range(devices)[::-1] if k and draw(st.booleans()) else range(devices))]
+    stages, need = [], [0] * devices
+    for d in order:
+        kind = draw(st.sampled_from(("frozen", "no weights", "trained", "trained")))
+        forward, backward, weight, held, kept = draw(ms), draw(ms), draw(ms), draw(size), draw(size)
+        if kind != "trained":
+            weight, kept = 0, 0
+        if kind == "frozen":
+            backward, held = 0, 0
+        stages.append(stage(d, (forward, backward, weight), held, kept))
+        need[d] += max(held, kept)
+    memory = [held + draw(st.integers(0, held + 1)) for held in need]
+    return problem_of(stages, memory, m, draw(st.sampled_from((0.0, 1.0))))

@@ -7,19 +7,20 @@ for a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil, inf
-from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import OFF_ROUTE, Flags, Floats
+from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
 from optpipe_solver.bounds.choices import all_weights, least_of_all
 from optpipe_solver.bounds.least_memory import without_evictions
+from optpipe_solver.bounds.one_machine import one_machine_bound
+from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 
@@ -31,19 +32,19 @@ def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule of the problem falls below, whatever the memory.
 
-    Makespan: a device starts when the first forward can have reached it, then has all its work to do; or all but the
-    weight gradients, and its last input gradient passes the stages before. Span (OptPipe Eq. 3): a device's work, or
-    one micro-batch's round trip from it and back. Where all micro-batches enter on one device, that device starts at 0,
-    so its span is its end, and waits for the last input gradient of every other one.
+    It is that of `one_machine_bound`. Where ops run in pairs, a device's first forward and last backward still run
+    alone, which counts for those sets of its ops that hold all forwards and all input gradients.
     """
-    paths, ms = shortest_paths(problem), shortest_times(problem)
+    bound_ms = one_machine_bound(problem, objective)
+    if problem.overlap_factor is None:
+        return bound_ms
+    paths = shortest_paths(problem)
     whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
     if objective == "span":
-        trips = (trip + ms[Kind.W, s] for (_, s), trip in paths.round_trip.items())
         ends = (paths.arrives[paths.used] + inputs + paths.returns[paths.used]).max() if paths.one_entry else 0.0
-        return float(max(*trips, whole.max(), ends))
+        return float(max(bound_ms, whole.max(), ends))
     arrives, leaves = paths.arrives[paths.used], paths.leaves[paths.used]
-    return float(max(paths.longest, (arrives + np.maximum(whole, inputs + leaves)).max()))
+    return float(max(bound_ms, (arrives + np.maximum(whole, inputs + leaves)).max()))
 
 
 def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -229,59 +230,6 @@ def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
         total += taken * ms
         room -= int(np.ceil(taken * size))
     return total
-
-
-class _Paths(NamedTuple):
-    """The least times in ms on the paths of micro-batches; dictionaries by route and stage."""
-
-    used: Flags  # (D,) devices that some micro-batch passes
-    arrives: Floats  # (D,) until a forward reaches each device
-    leaves: Floats  # (D,) from its last input gradient to the end
-    returns: Floats  # (D,) from its last input gradient to the end of that micro-batch's first stage
-    reaches: dict[tuple[int, int], float]  # until a forward reaches the stage
-    round_trip: dict[tuple[int, int], float]  # from a forward's start to its input gradient's end
-    after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
-    back: dict[tuple[int, int], float]  # from an input gradient's end to the end of the first stage
-    one_entry: bool  # whether all routes begin on one device
-    longest: float  # of one micro-batch through all stages and back
-
-
-def shortest_times(problem: Problem) -> Floats:
-    """Return (len(Kind), S) the least time of each op: of a pair its share, where W may be a part of a paired BW."""
-    ms = problem.costs.ms.copy()
-    ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
-    return ms
-
-
-def shortest_paths(problem: Problem) -> _Paths:
-    device, ms = problem.costs.device, shortest_times(problem)
-    arrives = np.full(len(problem.devices), np.inf)
-    leaves, returns = arrives.copy(), arrives.copy()
-    reaches: dict[tuple[int, int], float] = {}
-    round_trip: dict[tuple[int, int], float] = {}
-    after: dict[tuple[int, int], float] = {}
-    home: dict[tuple[int, int], float] = {}
-    longest = 0.0
-    used = sorted(set(problem.costs.route.tolist()))
-    one_entry = len({int(device[problem.all_routes[r][0]]) for r in used}) == 1
-    for r in used:
-        route = problem.all_routes[r]
-        hop = [problem.p2p_ms if device[a] != device[b] else 0.0 for a, b in pairwise(route)]
-        on = list(accumulate((ms[Kind.F, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
-        back = list(accumulate((ms[Kind.B, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
-        last = ms[Kind.F, route[-1]] + ms[Kind.B, route[-1]]
-        rest = 0.0  # after the input gradient of a stage: its weight gradient, or the path back
-        for k, s in enumerate(route):
-            rest = max(ms[Kind.W, s], rest + (back[k] - back[k - 1] if k else 0.0))
-            arrives[device[s]] = min(arrives[device[s]], on[k])
-            leaves[device[s]] = min(leaves[device[s]], rest)
-            reaches[r, s] = on[k]
-            after[r, s] = rest
-            home[r, s] = back[k] + ms[Kind.W, route[0]]
-            returns[device[s]] = min(returns[device[s]], home[r, s])
-            round_trip[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
-        longest = max(longest, on[-1] + last + rest)
-    return _Paths(np.isfinite(arrives), arrives, leaves, returns, reaches, round_trip, after, home, one_entry, longest)
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

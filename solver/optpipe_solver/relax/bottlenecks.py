@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.length import shortest_times
+from optpipe_solver.bounds.paths import shortest_times
 
 
 class Bottleneck(NamedTuple):

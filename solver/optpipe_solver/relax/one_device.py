@@ -8,7 +8,7 @@ from functools import partial
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import without_evictions
-from optpipe_solver.bounds.length import shortest_paths
+from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import Passes, several_stages_device

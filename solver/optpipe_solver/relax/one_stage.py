@@ -11,7 +11,8 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.length import Measure, measures, shortest_paths, shortest_times
+from optpipe_solver.bounds.length import Measure, measures
+from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 from optpipe_solver.relax.bottlenecks import RoundTrip
 
