@@ -43,7 +43,8 @@ class Search:
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
-        self._known = _Known(Result("unknown", objective=request.objective, reason=NOTHING_YET))
+        begun = Result("unknown", objective=request.objective, reason=NOTHING_YET, placements=request.placements)
+        self._known = _Known(begun)
         self._results: Iterator[Result] = _results(request, self._child, self._deadline, self._known)
         # Not __del__: in a reference cycle the child's files would be finalized before it.
         weakref.finalize(self, _abandon, self._deadline, self._child)

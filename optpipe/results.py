@@ -8,10 +8,11 @@ from typing import Self
 
 from optpipe.evaluate.jitter import percentile_ms
 from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
-from optpipe.options import SearchOptions
+from optpipe.options import Placements, SearchOptions
 from optpipe.schedule import Found, Schedule, Status
 from optpipe.show.page import still
 
+PROVEN_FOR = {"keep": "the stages as given", "all": "all stages that were searched"}
 NOTHING_YET = "no schedule was found before the search ended"
 
 
@@ -57,6 +58,8 @@ class Result:
         Frames of the solver that were no valid schedule, no better than one before, or unreadable.
     failure
         How the solver's process failed; also the last of the notes.
+    placements
+        The stages that the search could choose, and for which its bound holds: `keep`, those given, or `all`.
     """
 
     status: Status
@@ -72,6 +75,7 @@ class Result:
     history: tuple[Step, ...] = ()
     rejected: int = 0
     failure: str | None = None
+    placements: Placements = "keep"
 
     @classmethod
     def from_schedule(
@@ -81,7 +85,15 @@ class Result:
         objective, jitter = options.objective, options.jitter
         percentile = percentile_ms(schedule, jitter, objective, options.seed) if jitter else None
         method = method or schedule.method
-        result = cls("feasible", schedule, objective, lower_bound_ms, method, percentile_ms=percentile)
+        result = cls(
+            "feasible",
+            schedule,
+            objective,
+            lower_bound_ms,
+            method,
+            percentile_ms=percentile,
+            placements=options.placements,
+        )
         return replace(result, status=result.proven_status)
 
     @property
@@ -132,7 +144,7 @@ class Result:
             line += f", with noise within {self.percentile_ms:.6g} ms in 95% of all iterations"
         line += f", bubble {self.schedule.timeline.bubble:.1%}"
         if self.status == "optimal":
-            return f"{line}, proven optimal"
+            return f"{line}, proven optimal for {PROVEN_FOR[self.placements]}"
         if self.gap is None:
             return line
         return f"{line}, gap {self.gap:.1%} to the lower bound {self.lower_bound_ms:.6g} ms"

@@ -94,6 +94,7 @@ def figures(result: Result) -> dict[str, Any]:
         "gap": result.gap,
         "bubble": schedule.timeline.bubble if schedule else None,
         "time_s": round(result.time_s, 3),
+        "placements": result.placements,
     }
     if schedule:
         placement = schedule.placement

@@ -23,6 +23,7 @@ from optpipe_cli.output import (
 
 if TYPE_CHECKING:
     from optpipe.anytime import Search
+    from optpipe.model.problem import Problem
     from optpipe.options import SolveOptions
     from optpipe.results import Result
     from optpipe.schedule import Schedule
@@ -56,6 +57,8 @@ def solve(
     result = _last_result(search, options.time_limit_s, quiet=json)
     try:
         _tell(result, json)
+        if not json and result.placements == "keep" and _has_other_stages(posed, options.method):
+            typer.echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
         if result.schedule:
             _write(result, result.schedule, output, html)
@@ -85,6 +88,13 @@ def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
     with ctrl_c_calls(search.cancel), shown(lambda: search.known, time_limit_s, on_terminal):
         *_, last = search
     return last
+
+
+def _has_other_stages(problem: Problem, method: str) -> bool:
+    """Whether a search could choose other stages: on several devices, on one route, by a method that searches."""
+    from optpipe.comparison import SEARCHED
+
+    return method in SEARCHED and len(problem.devices) > 1 and len(problem.all_routes) == 1
 
 
 def _tell(result: Result, json: bool) -> None:

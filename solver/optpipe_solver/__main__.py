@@ -22,6 +22,8 @@ def main() -> None:
     timer.daemon = True
     timer.start()
     search.run()
+    if isinstance(search, Portfolio):
+        search.tell_of_other_stages()
     timer.cancel()
     write_frame(End())
 

@@ -61,7 +61,7 @@ LOOPS = {  # of engines that compile: module:function
     "dispatch": ("optpipe.dispatch.clock:list_ops", "optpipe.dispatch.descend:descend"),
     "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
 }
-COMPILING = "first search on this machine: dispatch and relax compile for some 20 s before they take part"
+COMPILING = "dispatch and relax take part after some 20 s: they are compiled first, once on a machine"
 
 
 def waits_for_compiler(name: str) -> bool:

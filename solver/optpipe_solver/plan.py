@@ -52,6 +52,7 @@ ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no mo
 ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
 LOADING_S = 60.0  # an engine may take that long to load and compile on a busy machine; not part of its share
 NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
+OTHER_STAGES_S = 2.0  # of what a search leaves: to see whether a published schedule on other stages is shorter
 POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 

@@ -7,7 +7,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.enumeration import best_of_all
 from support.examples import examples
-from support.small_problems import problems_of_every_sort, several_a_device, short_of_memory, tiny
+from support.small_problems import partly_frozen, problems_of_every_sort, several_a_device, short_of_memory, tiny
 
 from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective, length_ms
@@ -53,7 +53,12 @@ def no_bound_is_above_what_cpsat_finds(problem: Problem, objective: Objective) -
     event(f"CP-SAT's length is {'' if told['cpsat'] >= shortest_ms - NOISE else 'not '}proven by its own bound")
 
 
-KINDS = st.one_of(short_of_memory(most_microbatches=5), several_a_device(most_microbatches=4), problems_of_every_sort())
+KINDS = st.one_of(
+    short_of_memory(most_microbatches=5),
+    several_a_device(most_microbatches=4),
+    problems_of_every_sort(),
+    partly_frozen(3, 5),
+)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -69,10 +74,28 @@ def test_nor_on_many_problems(problem: Problem, objective: Objective) -> None:
     no_bound_is_above_what_cpsat_finds(problem, objective)
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(problem=partly_frozen(most_microbatches=2))
+def test_no_schedule_is_shorter_where_stages_are_frozen(problem: Problem) -> None:
+    no_schedule_is_shorter(problem)
+
+
 @pytest.mark.soak  # minutes: all schedules of each problem
+@settings(max_examples=examples(100), deadline=None)
+@given(problem=partly_frozen())
+def test_nor_with_more_micro_batches(problem: Problem) -> None:
+    no_schedule_is_shorter(problem)
+
+
+@pytest.mark.soak  # likewise
 @settings(max_examples=examples(10), deadline=None)
 @given(problem=tiny())
 def test_no_schedule_of_a_tiny_problem_is_shorter(problem: Problem) -> None:
+    no_schedule_is_shorter(problem)
+
+
+def no_schedule_is_shorter(problem: Problem) -> None:
+    assume(infeasibility(problem) is None)
     for objective in OBJECTIVES:
         best_ms, _ = best_of_all(problem, objective)
         assert {name: ms for name, ms in bounds_of(problem, objective).items() if ms > best_ms + NOISE} == {}

@@ -14,7 +14,7 @@ from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
-from optpipe.evaluate.objective import length_ms
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 
@@ -188,3 +188,13 @@ def test_chunks_of_one_device_share_what_can_wait():
 def test_a_budget_for_countless_activations_takes_no_time():
     countless = problems.pipeline(2, 4, 2**53, problems.stage((1e-9, 1e9, 1.0), (1, 1)))
     assert memory_bound(countless) == pytest.approx(trivial_bound(countless))
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_after_a_frozen_stages_last_forward_the_other_stages_have_theirs(at: int, objective: Objective) -> None:
+    costs = [problems.stage((60.0, 0.0, 0.0) if d == at else (10.0, 10.0, 0.0), (int(d != at), 0)) for d in range(4)]
+    problem = problems.pipeline(4, 8, 100, costs, p2p_ms=0.0)
+    schedule = next(STREAMS["adaoffload"](problem, "makespan"))
+    # Before its first forward and after its last one a micro-batch passes three stages of 10 ms each way.
+    assert trivial_bound(problem, objective) == 540.0 == length_ms(schedule, objective)

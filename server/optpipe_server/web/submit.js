@@ -13,8 +13,8 @@ export async function showSubmit(place, signal) {
   const limit = number({ value: 60, min: 1, max: 3600 });
   const lengths = { makespan: "the whole iteration", span: "the busiest device" };
   const objective = choice(Object.entries(lengths), "makespan");
-  const changeable = { keep: "nothing", all: "the stages" };
-  const stages = choice(Object.entries(changeable), "keep");
+  const changeable = { layers: "the stages, where layers are known", keep: "nothing", all: "the stages" };
+  const stages = choice(Object.entries(changeable), "layers");
   const options = [
     field("Time limit in s", limit),
     field("What is to be short", objective),
@@ -22,7 +22,9 @@ export async function showSubmit(place, signal) {
   ];
   const told = element("div", "");
   const submit = async (/** @type {any} */ problem) => {
-    const options = { time_limit_s: Number(limit.value), objective: objective.value, placements: stages.value };
+    const free = problem.layers?.length ? "all" : "keep";
+    const placements = stages.value === "layers" ? free : stages.value;
+    const options = { time_limit_s: Number(limit.value), objective: objective.value, placements };
     const job = await post("/v1/jobs", { problem, ...options }, signal);
     location.hash = `#/jobs/${job.id}`;
   };

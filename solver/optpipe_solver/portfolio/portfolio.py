@@ -18,6 +18,7 @@ from optpipe_solver.methods import ROBUST
 from optpipe_solver.parts import in_all_parts
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
+from optpipe_solver.portfolio.other_stages import shorter_on_other_stages
 from optpipe_solver.portfolio.search_state import Emit, SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
 from optpipe_solver.systems import generate
@@ -94,6 +95,15 @@ class Portfolio:
         """Heuristics and published schedules; without engines they have all the time."""
         share = plan.heuristics_share(self.limit.seconds) if runs.are_planned else 1.0
         return self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
+
+    def tell_of_other_stages(self) -> None:
+        """Emit a note if a published schedule on other stages is shorter than the answer, where time is left."""
+        asked, state = self.request, self.state
+        if state.best is None or asked.method not in ("auto", *methods.ENGINES) or asked.jitter:
+            return
+        until = self.limit.until(plan.OTHER_STAGES_S)
+        if text := shorter_on_other_stages(asked.problem, asked.objective, state.best_ms, until):
+            self.emit(Note(text=text))
 
     def begin(self) -> bool:
         """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.
