@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,6 +237,36 @@ def test_the_model_stays_as_it_was() -> None:
     with torch.device("meta"):
         stages_of(models.CausalLM().requires_grad_(False), [0, 0], rank=0)
     stages_of(models.CausalLM().bfloat16(), [0, 0], rank=0)
+
+
+def test_what_was_compiled_is_not_compiled_to_be_compared() -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError
+
+    whole = models.CausalLM()
+    whole.model.layers[0].compile(backend=refuse)
+    whole.model.layers[1] = torch.compile(whole.model.layers[1], backend=refuse)
+    stages_of(whole, [0, 0], rank=0)
+    with pytest.raises(InputError, match=r"^model is compiled as a whole, and cannot be cut: give the model itself"):
+        stages_of(torch.compile(whole, backend=refuse), [0, 0], rank=0)
+
+
+@pytest.mark.parametrize("fault", ["large", "no logits", "no copy"])
+def test_a_model_that_cannot_be_compared_is_refused_in_a_sentence(fault: str) -> None:
+    whole = models.CausalLM(tied=False)
+    if fault == "large":
+        whole.lm_head = nn.Linear(WIDTH, 2**21 + 1, device="meta")
+    elif fault == "no logits":
+        whole.model.register_forward_hook(lambda *_: SimpleNamespace(last_hidden_state=None))
+    else:
+        whole.lock = threading.Lock()
+    sentence = {
+        "large": "it has 19 million parameters, and its config makes no small model like it",
+        "no logits": "a small run of it fails with TypeError: linear",
+        "no copy": "a small run of it fails with TypeError: cannot pickle",
+    }[fault]
+    with pytest.raises(InputError, match=rf"^model is a CausalLM: it cannot be compared with a .* stages: {sentence}"):
+        stages_of(whole, [0, 0], rank=0)
 
 
 def test_a_layer_in_several_places_is_called_in_each() -> None:

@@ -27,6 +27,13 @@ OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3  # relative to the largest num
 Cut = Callable[[Any], tuple[dict[str, nn.Module], list[Part]]]
 
 
+class Case(NamedTuple):
+    """What a run is given, and in which mode."""
+
+    training: bool
+    given: dict[str, Tensor]
+
+
 class Call(NamedTuple):
     """Of a part of the model: its name, and the values that it was given, by name."""
 
@@ -58,29 +65,21 @@ def require_equal(model: Any, cut: Cut) -> None:
         If they differ, with the first part that does, or if no small copy can be run.
     """
     kind = type(model).__name__
-    with torch.device("cpu"), _nothing_compiled():
+    with torch.device("cpu"), torch.inference_mode(False), _nothing_compiled():
         try:
             small = small_copy(model)
             parts, stages = cut(small)
-            wholes = _runs_of_the_whole(small, parts)
+            cases = _cases(parts["embed_tokens"], getattr(small, "config", None))
+            for case in cases:
+                whole = _run_of_the_whole(small, parts, case)
+                difference = _difference(small, parts, stages, whole, case) if whole else None
+                if difference:
+                    break
         except Exception as error:
-            raise InputError(
-                f"model is a {kind}: it cannot be compared with a row of its stages, as a small run of it fails: "
-                f"{_told(error)}"
-            ) from None
-        for case, whole in wholes:
-            difference = _difference(small, parts, stages, whole, case)
-            if difference:
-                raise InputError(
-                    f"model is a {kind}: {difference}; give a list of its layers, or cut it by torch's SplitPoint"
-                )
-
-
-class _Case(NamedTuple):
-    """What a run is given. `training` is the mode."""
-
-    training: bool
-    given: dict[str, Tensor]
+            reason = _told(error) if isinstance(error, InputError) else f"a small run of it fails with {_told(error)}"
+            raise InputError(f"model is a {kind}: it cannot be compared with a row of its stages: {reason}") from None
+    if difference:
+        raise InputError(f"model is a {kind}: {difference}; give a list of its layers, or cut it by torch's SplitPoint")
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:
@@ -88,8 +87,8 @@ def _nothing_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _runs_of_the_whole(small: Any, parts: dict[str, nn.Module]) -> list[tuple[_Case, Run]]:
-    """The model itself in all cases. Arguments that it does not take are left out."""
+def _run_of_the_whole(small: Any, parts: dict[str, nn.Module], case: Case) -> Run | None:
+    """The model itself; None if it does not take what the case gives it beside the tokens."""
 
     def forward(**given: Tensor) -> Tensor:
         output: Any = small(use_cache=False, **given)
@@ -98,17 +97,15 @@ def _runs_of_the_whole(small: Any, parts: dict[str, nn.Module]) -> list[tuple[_C
         logits: Tensor = output.logits
         return logits
 
-    runs = []
-    for case in _cases(parts["embed_tokens"], getattr(small, "config", None)):
-        try:
-            runs.append((case, _run(small, parts, case, forward, [])))
-        except TypeError as error:
-            if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
-                raise
-    return runs
+    try:
+        return _run(small, parts, case, forward, [])
+    except TypeError as error:
+        if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
+            raise
+        return None
 
 
-def _cases(embedding: Any, config: Any) -> Iterator[_Case]:
+def _cases(embedding: Any, config: Any) -> Iterator[Case]:
     """Sequences padded at the end and at the beginning, with and without a mask and positions."""
     words = embedding.weight.shape[0]
     tokens = torch.randint(words, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -119,14 +116,12 @@ def _cases(embedding: Any, config: Any) -> Iterator[_Case]:
     if isinstance(padding, int) and 0 <= padding < words:
         tokens[mask == 0] = padding
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    yield _Case(False, {"input_ids": tokens})
-    yield _Case(True, {"input_ids": tokens, "attention_mask": mask})
-    yield _Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
+    yield Case(False, {"input_ids": tokens})
+    yield Case(True, {"input_ids": tokens, "attention_mask": mask})
+    yield Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
 
 
-def _run(
-    small: Any, parts: dict[str, nn.Module], case: _Case, forward: Callable[..., Tensor], calls: list[Call]
-) -> Run:
+def _run(small: Any, parts: dict[str, nn.Module], case: Case, forward: Callable[..., Tensor], calls: list[Call]) -> Run:
     """A forward, whose calls of parts are noted, and a backward from random weights on what comes out."""
     small.train(case.training)
     parameters = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
@@ -141,7 +136,7 @@ def _run(
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
     }
     if not all(tensor.isfinite().all() for tensor in (output, *by_name.values())):
-        raise InputError("with random weights not all of its numbers are finite")
+        raise InputError("with random weights not all numbers of a small run are finite")
     return Run(calls, output.detach(), by_name)
 
 
@@ -167,7 +162,7 @@ def _noted(parts: dict[str, nn.Module], calls: list[Call]) -> Iterator[None]:
             hook.remove()
 
 
-def _difference(small: Any, parts: dict[str, nn.Module], stages: Sequence[Part], whole: Run, case: _Case) -> str | None:
+def _difference(small: Any, parts: dict[str, nn.Module], stages: Sequence[Part], whole: Run, case: Case) -> str | None:
     """The first difference between a run of the model and one of its stages."""
 
     def row(input_ids: Tensor, **named: Tensor) -> Tensor:

@@ -32,9 +32,7 @@ def small_copy(model: Any) -> Any:
         return _randomized(_as_is(model))
     small = _of_config(model, narrow_config(model.config)) if _has_config(model) else None
     if small is None:
-        raise InputError(
-            f"it has {count / 1e6:.0f} million parameters, and its config does not make a small one like it"
-        )
+        raise InputError(f"it has {count / 1e6:.0f} million parameters, and its config makes no small model like it")
     return _randomized(small)
 
 
@@ -43,12 +41,12 @@ def _has_config(model: Any) -> bool:
 
 
 def _as_is(model: Any) -> Any:
-    """A copy in 32 bits. What is on the `meta` device has no values; those of buffers only its class knows."""
+    """A copy. What is on the `meta` device has no values; those of buffers only its class knows."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return _runnable(copy.deepcopy(model).to("cpu").float())
+        return _runnable(copy.deepcopy(model).to("cpu"))
     if (anew := _of_config(model, model.config) if _has_config(model) else None) is not None:
         return anew
-    empty = copy.deepcopy(model).to_empty(device="cpu").float()
+    empty = copy.deepcopy(model).to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*empty.parameters(), *empty.buffers()):
             tensor.zero_()
@@ -62,7 +60,7 @@ def _of_config(model: Any, config: Any) -> Any | None:
     few = sum(parameter.numel() for parameter in outline.parameters()) <= MOST_PARAMETERS
     if not few or _structure(outline) != _structure(model):
         return None
-    return _runnable(type(model)(copy.deepcopy(config)).float())
+    return _runnable(type(model)(copy.deepcopy(config)))
 
 
 def _structure(model: nn.Module) -> list[tuple[str, type, bool]]:
@@ -73,7 +71,9 @@ def _structure(model: nn.Module) -> list[tuple[str, type, bool]]:
 
 
 def _runnable(model: Any) -> Any:
-    """Kernels of attention that are for GPUs only give way to torch's own."""
+    """In 32 bits at least. Kernels of attention that are for GPUs only give way to torch's own."""
+    if not any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        model.float()
     if _has_config(model) and model.config._attn_implementation not in ("eager", "sdpa"):
         model.config._attn_implementation = "eager"
     return model
@@ -88,7 +88,8 @@ def _randomized(model: Any) -> Any:
             if parameter.is_floating_point():
                 parameter.grad = None
                 parameter.requires_grad_()
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+                size = min(0.1, 0.8 * parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else 0.1
+                parameter += size * torch.randn(parameter.shape, generator=generator)
     return model
 
 

@@ -18,7 +18,7 @@ from optpipe_runtime.models.causal_lm import CausalLM
 from optpipe_runtime.models.chain import Layers
 from optpipe_runtime.models.part import Model, Part
 from optpipe_runtime.models.traced import traced
-from optpipe_runtime.torch_private.modules import is_wrapped
+from optpipe_runtime.torch_private.modules import compiled_call, is_compiled, is_wrapped
 from optpipe_runtime.torch_private.pipelining import StageBase
 
 
@@ -90,6 +90,8 @@ def model_of(model: Any) -> Model:
         return Layers((name, layer) for name, layer in named if name and "." not in name)
     if isinstance(model, list | tuple) and model and all(isinstance(layer, nn.Module) for layer in model):
         return Layers((str(i), layer) for i, layer in enumerate(model))
+    if isinstance(model, nn.Module) and is_compiled(model) and compiled_call(model) is None:
+        raise InputError("model is compiled as a whole, and cannot be cut: give the model itself, with compiled layers")
     if isinstance(model, nn.Module):
         return CausalLM(model)
     raise InputError(
