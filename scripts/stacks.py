@@ -37,7 +37,12 @@ STACKS = {
     ),
     "transformers-5.24.0": Stack(
         ("transformers==5.24.0", "torch==2.13.0"),
-        ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py", "tests/core/test_config_counts.py"),
+        (
+            "tests/runtime/test_huggingface.py",
+            "tests/runtime/test_causal_types.py",
+            "tests/runtime/test_configs.py",
+            "tests/core/test_config_counts.py",
+        ),
     ),
     "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
     "clusters": Stack(

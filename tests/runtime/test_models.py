@@ -155,9 +155,25 @@ class Odd(models.Decoder):
         return SimpleNamespace(last_hidden_state=hidden)
 
 
+class Keeps(models.Layer):
+    """Layers that share an object, in which the first one leaves something for the others."""
+
+    def __init__(self, store: dict[str, Tensor], is_first: bool) -> None:
+        super().__init__()
+        self.store, self.is_first = store, is_first
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.is_first:
+            self.store["first"] = x
+        return super().forward(x) + self.store["first"].mean()
+
+
 def odd(kind: str) -> Any:
     whole = models.CausalLM()
     whole.model = Odd(kind)
+    if kind == "an object of all layers":
+        store: dict[str, Tensor] = {}
+        whole.model.layers = nn.ModuleList(Keeps(store, i == 0) for i in range(3))
     return whole
 
 
@@ -177,6 +193,7 @@ def odd(kind: str) -> Any:
         ),
         ("shared", "its forward changes hidden states outside of its layers, before layers.2;"),
         ("x0", "its forward changes hidden states outside of its layers, before layers.2;"),
+        ("an object of all layers", "as a row of stages it fails in or after its layers.2: KeyError"),
     ],
 )
 def test_a_model_that_is_no_row_of_layers_is_refused(kind: str, sentence: str) -> None:

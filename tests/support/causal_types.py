@@ -2,12 +2,13 @@
 
 PYTHONPATH=tests .stacks/transformers-5.24.0/bin/python -m support.causal_types [TYPE...]
 
-A model with its type's own sizes stands on the `meta` device. If it is cut, so is a small one; its stages are compared
-with it on inputs of another kind than those of `models.proof`.
+A model as wide as its type's default, with a few layers, stands on the `meta` device. If it is cut, so is a narrow one,
+whose stages are compared with it on inputs of another kind than those of `models.proof`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -32,11 +33,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
+    "reformer": {"is_decoder": True},
     "nemotron": {"num_key_value_heads": 8},
 }
 # Types that differ by what their config says: keys and values that layers share, embeddings for each layer.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4_text, shared keys and values": ("gemma4_text", {"hidden_size_per_layer_input": 0}),
+    "gemma4_text, shared keys and values": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
+    ),
     "gemma4_text, nothing shared": ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "mixtral, losses of routers": ("mixtral", {"output_router_logits": True}),
 }
@@ -68,11 +73,8 @@ def rows(head: str, types: Collection[str] = ()) -> Iterator[Row]:
 
 
 def _answer(auto: Any, kind: str, fields: dict[str, Any]) -> tuple[str, str]:
-    from transformers import CONFIG_MAPPING
-
     try:
-        with torch.device("meta"):
-            large = auto.from_config(CONFIG_MAPPING[kind](**fields))
+        config, large = _outline(auto, kind, fields)
     except Exception as error:  # another package, or a config that must be given
         return LEFT_OUT, f"no model of its default config: {type(error).__name__}"
     try:
@@ -84,25 +86,25 @@ def _answer(auto: Any, kind: str, fields: dict[str, Any]) -> tuple[str, str]:
         return WRONG, f"{type(error).__name__}: {error}"
     torch.manual_seed(5)
     try:
-        small = auto.from_config(narrow_config(_few_layers(auto, kind, fields)))
+        small = auto.from_config(narrow_config(config))
         stages = _cut(small)
     except Exception as error:
-        return WRONG, f"cut with its own sizes, but not narrow: {type(error).__name__}: {error}"
+        return WRONG, f"cut where it is wide, but not narrow: {type(error).__name__}: {error}"
     difference = _largest_difference(small, stages)
     return (EQUAL, f"{difference:.0e}") if difference < 1e-4 else (WRONG, f"off by {difference:.0e}")
 
 
-def _few_layers(auto: Any, kind: str, fields: dict[str, Any]) -> Any:
-    """The type's config with a few layers, if it is one then."""
+def _outline(auto: Any, kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The type's config, and a model without memory: with a few layers, if the type allows to say how many."""
     from transformers import CONFIG_MAPPING
 
-    try:
-        config = CONFIG_MAPPING[kind](**fields, num_hidden_layers=LAYERS)
-        with torch.device("meta"):
-            auto.from_config(config)
-    except Exception:
-        return CONFIG_MAPPING[kind](**fields)
-    return config
+    for layers in ({"num_hidden_layers": LAYERS}, {}):
+        with contextlib.suppress(Exception), torch.device("meta"):
+            config = CONFIG_MAPPING[kind](**fields | layers)
+            return config, auto.from_config(config)
+    with torch.device("meta"):
+        config = CONFIG_MAPPING[kind](**fields)
+        return config, auto.from_config(config)
 
 
 def _cut(model: Any) -> list[Any]:

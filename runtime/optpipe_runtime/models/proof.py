@@ -3,11 +3,12 @@
 A model's own forward decides what happens around its layers, and a stage runs it over some layers only. Nothing in the
 model says whether that is the same, so both are run: a small copy of the model and the row of its stages, with the same
 inputs and random numbers, in both modes, with and without a mask. Outputs and the gradients of all parameters must be
-equal.
+equal. Each stage is a copy, as on a rank of its own: nothing passes between two stages beside what they return.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,15 @@ from optpipe_runtime.models.small import small_copy
 SEQUENCES, LENGTH = 2, 12
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3  # relative to the largest number; both runs do the same operations
 Cut = Callable[[Any], tuple[dict[str, nn.Module], list[Part]]]
+
+
+class Side(NamedTuple):
+    """The model, or the row of its stages. A parameter of several stages has several copies."""
+
+    forward: Callable[..., Tensor]
+    modules: list[nn.Module]
+    parts: list[tuple[str, nn.Module]]
+    parameters: dict[str, list[nn.Parameter]]
 
 
 class Case(NamedTuple):
@@ -69,10 +79,10 @@ def require_equal(model: Any, cut: Cut) -> None:
         try:
             small = small_copy(model)
             parts, stages = cut(small)
-            cases = _cases(parts["embed_tokens"], getattr(small, "config", None))
-            for case in cases:
-                whole = _run_of_the_whole(small, parts, case)
-                difference = _difference(small, parts, stages, whole, case) if whole else None
+            row, whole = _row(small, parts, stages), _whole(small, parts)
+            for case in _cases(parts["embed_tokens"], getattr(small, "config", None)):
+                run = _run_of_the_whole(whole, case)
+                difference = _difference(run, row, case) if run else None
                 if difference:
                     break
         except Exception as error:
@@ -87,9 +97,7 @@ def _nothing_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _run_of_the_whole(small: Any, parts: dict[str, nn.Module], case: Case) -> Run | None:
-    """The model itself; None if it does not take what the case gives it beside the tokens."""
-
+def _whole(small: Any, parts: Mapping[str, nn.Module]) -> Side:
     def forward(**given: Tensor) -> Tensor:
         output: Any = small(use_cache=False, **given)
         if not isinstance(getattr(output, "logits", None), Tensor):
@@ -97,8 +105,41 @@ def _run_of_the_whole(small: Any, parts: dict[str, nn.Module], case: Case) -> Ru
         logits: Tensor = output.logits
         return logits
 
+    parameters = {name: [parameter] for name, parameter in _trained(small)}
+    return Side(forward, [small], list(parts.items()), parameters)
+
+
+def _row(small: Any, parts: Mapping[str, nn.Module], stages: Sequence[Part]) -> Side:
+    """Copies of the stages."""
+    names = {part: name for name, part in parts.items()}
+    parameters: dict[nn.Parameter, list[nn.Parameter]] = {parameter: [] for _, parameter in _trained(small)}
+    copies, copied_parts = [], []
+    for stage in stages:
+        copied = copy.deepcopy(stage)
+        pairs = zip(stage.modules(), copied.modules(), strict=True)
+        copied_parts += [(names[module], twin) for module, twin in pairs if module in names]
+        for parameter, twin in zip(stage.parameters(), copied.parameters(), strict=True):
+            if parameter in parameters:
+                parameters[parameter].append(twin)
+        copies.append(copied)
+
+    def forward(input_ids: Tensor, **named: Tensor) -> Tensor:
+        value = input_ids
+        for stage in copies:
+            value = stage(value, **named)
+        return value
+
+    return Side(forward, [*copies], copied_parts, {name: parameters[parameter] for name, parameter in _trained(small)})
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _run_of_the_whole(whole: Side, case: Case) -> Run | None:
+    """None if the model does not take what the case gives it beside the tokens."""
     try:
-        return _run(small, parts, case, forward, [])
+        return _run(whole, case, [])
     except TypeError as error:
         if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
             raise
@@ -107,7 +148,7 @@ def _run_of_the_whole(small: Any, parts: dict[str, nn.Module], case: Case) -> Ru
 
 def _cases(embedding: Any, config: Any) -> Iterator[Case]:
     """Sequences padded at the end and at the beginning, with and without a mask and positions."""
-    words = embedding.weight.shape[0]
+    words = next(embedding.parameters()).shape[0]
     tokens = torch.randint(words, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, LENGTH - 4 :] = 0
@@ -121,27 +162,28 @@ def _cases(embedding: Any, config: Any) -> Iterator[Case]:
     yield Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
 
 
-def _run(small: Any, parts: dict[str, nn.Module], case: Case, forward: Callable[..., Tensor], calls: list[Call]) -> Run:
+def _run(side: Side, case: Case, calls: list[Call]) -> Run:
     """A forward, whose calls of parts are noted, and a backward from random weights on what comes out."""
-    small.train(case.training)
-    parameters = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _noted(parts, calls):
+    for module in side.modules:
+        module.train(case.training)
+    copies = [twin for twins in side.parameters.values() for twin in twins]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _noted(side.parts, calls):
         torch.manual_seed(2)
-        output = forward(**{name: value.clone() for name, value in case.given.items()})
+        output = side.forward(**{name: value.clone() for name, value in case.given.items()})
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
         loss = (output.float() * weights).sum()
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    by_name = {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
-    }
-    if not all(tensor.isfinite().all() for tensor in (output, *by_name.values())):
+        by_copy = dict(zip(copies, torch.autograd.grad(loss, copies, allow_unused=True), strict=True))
+    gradients = {}
+    for name, twins in side.parameters.items():
+        there = [gradient for twin in twins if (gradient := by_copy[twin]) is not None]
+        gradients[name] = torch.stack(there).sum(0) if there else torch.zeros(())
+    if not all(tensor.isfinite().all() for tensor in (output, *gradients.values())):
         raise InputError("with random weights not all numbers of a small run are finite")
-    return Run(calls, output.detach(), by_name)
+    return Run(calls, output.detach(), gradients)
 
 
 @contextmanager
-def _noted(parts: dict[str, nn.Module], calls: list[Call]) -> Iterator[None]:
+def _noted(parts: Sequence[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
     """Notes the calls of these parts, in order."""
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +195,7 @@ def _noted(parts: dict[str, nn.Module], calls: list[Call]) -> Iterator[None]:
         part.register_forward_pre_hook(
             lambda module, args, kwargs, name=name: note(name, module, args, kwargs), with_kwargs=True
         )
-        for name, part in parts.items()
+        for name, part in parts
     ]
     try:
         yield
@@ -162,27 +204,20 @@ def _noted(parts: dict[str, nn.Module], calls: list[Call]) -> Iterator[None]:
             hook.remove()
 
 
-def _difference(small: Any, parts: dict[str, nn.Module], stages: Sequence[Part], whole: Run, case: Case) -> str | None:
+def _difference(whole: Run, row: Side, case: Case) -> str | None:
     """The first difference between a run of the model and one of its stages."""
-
-    def row(input_ids: Tensor, **named: Tensor) -> Tensor:
-        value = input_ids
-        for stage in stages:
-            value = stage.train(case.training)(value, **named)
-        return value
-
     calls: list[Call] = []
     try:
-        run = _run(small, parts, case, row, calls)
+        run = _run(row, case, calls)
     except Exception as error:
         return f"as a row of stages it fails{f' in or after its {calls[-1].part}' if calls else ''}: {_told(error)}"
-    if whole.output.shape == run.output.shape and _equal(whole.output, run.output, OUTPUT_TOLERANCE):
-        largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
-        for name, gradient in whole.gradients.items():
-            if not _equal(gradient, run.gradients[name], GRADIENT_TOLERANCE, 1e-6 * largest):
-                return f"as a row of stages it has another gradient of {name}"
-        return None
-    return _first_difference(whole.calls, run.calls)
+    if whole.output.shape != run.output.shape or not _equal(whole.output, run.output, OUTPUT_TOLERANCE):
+        return _first_difference(whole.calls, run.calls)
+    largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
+    for name, gradient in whole.gradients.items():
+        if not _equal(gradient, run.gradients[name], GRADIENT_TOLERANCE, 1e-6 * largest):
+            return f"as a row of stages it has another gradient of {name}"
+    return None
 
 
 def _tensors(value: Any) -> list[Tensor]:
