@@ -77,8 +77,8 @@ def profile(
         return
     if ranks is None or ranks < 1:
         raise InputError(
-            f"ranks = {ranks}: expected how many to start here; or start them by torchrun --nproc-per-node N -m "
-            "optpipe_cli profile ..."
+            f"--ranks {'is missing' if ranks is None else f'= {ranks}'}: how many ranks to start here, such as 4; or "
+            "start them by torchrun --nproc-per-node N -m optpipe_cli profile ..."
         )
     _start(ranks, asked | {"output": output}, json)
 

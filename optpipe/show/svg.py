@@ -106,7 +106,7 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
         f' stroke="#fff" stroke-width="{0.6 if width > 3 else 0}">{hint}</rect>'
     )
     label = str(block.op.microbatch)
-    size = min(8 if block.transfer or block.half else 11, int((width - 1) / (0.59 * len(label))))
+    size = min(8 if block.transfer or block.half else 11, int((width - 3) / (0.59 * len(label))))
     if size < 6:
         return shape
     return shape + (

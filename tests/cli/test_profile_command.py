@@ -88,7 +88,7 @@ def test_without_ranks_the_error_tells_how_to_start_them(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "error: ranks = None: expected how many to start here; or start them by torchrun"
+        "error: --ranks is missing: how many ranks to start here, such as 4; or start them by torchrun"
     )
 
 
