@@ -70,7 +70,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         taken |= {reply.json()["id"] for reply in answers if reply.status_code == 201}  # room that a refused one left
         refused = [reply for reply in answers if reply.status_code != 201]
         assert len(refused) > 5
-        for reply in refused:
+        for reply in (*refused, client.get("/readyz")):
             is_refusal(reply)
         assert listed(client) == taken, "what is there can be read"
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -68,11 +68,12 @@ class Work:
         time_limit_s: float = 50.0,
         start: InitialResult | None = None,
         priority: int = 0,
+        tenant: str = LOCAL,
         **options: Any,
     ) -> str:
         asked = SolveOptions(method=method, time_limit_s=time_limit_s, **options)
         job = NewJob(posed or problem(), asked, priority)
-        return self.jobs.add(LOCAL, job, start or InitialResult(), queue=1000)[0]
+        return self.jobs.add(tenant, job, start or InitialResult(), queue=1000)[0]
 
     def job(self, job_id: str) -> Any:
         job = self.jobs.job(LOCAL, job_id)

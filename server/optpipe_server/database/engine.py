@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
 
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
@@ -21,9 +22,12 @@ from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
 from optpipe_server.database.migrations import upgrade
+from optpipe_server.database.sqlite_file import SqliteFile, UnusableError, is_damaged, require_one_name
+from optpipe_server.database.tables import probes
 
 BUSY_MS = 10_000  # how long a connection to SQLite waits for another that writes
 CONNECTIONS = 20  # to SQLite, per process
+PROBE_BYTES = 2**16  # written to see whether jobs can be stored
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
 
@@ -82,7 +86,8 @@ class Database:
         self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
         self._lock, self._connections = threading.Lock(), WeakSet[Any]()
         self._closed = False
-        self.engine = _engine(parsed, self.sqlite)
+        self._file = SqliteFile(str(parsed.database)) if self.sqlite else None
+        self.engine = _engine(parsed, self._file)
         event.listen(self.engine, "checkin", self._checked_in)
         if not self.sqlite:
             event.listen(self.engine, "connect", self._connected)
@@ -102,6 +107,8 @@ class Database:
         """Close all connections; those that other threads use, as soon as they are done."""
         self._closed = True
         self.engine.dispose()
+        if self._file is not None:
+            self._file.close()
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -123,8 +130,12 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Yield a connection in a transaction; once the block ends without an error, its writes are on the disk."""
+        """Yield a connection in a transaction; once the block ends without an error, its writes are on the disk.
+
+        Raises `UnusableError` if they would be in a file that nobody finds.
+        """
         with self._writing, self.engine.begin() as connection:
+            self.require_same_file()
             yield connection
 
     @contextmanager
@@ -141,10 +152,20 @@ class Database:
         with pipeline(db, _is_broken):
             yield
 
-    def ping(self) -> None:
-        """Raise SQLAlchemy's error if the database does not answer."""
+    def require_same_file(self) -> None:
+        """Raise `UnusableError` if the SQLite file that was opened has been removed or replaced."""
+        if self._file is not None:
+            self._file.require_same()
+
+    def probe(self) -> None:
+        """Write and read as much as a job has. Raises SQLAlchemy's error if that cannot be done."""
+        if self._file is not None:
+            self._file.require_room()
+        written = secrets.token_hex(PROBE_BYTES // 2)
+        with self.write() as connection:
+            connection.execute(update(probes).values(text=written))
         with self.read() as connection:
-            connection.execute(select(1))
+            connection.execute(select(probes.c.text)).scalar_one()
 
     def _connected(self, connection: Any, _record: object) -> None:
         with self._lock:
@@ -158,11 +179,16 @@ class Database:
         with self.write() as connection:
             if self.sqlite:
                 upgrade(connection, only_check=self._lock_file is None)
-                return
-            from optpipe_server.database.postgres import without_deadline  # needs psycopg, which is optional
+            else:
+                self._migrate_postgresql(connection)
+        if self._file is not None:
+            self._file.keep_log()
 
-            with without_deadline(connection):
-                upgrade(connection)
+    def _migrate_postgresql(self, connection: Connection) -> None:
+        from optpipe_server.database.postgres import without_deadline  # needs psycopg, which is optional
+
+        with without_deadline(connection):
+            upgrade(connection)
 
 
 def _parsed(url: str) -> URL:
@@ -200,6 +226,7 @@ def _only_writer(file: str, secondary: bool) -> int | None:
     Returns None if another process has it and `secondary` allows that.
     """
     try:
+        require_one_name(file)
         lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(FileExistsError):  # readable by this user only, as SQLite would not make it
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -217,11 +244,13 @@ def _only_writer(file: str, secondary: bool) -> int | None:
     return lock
 
 
-def _engine(url: URL, sqlite: bool) -> Engine:
-    if sqlite:
+def _engine(url: URL, file: SqliteFile | None) -> Engine:
+    if file is not None:
         engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
+        event.listen(engine, "do_connect", lambda *_: file.require_same())  # else SQLite would make an empty file
         event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
+        event.listen(engine, "handle_error", _tell_if_damaged)
         event.listen(engine, "handle_error", _invalidate_if_broken)
         return engine
     from optpipe_server.database.postgres import connections  # needs psycopg, which is optional
@@ -242,6 +271,11 @@ def _begin(connection: Connection) -> None:
     halfway."""
     reads_only = connection.get_execution_options().get("reads_only", False)
     connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+
+def _tell_if_damaged(context: ExceptionContext) -> None:
+    if is_damaged(context.original_exception):
+        raise UnusableError(f"it is damaged ({context.original_exception}); put a whole copy in its place")
 
 
 def _invalidate_if_broken(context: ExceptionContext) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, bindparam, func, select
 
 from optpipe_server.database.engine import Database
+from optpipe_server.database.fair_share import jobs_ahead, standings
 from optpipe_server.database.tables import State, adoptions, bounds, incumbents, jobs, log, problems
 
 MOST_LISTED = 200
@@ -136,22 +137,14 @@ class JobQueries:
             ).all()
 
     def queue(self, tenant: str) -> tuple[Sequence[tuple[str, str | None]], int, int]:
-        """Return the tenant's running jobs (id and worker), how many of its jobs wait, and how many jobs of others will
-        run before the first of these."""
-        own = (jobs.c.tenant == tenant, jobs.c.state == "queued")
-        order = jobs.c.priority.desc(), jobs.c.number
+        """Return the tenant's running jobs (id and worker), how many of its jobs wait, and how many jobs of others have
+        their turn before the first of these (`fair_share`)."""
         with self._database.read() as db:
             query = select(jobs.c.id, jobs.c.worker).where(jobs.c.tenant == tenant, jobs.c.state == "running")
             running = [(row.id, row.worker) for row in db.execute(query.order_by(jobs.c.number))]
-            waiting = db.execute(select(func.count()).where(*own)).scalar_one()
-            first = db.execute(select(jobs.c.priority, jobs.c.number).where(*own).order_by(*order).limit(1)).first()
-            if first is None:
-                return running, 0, 0
-            sooner = (jobs.c.priority > first.priority) | (
-                (jobs.c.priority == first.priority) & (jobs.c.number < first.number)
-            )
-            ahead = db.execute(select(func.count()).where(jobs.c.state == "queued", sooner)).scalar_one()
-            return running, waiting, ahead
+            tenants = standings(db)
+        waiting = sum(standing.waiting for standing in tenants if standing.tenant == tenant)
+        return running, waiting, jobs_ahead(tenant, tenants)
 
     def count(self) -> dict[State, int]:
         """Count the jobs of all tenants by state."""

@@ -22,6 +22,7 @@ from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_cache import Retention
 from optpipe_server.database.engine import Database, clock_s, now
+from optpipe_server.database.fair_share import first_waiting, lock_turns, record_turn, standings
 from optpipe_server.database.incumbents import (
     add_bound,
     add_log_line,
@@ -42,6 +43,8 @@ LONGEST_S = 60.0  # of any lease
 PRUNED_AT_ONCE = 100  # jobs
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
 MOST_LOSSES = 5  # of workers, after which a job goes on; one that crashes its worker each time has to end
+
+_ANY_WAITING = select(jobs.c.number).where(jobs.c.state == "queued").limit(1)
 
 
 class LostError(Exception):
@@ -81,14 +84,21 @@ class Leases:
         self._database, self._worker, self._lease_s = database, worker, lease_s
 
     def claim(self) -> Claim | None:
-        """Claim the waiting job of the highest priority, among these the oldest; None if no job waits."""
+        """Claim a job of the tenant whose turn it is (`fair_share`): that of the highest priority, among these the
+        oldest; None if no job waits."""
+        with self._database.read() as db:
+            if db.execute(_ANY_WAITING).first() is None:
+                return None
         with self._database.write() as db:
-            waiting = (
-                select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.priority.desc(), jobs.c.number).limit(1)
+            lock_turns(db)
+            waiting = (standing.tenant for standing in standings(db) if standing.waiting)
+            tenants_first = (
+                db.execute(first_waiting(tenant).with_for_update(skip_locked=True)).one_or_none() for tenant in waiting
             )
-            job = db.execute(waiting.with_for_update(skip_locked=True)).one_or_none()
+            job = next((job for job in tenants_first if job is not None), None)
             if job is None:
                 return None
+            record_turn(db, job.tenant)
             update_job(
                 db,
                 job,

@@ -144,6 +144,20 @@ idempotency = Table(
     Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
 )
 
+turns = Table(
+    "turns",
+    metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False),  # of its last claim among those of all tenants (`fair_share`)
+)
+
+probes = Table(  # one row, written again and again to see whether anything can be stored
+    "probes",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("text", Text, nullable=False),
+)
+
 keys = Table(
     "keys",
     metadata,

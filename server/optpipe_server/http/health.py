@@ -37,14 +37,14 @@ async def healthz() -> schemas.Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> schemas.Ready:
-    """The service accepts jobs: it is not about to end, and its database answers.
+    """The service accepts jobs: it is not about to end, and its database stores what is written.
 
     This says nothing of workers in other processes: without any, jobs wait with their first schedule.
     """
     service: Service = request.app.state.service
     if service.job_updates.closing:
         raise ReplyError(503, "The service is about to end.", SOON)
-    await service.query(service.database.ping)
+    await service.probe()
     return schemas.Ready(solves=service.settings.solves)
 
 

@@ -22,6 +22,7 @@ from starlette.routing import Match
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.jobs import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
+from optpipe_server.database.sqlite_file import UnusableError
 from optpipe_server.first_schedules import BusyError
 
 log = logging.getLogger("optpipe.server")
@@ -127,8 +128,10 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
 
 
 async def _database_failed(_request: Request, error: SQLAlchemyError) -> Response:
-    log.error("the database failed: %s", getattr(error, "orig", None) or error)
-    return problem_document(503, AWAY, SOON)
+    why = getattr(error, "orig", None) or error
+    log.error("the database failed: %s", why)
+    detail = f"The database cannot be used: {why}." if isinstance(error, UnusableError) else AWAY
+    return problem_document(503, detail, SOON)
 
 
 async def _unexpected(_request: Request, _error: Exception) -> Response:

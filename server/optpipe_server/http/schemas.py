@@ -244,7 +244,7 @@ class WorkerJobs(Record):
 
 
 class Queue(Record):
-    """A tenant's jobs that wait or run. `ahead` are jobs of others that will run before the first of those that wait;
+    """A tenant's jobs that wait or run. `ahead` are jobs of others whose turn is before that of the first that waits;
     `solves` is the number of searches that this process runs at a time."""
 
     waiting: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 from sqlalchemy import Row
+from sqlalchemy.exc import SQLAlchemyError
 
 from optpipe.comparison import GENERATOR
 from optpipe.errors import InputError
@@ -30,6 +32,7 @@ from optpipe_server.database.jobs import (
     options_of,
 )
 from optpipe_server.database.keys import Keys
+from optpipe_server.database.retry import first_line
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
 from optpipe_server.http.bodies import Submission, read_schedule
 from optpipe_server.http.compare_processes import CompareProcesses
@@ -49,6 +52,7 @@ QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
 OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
 TRIES = 5  # to change a problem while incumbents come in
+PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
 ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
 
 
@@ -59,22 +63,34 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.database = Database(settings.database)
+        self._free_jobs_of_former_process()
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
         self.caches = TenantCaches(settings, self.database)
         self.job_updates = JobUpdates(self.jobs, settings.streams)
+
+    def _free_jobs_of_former_process(self) -> None:
+        """A SQLite file has one process, so the jobs that run in it were lost. Raises `InputError` if they cannot be
+        read or written."""
+        try:
+            if self.database.sqlite:
+                Reaper(self.database).reap(everything=True)
+        except SQLAlchemyError as error:
+            self.database.close()
+            raise InputError(f"database: it cannot be used: {first_line(error)}") from None
 
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
         self._first_schedule_limiter = anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE)
         self.read_limiter = anyio.CapacityLimiter(1)  # for large bodies
         self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
+        self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.compare_processes = CompareProcesses(self.settings)
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
-        await self.query(self.reaper.start)
+        self.reaper.start()
         self.supervisor.start()
         self._feeding = asyncio.create_task(self.job_updates.run())
 
@@ -96,6 +112,14 @@ class Service:
         """Run a database query, which may take its time, in a thread."""
         return await anyio.to_thread.run_sync(query)
 
+    async def probe(self) -> None:
+        """Raise SQLAlchemy's error if the database does not store what is written, as of the last second."""
+        self.database.require_same_file()
+        async with self._probing:
+            if time.monotonic() > self._probed_at + PROBED_S:
+                await self.query(self.database.probe)
+                self._probed_at = time.monotonic()
+
     async def _find_first(self, search: Callable[[], T]) -> T:
         """Find a first schedule, which may take seconds; the end of the service does not wait for it."""
         return await anyio.to_thread.run_sync(search, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
@@ -110,6 +134,7 @@ class Service:
         QueueFullError, KeyReusedError
             As `Jobs.add` does.
         """
+        self.database.require_same_file()
         began = time.monotonic()
         job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
         initial = await self._find_first(

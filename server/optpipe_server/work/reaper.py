@@ -20,9 +20,6 @@ EVERY_S = 2.0
 class Reaper(Rounds):
     """A thread that looks for expired leases every `every_s` seconds, except those of the jobs `held` by its own
     process. It deletes jobs that are over and schedules in the database where `kept` says so, the latter by days only.
-
-    For a SQLite file, which one process has, start it before the supervisor: jobs that are running then belong to a
-    process that has ended.
     """
 
     def __init__(
@@ -35,15 +32,12 @@ class Reaper(Rounds):
         super().__init__("reaper", "lost jobs cannot be looked for", every_s)
         self._database, self._held, self._kept = database, held, kept
 
-    def start(self) -> None:
-        if self._database.sqlite:
-            self._reap(everything=True)
-        super().start()
-
     def act(self) -> None:
-        self._reap()
+        self.reap()
 
-    def _reap(self, everything: bool = False) -> None:
+    def reap(self, everything: bool = False) -> None:
+        """Free the jobs of lost workers, or all running ones, for the process of a SQLite file that has just started;
+        delete what is not kept."""
         for job_id in reap(self._database, everything, self._held()):
             metrics.REAPED.inc()
             log.warning("its worker is gone", job=job_id)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 
 import pytest
 from sqlalchemy import Connection, func, select, update
@@ -33,13 +37,62 @@ def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
     return leases, claim
 
 
-def test_the_highest_priority_comes_first_then_the_oldest(database: Database) -> None:
+def test_tenants_take_turns_each_by_priority_then_age(database: Database) -> None:
     leases = Leases(database, "w")
     assert leases.claim() is None
     ids = [submit(database, tenant, priority=p) for tenant, p in (("a", 0), ("b", 5), ("a", 5), ("b", -1), ("a", 0))]
     order = [claim.job_id for _ in range(5) if (claim := leases.claim())]
-    assert order == [ids[k] for k in (1, 2, 0, 4, 3)]
+    assert order == [ids[k] for k in (2, 1, 0, 3, 4)]
     assert leases.claim() is None
+
+
+def test_the_tenant_with_fewer_running_jobs_is_next_then_the_one_that_waits_longest(database: Database) -> None:
+    leases = Leases(database, "w")
+    for tenant in "aaaaabbc":
+        submit(database, tenant, priority=100 if tenant == "a" else -100)
+
+    def end(claim: Claim | None) -> str:
+        assert claim is not None
+        assert leases.finish(claim, "done", found(SLOW), 1.0)
+        Jobs(database).purge(claim.tenant, claim.job_id)  # deleted jobs do not win a turn back
+        return claim.tenant
+
+    running = leases.claim()
+    assert [end(leases.claim()) for _ in range(3)] == ["b", "c", "b"], "while one of a runs"
+    assert [end(running), end(leases.claim()), end(leases.claim())] == ["a"] * 3
+    submit(database, "b")
+    assert [end(leases.claim()) for _ in range(3)] == ["b", "a", "a"]
+
+
+def test_the_queue_tells_how_many_come_before(database: Database) -> None:
+    """As many as are claimed before, if no job ends."""
+    leases, queries, random = Leases(database, "w"), Jobs(database), Random(7)
+    for tenant in random.choices("abcd", (8, 4, 2, 1), k=40):
+        submit(database, tenant, priority=random.randint(-9, 9))
+    for _ in range(15):
+        claim = leases.claim()
+        if claim and random.random() < 0.5:
+            leases.finish(claim, "done", found(SLOW), 1.0)
+    told = {tenant: queries.queue(tenant) for tenant in "abcde"}
+    order = [claim.tenant for claim in iter(leases.claim, None) if claim]
+    for tenant, (_, waiting, ahead) in told.items():
+        assert waiting == order.count(tenant)
+        assert ahead == (order.index(tenant) if waiting else 0), tenant
+
+
+def test_workers_that_claim_at_once_share_alike(database: Database) -> None:
+    for tenant in "aaaaaaaaaaaabbbcccc":
+        submit(database, tenant, priority=100 if tenant == "a" else 0)
+    workers = 9
+    ready = threading.Barrier(workers)
+
+    def claimed_by(worker: int) -> str:
+        ready.wait()
+        claim = Leases(database, f"w{worker}").claim()
+        return claim.tenant if claim else ""
+
+    with ThreadPoolExecutor(workers) as pool:
+        assert Counter(pool.map(claimed_by, range(workers))) == {"a": 3, "b": 3, "c": 3}
 
 
 def test_a_claim_has_all_that_a_search_needs(database: Database) -> None:

@@ -129,6 +129,19 @@ def upgrade() -> None:
         _text("entry"),
         sa.PrimaryKeyConstraint("tenant", "problem_sha256", "objective", name="pk_schedules"),
     )
+    op.create_table(
+        "turns",
+        _text("tenant", 64),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("tenant", name="pk_turns"),
+    )
+    op.create_table(
+        "probes",
+        sa.Column("number", sa.Integer(), autoincrement=False, nullable=False),
+        _text("text"),
+        sa.PrimaryKeyConstraint("number", name="pk_probes"),
+    )
+    op.execute("insert into probes (number, text) values (1, '')")
     for name, table, columns in (
         ("ix_jobs_state_priority", "jobs", ["state", "priority", "number"]),
         ("ix_jobs_tenant_number", "jobs", ["tenant", "number"]),
@@ -142,7 +155,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in ("schedules", "keys", "idempotency", "log", "adoptions", "bounds", "incumbents", "problems", "jobs"):
+    of_jobs = ("idempotency", "log", "adoptions", "bounds", "incumbents", "problems")
+    for table in ("probes", "turns", "schedules", "keys", *of_jobs, "jobs"):
         op.drop_table(table)
 
 

@@ -1,0 +1,147 @@
+"""What can no longer be stored is not accepted, `/readyz` says so, and so does a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from support.chain import chain
+from support.jobs import submit
+from support.service import running, settings_in
+from typer.testing import CliRunner
+
+from optpipe.errors import InputError
+from optpipe_cli.app import app
+from optpipe_server import Settings
+from optpipe_server.database import Database, sqlite_file
+from optpipe_server.http import service
+from optpipe_server.http.service import Service
+
+BODY = {"problem": chain().to_dict(), "method": "infeasible"}
+
+
+@pytest.fixture
+def settings(tmp_path: Path, fake_solver: None) -> Settings:
+    return replace(settings_in(tmp_path), solves=0)
+
+
+@pytest.fixture(autouse=True)
+def probed_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "PROBED_S", 0.0)
+
+
+def file_of(settings: Settings) -> Path:
+    return Path(settings.database.removeprefix("sqlite:///"))
+
+
+def away(file: Path, beside: str) -> None:
+    for path in file.parent.glob(file.name + beside):
+        path.rename(path.with_name(f"away {path.name}"))
+
+
+def back(file: Path) -> None:
+    for path in file.parent.glob("away *"):
+        path.replace(path.with_name(path.name.removeprefix("away ")))
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "removed": lambda file: away(file, "*"),
+    "without its log": lambda file: away(file, "-wal"),
+    "replaced": lambda file: (away(file, ""), shutil.copy(file.with_name(f"away {file.name}"), file)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_file_that_is_gone_stops_acceptance_until_it_is_back(settings: Settings, loss: str) -> None:
+    file = file_of(settings)
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+        kept = [client.post("/v1/jobs", json=BODY).json()["id"]]
+        assert client.get("/readyz").status_code == 200
+        LOSSES[loss](file)
+        for reply in (client.get("/readyz"), client.post("/v1/jobs", json=BODY)):
+            assert (reply.status_code, "removed or replaced" in reply.json()["detail"]) == (503, True), reply.text
+        back(file)
+        assert client.get("/readyz").status_code == 200
+        kept.append(client.post("/v1/jobs", json=BODY).json()["id"])
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+        assert [job["id"] for job in client.get("/v1/jobs").json()["jobs"]] == kept[::-1]
+
+
+def test_a_disk_without_room_is_not_ready(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+        monkeypatch.setattr(sqlite_file, "LEAST_FREE_MIB", 2**40)
+        reply = client.get("/readyz")
+        assert (reply.status_code, "MiB left" in reply.json()["detail"]) == (503, True)
+
+
+def test_a_hard_link_is_the_same_database(sqlite_url: str) -> None:
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    database, other = Database(sqlite_url), file.with_name("other.sqlite")
+    os.link(file, other)
+    for secondary in (False, True):
+        with pytest.raises(InputError, match=r"has 2 names .*, so another process has it"):
+            Database(f"sqlite:///{other}", secondary=secondary)
+    other.unlink()
+    other.symlink_to(file)
+    with pytest.raises(InputError, match="another process has it"):
+        Database(f"sqlite:///{other}")
+    database.close()
+    Database(f"sqlite:///{other}").close()
+
+
+@pytest.fixture
+def damaged(settings: Settings) -> Settings:
+    """A database whose pages, the first apart, are garbage."""
+    database, file = Database(settings.database), file_of(settings)
+    for _ in range(30):
+        submit(database)
+    database.close()
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + b"\xa5" * (len(content) - 4096))
+    return settings
+
+
+def test_a_damaged_file_ends_a_command_in_a_sentence(damaged: Settings) -> None:
+    for command in (["keys", "list"], ["serve", "--port", "0"]):
+        result = CliRunner().invoke(app, [*command, "--database", damaged.database])
+        assert isinstance(result.exception, InputError)
+        assert "malformed" in str(result.exception)
+        assert "\n" not in str(result.exception)
+
+
+def test_a_page_that_is_damaged_while_the_service_runs_is_told(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = file_of(settings)
+    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+        job = client.post("/v1/jobs", json=BODY).json()
+        with closing(sqlite3.connect(file, timeout=60)) as db:
+            db.execute("pragma wal_checkpoint(truncate)")
+        server.service.database.engine.dispose()  # with the pages that they remember
+        with file.open("r+b") as opened:
+            opened.seek(4096)
+            opened.write(b"\xa5" * (file.stat().st_size - 4096))
+        for reply in (client.get(job["url"]), client.post("/v1/jobs", json=BODY), client.get("/readyz")):
+            assert (reply.status_code, "it is damaged" in reply.json()["detail"]) == (503, True), reply.text
+    assert "Traceback" not in caplog.text
+
+
+def test_many_probes_write_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "PROBED_S", 1000.0)
+    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+        probes: list[None] = []
+        monkeypatch.setattr(server.service.database, "probe", lambda: probes.append(None))
+        assert [client.get("/readyz").status_code for _ in range(5)] == [200] * 5
+    assert len(probes) == 1
+
+
+def test_a_service_that_cannot_free_lost_jobs_does_not_start(damaged: Settings) -> None:
+    with pytest.raises(InputError, match="malformed"):
+        Service(damaged)
