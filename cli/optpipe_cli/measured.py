@@ -33,7 +33,10 @@ def from_(
         str, typer.Argument(metavar="torch-trace|primus|megatron-timers|csv", help="The program that wrote the files.")
     ],
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="torch-trace: a file of each rank; primus: the folder.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="torch-trace: a file of each rank, or their folder; primus: the folder."
+        ),
     ],
     activation_bytes: Annotated[
         str | None,
@@ -55,15 +58,25 @@ def from_(
         typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks."),
     ] = None,
     chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
-    shape: Annotated[str, typer.Option(help="How the stages of a device are placed: looped or v.")] = "looped",
+    shape: Annotated[
+        str | None,
+        typer.Option(help="How the stages of a device are placed: looped or v. Default: as the times of primus tell."),
+    ] = None,
     output: ProblemOutput = None,
+    schedule: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the order that ran here, as a schedule file.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Make a problem of op times that another program has measured; tell what they do not say."""
+    """Make a problem of op times that another program has measured; tell what they do not say, and what was not used.
+
+    Exit code 1: no order is known that --schedule could write.
+    """
     from optpipe.errors import InputError
     from optpipe.measured.convert import problem_from
 
     require_writable(output)
+    require_writable(schedule)
     sizes = numbers("activation_bytes", activation_bytes, "bytes of all stages, or of each with commas between")
     try:
         measurements = problem_from(
@@ -81,14 +94,20 @@ def from_(
         raise with_flag(error, OPTIONS) from None
     if output:
         measurements.problem.save(output)
+    if schedule and measurements.schedule:
+        measurements.schedule.save(schedule)
     if json:
         print_json(measurements.to_dict())
-        return
-    print_table(_table(measurements))
-    for line in _lines(measurements):
-        typer.echo(line)
-    if output:
-        typer.echo(f"problem file: {output}")
+    else:
+        print_table(_table(measurements))
+        for line in _lines(measurements):
+            typer.echo(line)
+        for what, path in (("problem", output), ("schedule", schedule if measurements.schedule else None)):
+            if path:
+                typer.echo(f"{what} file: {path}")
+    if schedule and not measurements.schedule:
+        typer.echo(f"{schedule}: not written, as the measured order is not used", err=True)
+        raise typer.Exit(1)
 
 
 def _table(measurements: Measurements) -> Table:
@@ -117,4 +136,8 @@ def _lines(measurements: Measurements) -> Iterator[str]:
             yield f"the same order by these times: {measurements.replayed_ms:.1f} ms ({off:+.1%})"
     yield "not measured:"
     for sentence in measurements.unknown:
+        yield f"  {sentence}"
+    if measurements.unused:
+        yield "not used:"
+    for sentence in measurements.unused:
         yield f"  {sentence}"

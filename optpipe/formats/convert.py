@@ -73,7 +73,7 @@ def import_schedule(path: str | Path, problem: Problem) -> Schedule:
 
 def schedule_from(text: str, problem: Problem, what: str) -> Schedule:
     """The same for a file's text; `what` is its name."""
-    rows = what.endswith(".csv")
+    rows = what.lower().endswith(".csv")
     schedule = torch_csv.read(text, problem, what) if rows else op_texts.read(text, problem, what)
     for d, program in enumerate(schedule.programs):
         try:

@@ -4,7 +4,8 @@
     0,F,0,0.0,10.2
 
 `duration_ms` may stand there instead of `start_ms` and `end_ms`. Further columns are `device` (default: the stage's
-number) and `step` (default: 0). An op is F, B (gradient of the inputs), W (gradient of the weights) or BW (both).
+number) and `step` (default: 0). An op is F, B (gradient of the inputs), W (gradient of the
+weights) or BW (both); in a table without W and BW, B is both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection
 from math import isfinite
 
 from optpipe.errors import InputError
-from optpipe.measured.op_times import Timed
+from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.ops import Kind, Op
 
 OPS = ("F", "B", "W", "BW")
@@ -22,20 +23,26 @@ NEEDED = ("stage", "op", "microbatch")
 COLUMNS = (*NEEDED, "start_ms", "end_ms", "duration_ms", "device", "step")
 
 
-def read(text: str, path: str) -> list[Timed]:
+def read(text: str, path: str) -> Recording:
     """All ops of the table. Raises InputError that names the line, the column, and what would be right."""
     lines = csv.reader(text.splitlines(), skipinitialspace=True)
     try:
-        places = {name.strip(): n for n, name in enumerate(next(lines, []))}
+        places = {name.strip().lower(): n for n, name in enumerate(next(lines, []))}
         _require_columns(places, path)
         columns = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
-        return [
-            _timed({name: row[n] if n < len(row) else "" for name, n in columns}, f"{path}, line {lines.line_num}")
+        ops = [
+            _measured_op(
+                {name: row[n].strip() if n < len(row) else "" for name, n in columns}, f"{path}, line {lines.line_num}"
+            )
             for row in lines
-            if row
+            if any(row)
         ]
     except csv.Error as error:
         raise InputError(f"{path}, line {lines.line_num}: no line of a table: {error}") from None
+    if {each.op.kind for each in ops} != {Kind.F, Kind.B}:
+        return Recording(ops)
+    ops = [each._replace(op=each.op._replace(kind=Kind.BW)) if each.op.kind is Kind.B else each for each in ops]
+    return Recording(ops, ("the letter B: without a W in the table, it is taken for the whole backward, BW",))
 
 
 def _require_columns(columns: Collection[str], path: str) -> None:
@@ -48,11 +55,12 @@ def _require_columns(columns: Collection[str], path: str) -> None:
         )
 
 
-def _timed(row: dict[str, str], what: str) -> Timed:
-    if row["op"] not in OPS:
-        raise InputError(f"{what}: op = {row['op'][:40]!r}: one of {', '.join(OPS)} is expected")
+def _measured_op(row: dict[str, str], what: str) -> MeasuredOp:
+    if row["op"].upper() not in OPS:
+        hint = "; PyTorch's I is B here, and its B is BW" if row["op"] == "I" else ""
+        raise InputError(f"{what}: op = {row['op'][:40]!r}: one of {', '.join(OPS)} is expected{hint}")
     stage = _count(row, "stage", what)
-    op = Op(Kind[row["op"]], stage, _count(row, "microbatch", what))
+    op = Op(Kind[row["op"].upper()], stage, _count(row, "microbatch", what))
     device = _count(row, "device", what) if row.get("device") else stage
     step = _count(row, "step", what) if row.get("step") else 0
     start = _number(row, "start_ms", what) if row.get("start_ms") else None
@@ -62,7 +70,7 @@ def _timed(row: dict[str, str], what: str) -> Timed:
         ms = _number(row, "end_ms", what) - _number(row, "start_ms", what)
     if ms < 0:
         raise InputError(f"{what}: the op takes {ms:g} ms: no less than 0 is expected")
-    return Timed(op, device, step, ms, start)
+    return MeasuredOp(op, device, step, ms, start, rank=device)
 
 
 def _count(row: dict[str, str], name: str, what: str) -> int:

@@ -1,27 +1,22 @@
-"""Measured ops become a `Problem`: medians for times, the shortest gaps between ops for messages.
-
-A message from stage s to s + 1 takes at most the time from the end of s's forward to the start of s + 1's; the gradient
-that comes back gives the same for the other way. In the sum of the two the difference between two devices' clocks
-cancels out, so half the sum of the shortest gaps of a step is the time of a message, and half their difference is how
-far the clocks are apart.
-"""
+"""Whole training steps as they ran become a `Problem`, and the order in which they ran a `Schedule`: medians for times,
+the shortest gaps between ops for messages (`optpipe.measured.messages`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from optpipe.errors import InputError
-from optpipe.evaluate.deadlock import DeadlockError
-from optpipe.measured.op_times import Timed, require_sizes
-from optpipe.model.ops import BACKWARD, Kind, Op
+from optpipe.errors import InputError, ScheduleError
+from optpipe.measured.messages import clocks_ahead, gaps, impossible
+from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.measured.steps import Step, TrainingSteps, find_training_steps
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule, ScheduleFile, certify
 
 NO_TIME = "a step takes 0 ms: the times of its ops are expected"
 FIELDS = {Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms"}
@@ -55,8 +50,10 @@ class Measurements:
         The times of messages; None where they are not known.
     unknown
         What the measurements do not say, and what the problem has instead, one sentence each.
+    unused
+        What was measured or given and is not in the problem, and why, one sentence each: steps, figures, the order.
     schedule
-        What ran: the order of the last step; None where it is not known.
+        What ran: the order of the last whole step; None where it is not known, which `unused` gives the reason for.
     measured_ms
         From the first start to the last end of a step, the median of all steps; None where it is not known.
     """
@@ -65,6 +62,7 @@ class Measurements:
     stages: tuple[Mapping[Kind, MeasuredTimes], ...]
     message: MeasuredTimes | None
     unknown: tuple[str, ...]
+    unused: tuple[str, ...]
     schedule: Schedule | None
     measured_ms: float | None
 
@@ -74,7 +72,7 @@ class Measurements:
         return None if self.schedule is None else self.schedule.makespan_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the schedule, as JSON has it."""
+        """All of it as JSON has it; the schedule as its file has it."""
         return {
             "problem": self.problem.to_dict(),
             "stages": [{kind.name: asdict(spread) for kind, spread in times.items()} for times in self.stages],
@@ -82,7 +80,13 @@ class Measurements:
             "measured_ms": self.measured_ms,
             "replayed_ms": self.replayed_ms,
             "unknown": list(self.unknown),
+            "unused": list(self.unused),
+            "schedule": self.schedule and _document(self.schedule),
         }
+
+
+def _document(schedule: Schedule) -> dict[str, Any]:
+    return ScheduleFile.from_schedule(schedule).model_dump(mode="json", exclude_none=True)
 
 
 class Given(NamedTuple):
@@ -93,29 +97,39 @@ class Given(NamedTuple):
     weight_share: float | None = None
 
 
-def estimate(timed_ops: Sequence[Timed], given: Given) -> Measurements:
-    """The problem of these ops.
+def estimate(recording: Recording, given: Given) -> Measurements:
+    """The problem of the whole training steps in a recording.
 
-    Raises InputError if an op that it needs was not measured, is there twice in a step, or if a step takes no time.
+    Raises InputError if there is no whole step, an op is there twice in a step, or a step takes no time.
     """
-    stages, microbatches = _sizes(timed_ops)
-    where = {each.op.stage: each.device for each in timed_ops}
-    times = _times(timed_ops, stages)
-    gaps = _gaps(timed_ops, where) if all(each.start_ms is not None for each in timed_ops) else {}
-    ways = [(forward + backward) / 2 for pair in gaps.values() for forward, backward in pair]
+    training = find_training_steps(recording.ops)
+    times = _times(training)
+    ways = [gap.message_ms for gap in gaps(training.steps) if not gap.same_device]
     message = MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
-    ample = _ample(times, [where[s] for s in range(stages)], microbatches, message, given)
-    measured_ms = _step_ms(timed_ops, where, gaps)
+    ample = _ample(times, training.where, training.microbatches, message, given)
+    measured_ms = _step_ms(training)
     if measured_ms == 0:
         raise InputError(NO_TIME)
-    return _measurements(ample, times, message, _order(timed_ops, ample), measured_ms, given)
+    order, reasons = _order(training, ample)
+    unused = (*recording.unused, *training.unused, *_unused_times(times, training, given), *reasons)
+    return _measurements(ample, times, message, Ran(order, measured_ms, unused, recording.on_host), given)
 
 
 def estimate_sums(
     times: Sequence[Mapping[Kind, MeasuredTimes]], where: Sequence[int], microbatches: int, given: Given
 ) -> Measurements:
     """The same where only times by stage are known, and the device of each stage."""
-    return _measurements(_ample(times, where, microbatches, None, given), times, None, None, None, given)
+    ran = Ran(None, None, ("the measured order: only sums of times were measured",))
+    return _measurements(_ample(times, where, microbatches, None, given), times, None, ran, given)
+
+
+class Ran(NamedTuple):
+    """The order that ran, how long a step took, and what was not used; None where it is not known."""
+
+    order: Schedule | None
+    measured_ms: float | None
+    unused: tuple[str, ...]
+    on_host: bool = False
 
 
 def _ample(
@@ -153,66 +167,72 @@ def _measurements(
     ample: Problem,
     times: Sequence[Mapping[Kind, MeasuredTimes]],
     message: MeasuredTimes | None,
-    order: Schedule | None,
-    measured_ms: float | None,
+    ran: Ran,
     given: Given,
 ) -> Measurements:
     """With the budgets that are given, or those that the order needs."""
     devices = range(len(ample.devices))
+    needed = None if ran.order is None else [peak.bytes for peak in certify(ample, ran.order).device]
+    unused = ran.unused
     if given.activation_budget_bytes is not None:
         budgets = [given.activation_budget_bytes for _ in devices]
-    elif order is not None:
-        budgets = [peak.bytes for peak in certify(ample, order).device]
+        if needed and max(needed) > given.activation_budget_bytes:
+            d = needed.index(max(needed))
+            unused += (
+                f"what the measured order holds: {needed[d]} bytes on device {d}, more than the budget that was given, "
+                f"{budgets[d]}",
+            )
+    elif needed is not None:
+        budgets = needed
     else:
         sizes_by_device = [[ample.stages[s].activation_bytes for s in ample.stages_on(d)] for d in devices]
         budgets = [ample.microbatches * sum(sizes) for sizes in sizes_by_device]
     problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
-    unknown = tuple(_unknown(times, message, order is not None, len(devices), given))
-    return Measurements(problem, tuple(times), message, unknown, order and order.on(problem), measured_ms)
+    unknown = tuple(_unknown(times, message, needed is not None, len(devices), given))
+    if ran.on_host:
+        unknown = ("times of a device: these are the host's", *unknown)
+    order = ran.order and ran.order.on(problem)
+    return Measurements(problem, tuple(times), message, unknown, unused, order, ran.measured_ms)
 
 
-def _sizes(found: Sequence[Timed]) -> tuple[int, int]:
-    """How many stages and micro-batches there are."""
-    if not found:
-        raise InputError("no op was measured")
-    stages = 1 + max(each.op.stage for each in found)
-    devices, microbatches = 1 + max(each.device for each in found), 1 + max(each.op.microbatch for each in found)
-    require_sizes(stages, devices, microbatches)
-    seen: set[tuple[int, Op]] = set()
-    for each in found:
-        if not (0 <= each.ms < inf and (each.start_ms is None or isfinite(each.start_ms))):
-            raise InputError(
-                f"{each.op} in step {each.step} starts at {each.start_ms} and takes {each.ms} ms: numbers are "
-                "expected, and a time of no less than 0"
-            )
-        if (each.step, each.op) in seen:
-            raise InputError(
-                f"{each.op} is there twice in step {each.step}: an op runs once a step, so number the steps"
-            )
-        seen.add((each.step, each.op))
-    measured = {(each.op.kind, each.op.stage) for each in found}
-    for s in range(stages):
-        if (Kind.F, s) not in measured:
-            raise InputError(f"no forward of stage {s} was measured: {stages} stages are expected to have one")
-        if (Kind.BW, s) not in measured and not {(Kind.B, s), (Kind.W, s)} <= measured:
-            raise InputError(f"no backward of stage {s} was measured: a BW, or a B and a W, is expected")
-    where: dict[int, int] = {}
-    for each in found:
-        if where.setdefault(each.op.stage, each.device) != each.device:
-            raise InputError(f"stage {each.op.stage} is on device {where[each.op.stage]} and on {each.device}")
-    if idle := set(range(devices)) - set(where.values()):
-        raise InputError(f"device {min(idle)} has no op: devices are numbered from 0")
-    return stages, microbatches
-
-
-def _times(found: Sequence[Timed], stages: int) -> list[dict[Kind, MeasuredTimes]]:
+def _times(training: TrainingSteps) -> list[dict[Kind, MeasuredTimes]]:
     """By stage, the times of its ops."""
-    by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in range(stages)]
-    for each in found:
+    by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in training.where]
+    for each in training.ops:
         by_kind[each.op.stage][each.op.kind].append(each.ms)
     return [
         {kind: MeasuredTimes.from_samples(times) for kind, times in sorted(of_stage.items())} for of_stage in by_kind
     ]
+
+
+def _unused_times(times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, given: Given) -> list[str]:
+    """What of the times and of what is given is not in the problem, or counts otherwise than it ran."""
+    said = []
+    fused = [s for s, by_kind in enumerate(times) if {Kind.B, Kind.W, Kind.BW} <= by_kind.keys()]
+    if fused:
+        said.append(
+            f"the times of BW on stage {fused[0]}{' and others' if fused[1:] else ''}: B and W were measured apart, "
+            "and a BW takes the sum of the two"
+        )
+    if given.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
+        said.append("the share of W that was given: B and W were measured apart")
+    if overlapping := _overlapping_ops(training.steps[-1]):
+        said.append(
+            "that ops ran beside each other, such as {} and {}: each counts with its whole time, one after the "
+            "other".format(*overlapping)
+        )
+    return said
+
+
+def _overlapping_ops(step: Step) -> tuple[Op, Op] | None:
+    """Two ops of a device one of which began before the other was half over."""
+    last: dict[int, MeasuredOp] = {}
+    for each in sorted(step, key=lambda each: each.start_ms or 0.0):
+        before = last.get(each.device)
+        if before and each.start_ms is not None and before.end_ms - each.start_ms > max(before.ms, each.ms) / 2 > 0:
+            return before.op, each.op
+        last[each.device] = each
+    return None
 
 
 def _ms(times: Mapping[Kind, MeasuredTimes], weight_share: float | None) -> dict[str, float]:
@@ -227,63 +247,43 @@ def _ms(times: Mapping[Kind, MeasuredTimes], weight_share: float | None) -> dict
     return {field: times[kind].ms for kind, field in FIELDS.items()}
 
 
-Gaps = dict[int, list[tuple[float, float]]]
-
-
-def _gaps(found: Sequence[Timed], where: Mapping[int, int]) -> Gaps:
-    """For stage s on another device than s + 1, and each step: the shortest gaps forward and back between the two."""
-    at = {(each.step, each.op): each for each in found}
-    shortest: dict[tuple[int, int], list[float]] = defaultdict(lambda: [float("inf")] * 2)
-    for (step, op), here in at.items():
-        s, j = op.stage, op.microbatch
-        if op.kind is Kind.F:
-            there, way = at.get((step, Op(Kind.F, s + 1, j))), (step, s, 0)
-        elif op.kind in BACKWARD:
-            there = at.get((step, Op(Kind.BW, s - 1, j))) or at.get((step, Op(Kind.B, s - 1, j)))
-            way = (step, s - 1, 1)
-        else:
-            continue
-        if there and there.device != here.device and there.start_ms is not None:
-            gap = shortest[way[:2]]
-            gap[way[2]] = min(gap[way[2]], there.start_ms - here.end_ms)
-    gaps: Gaps = defaultdict(list)
-    for (_, s), (forward, backward) in sorted(shortest.items()):
-        if forward < float("inf") and backward < float("inf"):
-            gaps[s].append((forward, backward))
-    return gaps
-
-
-def _order(found: Sequence[Timed], problem: Problem) -> Schedule | None:
-    """The last step that ran, as a schedule; None if starts were not measured, or it is no whole step."""
-    last = max(each.step for each in found)
-    ran = [each for each in found if each.step == last and each.start_ms is not None]
-    forwards = sum(each.op.kind is Kind.F for each in ran)
-    if forwards < len(problem.stages) * problem.microbatches:  # a few ops may have large numbers
-        return None
-    ops: list[list[Op]] = [[] for _ in problem.devices]
-    for each in sorted(ran, key=lambda each: each.start_ms or 0.0):
-        ops[each.device].append(each.op)
-    schedule = Schedule(problem, tuple(map(Program.from_items, ops)), method="measured")
+def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, list[str]]:
+    """The last whole step as a schedule, and why it is not used, or not all of it."""
+    why = "the measured order: {}"
+    if any(each.start_ms is None for each in training.ops):
+        return None, [why.format("not all starts were measured")]
+    if reason := impossible(training.steps):
+        return None, [why.format(reason)]
+    orders = [_programs(step, len(problem.devices)) for step in training.steps]
+    schedule = Schedule(problem, tuple(map(Program.from_items, orders[-1])), method="measured")
     try:
-        return None if schedule.compiled.complaints else schedule
-    except DeadlockError:
-        return None
+        complaints = schedule.compiled.complaints
+    except ScheduleError as error:
+        complaints = [str(error)]
+    if complaints:
+        return None, [why.format(complaints[0])]
+    others = sum(order != orders[-1] for order in orders)
+    return schedule, [f"the order of {others} of {len(orders)} steps: the last one ran in another"] if others else []
 
 
-def _step_ms(found: Sequence[Timed], where: Mapping[int, int], gaps: Gaps) -> float | None:
+def _programs(step: Step, devices: int) -> list[list[Op]]:
+    ops: list[list[Op]] = [[] for _ in range(devices)]
+    for each in sorted(step, key=lambda each: (each.start_ms or 0.0, each.end_ms)):
+        ops[each.device].append(each.op)
+    return ops
+
+
+def _step_ms(training: TrainingSteps) -> float | None:
     """From the first start to the last end of a step over all devices, by the clock of stage 0's device."""
-    ahead = {where[0]: 0.0}  # by device: how far its clock is ahead
-    for s, pairs in sorted(gaps.items()):
-        if where[s] in ahead and where[s + 1] not in ahead:
-            ahead[where[s + 1]] = ahead[where[s]] + median((forward - backward) / 2 for forward, backward in pairs)
-    spans: dict[int, list[float]] = defaultdict(lambda: [float("inf"), -float("inf")])
-    for each in found:
-        if each.start_ms is None or each.device not in ahead:
-            return None
-        begin, end = spans[each.step]
-        by = ahead[each.device]
-        spans[each.step] = [min(begin, each.start_ms - by), max(end, each.end_ms - by)]
-    return median(end - begin for begin, end in spans.values())
+    ahead = clocks_ahead(training.steps, training.where)
+    if any(each.start_ms is None or each.device not in ahead for each in training.ops):
+        return None
+    spans = [
+        max(each.end_ms - ahead[each.device] for each in step)
+        - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
+        for step in training.steps
+    ]
+    return median(spans)
 
 
 def _unknown(

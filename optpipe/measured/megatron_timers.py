@@ -14,7 +14,7 @@ import re
 
 from optpipe.errors import InputError
 from optpipe.measured.estimate import MeasuredTimes
-from optpipe.measured.op_times import require_sizes, stage_of
+from optpipe.measured.recording import require_sizes, stage_of
 from optpipe.model.ops import Kind
 
 TIMERS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}

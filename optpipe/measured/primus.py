@@ -8,17 +8,51 @@ after the other or, with several chunks, in groups of as many as there are devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.measured.op_times import Timed, read_json, require_sizes, stage_of
+from optpipe.measured.messages import impossible
+from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, read_json, require_sizes, stage_of
+from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind, Op
 
 
-def read(files: Mapping[str, str], shape: str = "looped") -> list[Timed]:
-    """All ops of all iterations, of files by their names. Raises InputError that names the file and what is wrong with
-    it."""
+class Sizes(NamedTuple):
+    """What `config.json` says of the run."""
+
+    devices: int
+    chunks: int
+    microbatches: int
+
+
+class ChunkOp(NamedTuple):
+    """An op of a rank's chunk, whose stage depends on how chunks lie."""
+
+    kind: Kind
+    rank: int
+    chunk: int
+    microbatch: int
+    step: int
+    start_ms: float
+    ms: float
+
+
+def read(files: Mapping[str, str], shape: str | None = None) -> Recording:
+    """All ops of all iterations, of files by their names.
+
+    Parameters
+    ----------
+    files
+        Texts by the names of their files.
+    shape
+        How chunks lie, looped or v; None for the one in which stages wait for each other.
+
+    Raises
+    ------
+    InputError
+        It names the file and what is wrong with it, or says that the chunks cannot lie like that.
+    """
     named = {name.replace("\\", "/").rpartition("/")[2]: name for name in files}
 
     def content(name: str) -> Any:
@@ -28,47 +62,78 @@ def read(files: Mapping[str, str], shape: str = "looped") -> list[Timed]:
 
     config = content("config.json")
     try:
-        devices, microbatches = int(config["pp_size"]), int(config["num_mbs"])
-        chunks = int(config["vp_size"])
-        require_sizes(devices * chunks, devices, microbatches)
+        sizes = Sizes(int(config["pp_size"]), int(config["vp_size"]), int(config["num_mbs"]))
+        require_sizes(sizes.devices * sizes.chunks, sizes.devices, sizes.microbatches)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{named['config.json']}: pp_size, vp_size and num_mbs are expected: {error}") from None
-    ops: list[Timed] = []
-    for device in range(devices):
-        name = f"pp_rank_{device}.json"
+    ops: list[ChunkOp] = []
+    unused: tuple[str, ...] = ()
+    numbered = False
+    for rank in range(sizes.devices):
+        name = f"pp_rank_{rank}.json"
         steps = content(name)
         try:
             for step, lists in sorted((int(number), lists) for number, lists in steps.items()):
-                ops += _iteration(lists, device, step, (devices, chunks, microbatches), shape)
+                ops += _iteration(lists, rank, step, sizes)
+                numbered = numbered or bool(lists.get("fwd_chunk"))
+                if "memory" in lists and not unused:
+                    unused = (f"the memory of an iteration ({lists['memory']!s:.20}): it is that of the whole GPU",)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{named[name]}: not as dump_pp_data writes it: {str(error)[:200]}") from None
-    return ops
+    if not numbered and shape is None:
+        shape = "looped"  # Megatron's own order
+    recording = _place(ops, sizes, shape)
+    return recording._replace(unused=unused + recording.unused)
 
 
-def _iteration(
-    lists: dict[str, Any], device: int, step: int, sizes: tuple[int, int, int], shape: str
-) -> Iterator[Timed]:
-    devices, chunks, microbatches = sizes
+def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:
+    """The ops on their stages; where no shape is given, on those that wait for each other."""
+    shapes = SHAPES if sizes.chunks > 1 else SHAPES[:1]
+    placed = {name: [_on_stage(op, sizes.devices, name) for op in ops] for name in shapes}
+    wrong = {name: impossible(divided_by_step(placed[name]).values()) for name in shapes}
+    fitting = [name for name in shapes if wrong[name] is None]
+    if sizes.chunks == 1:
+        return Recording(placed[shapes[0]])
+    if shape is None:
+        if not fitting:
+            raise InputError(
+                f"shape is missing: by their times, chunks lie neither looped ({wrong['looped']}) nor in a v "
+                f"({wrong['v']})"
+            )
+        told = [f"the looped placement: {wrong['looped']}, so the chunks lie in a v"] if fitting == ["v"] else []
+        return Recording(placed[fitting[0]], tuple(told))
+    if wrong[shape] and fitting:
+        raise InputError(f"shape = {shape!r}: {wrong[shape]}; by their times the chunks lie in the shape {fitting[0]}")
+    return Recording(placed[shape])
+
+
+def _on_stage(op: ChunkOp, devices: int, shape: str) -> MeasuredOp:
+    stage = stage_of(op.rank, op.chunk, devices, shape)
+    return MeasuredOp(Op(op.kind, stage, op.microbatch), op.rank, op.step, op.ms, op.start_ms, op.rank)
+
+
+def _iteration(lists: dict[str, Any], rank: int, step: int, sizes: Sizes) -> Iterator[ChunkOp]:
+    """The ops of a rank in an iteration; fewer than a step has in an evaluation, and where the dump was cut off."""
     apart = bool(lists.get("wgrad_start"))
     if set(lists["fwd_start"]) & set(lists["bwd_start"]):
         raise ValueError(f"iteration {step} has a forward and a backward that run as one, so neither has a time")
+    evaluation = not lists["bwd_start"]
     for name, kind in (("fwd", Kind.F), ("bwd", Kind.B if apart else Kind.BW), ("wgrad", Kind.W)):
         starts, ends = lists.get(f"{name}_start", []), lists.get(f"{name}_end", [])
-        if len(starts) not in ((chunks * microbatches,) if name != "wgrad" or apart else (0,)):
-            raise ValueError(f"iteration {step} has {len(starts)} of {name}_start, not {chunks * microbatches}")
-        numbers = lists.get(f"{name}_minibatch") or [_in_order(n, devices, chunks)[0] for n in range(len(starts))]
-        parts = lists.get(f"{name}_chunk") or [
-            _in_order(n, devices, chunks)[1] if kind is Kind.F else chunks - 1 - _in_order(n, devices, chunks)[1]
-            for n in range(len(starts))
+        if len(starts) > (expected := sizes.chunks * sizes.microbatches) and not evaluation:
+            raise ValueError(f"iteration {step} has {len(starts)} of {name}_start, not {expected}")
+        in_order = [_in_order(n, sizes.devices, sizes.chunks) for n in range(len(starts))]
+        numbers = lists.get(f"{name}_minibatch") or [number for number, _ in in_order]
+        chunks = lists.get(f"{name}_chunk") or [
+            chunk if kind is Kind.F else sizes.chunks - 1 - chunk for _, chunk in in_order
         ]
-        for start, end, number, chunk in zip(starts, ends, numbers, parts, strict=True):
-            if not (0 <= int(number) < microbatches and 0 <= int(chunk) < chunks):
+        for start, end, number, chunk in zip(starts, ends, numbers, chunks, strict=False):
+            if not 0 <= int(chunk) < sizes.chunks or (int(number) > sizes.microbatches and not evaluation):
                 raise ValueError(
                     f"iteration {step} has {name} of micro-batch {number} and chunk {chunk}: "
-                    f"{microbatches} and {chunks} are numbered from 0"
+                    f"{sizes.microbatches} and {sizes.chunks} are numbered from 0"
                 )
-            op = Op(kind, stage_of(device, int(chunk), devices, shape), int(number))
-            yield Timed(op, device, step, float(end) - float(start), float(start))
+            yield ChunkOp(kind, rank, int(chunk), int(number), step, float(start), float(end) - float(start))
 
 
 def _in_order(n: int, devices: int, chunks: int) -> tuple[int, int]:

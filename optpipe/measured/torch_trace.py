@@ -1,54 +1,60 @@
-"""Chrome traces of `torch.profiler`, one file a rank, in which PyTorch's pipelining ran: its runtime opens a range such
-as `PP:0F3` for every action (`torch.distributed.pipelining.schedules._PipelineScheduleRuntime`).
+"""Chrome traces of `torch.profiler`, a process a rank, in which PyTorch's pipelining ran. `torch_ranges` finds the ops
+of one process in them; here the processes of all files become one recording.
 
-On a GPU the range on the device counts: from the first kernel that the action launched to the end of the last one. On a
-CPU it is the host's, from its first operator: before that, inside the range, the host waits for the action's message.
+torch's runtime opens a range such as `PP:0F3` for every action (`torch.distributed.pipelining.schedules.
+_PipelineScheduleRuntime`), `ScheduleGPipe` opens `Forward 3` and `Backward 3`, and `Schedule1F1B` none.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.formats.torch_csv import ACTION, BY_LETTER
-from optpipe.measured.op_times import Timed
-from optpipe.model.ops import Op
+from optpipe.measured.messages import impossible
+from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.measured.steps import BACKWARDS, divided_by_step, match_steps, number_steps
+from optpipe.measured.torch_ranges import Ranges, RanOp, find_ranges
+from optpipe.model.ops import Kind
 
-_RANGE = re.compile(rf"PP:{ACTION.pattern}")
-_PAIR = re.compile(r"PP:\(.*\)OVERLAP_F_B")
-DEVICE, HOST = "gpu_user_annotation", "user_annotation"
+NO_RANGE = (
+    "{}: no range such as PP:0F3: a step by one of PyTorch's pipeline schedules is expected, profiled with "
+    "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B opens no ranges, so open them around its stage's methods "
+    "(docs/stacks.md, What you have measured)"
+)
+_PIPELINE_GROUP = re.compile(r"(?:^|[^a-z])pp(?:$|[^a-z])")
 
 
-def read(files: Sequence[tuple[str, str]]) -> tuple[list[Timed], bool]:
-    """All ops of these ranks, whose files have a name and a text, and whether their times are the host's. The device of
-    a rank is its place among them.
+class Process(NamedTuple):
+    """What one process ran."""
+
+    name: str  # its file, and its number where the file has several
+    rank: int
+    ranges: Ranges
+    content: dict[str, Any]  # of its file
+
+
+def read(files: Sequence[tuple[str, str]]) -> Recording:
+    """All ops of these ranks, whose files have a name and a text. The device of a rank is its place among them.
 
     Raises InputError that names the file, and what is wrong with it.
     """
-    contents = [(path, _load(text, path)) for path, text in files]
-    traces = sorted((_rank(content, n), n, path, content) for n, (path, content) in enumerate(contents))
-    all_ops: list[Timed] = []
-    on_host = False
-    for device, (_, _, path, content) in enumerate(traces):
-        try:
-            ops, host = _ops(content, device, path)
-        except InputError:
-            raise
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{path}: not as torch.profiler writes it: {error}") from None
-        all_ops, on_host = all_ops + ops, on_host or host
-    where = {each.op.stage: each.device for each in all_ops}
-    if twice := [each for each in all_ops if where[each.op.stage] != each.device]:
-        here, there = (traces[device][2] for device in (twice[0].device, where[twice[0].op.stage]))
-        raise InputError(
-            f"stage {twice[0].op.stage} is in {here} and in {there}: the traces of one pipeline are expected"
-        )
-    return all_ops, on_host
+    processes = [process for n, (path, text) in enumerate(files) for process in _processes(_load(text, path), n, path)]
+    processes.sort(key=lambda process: (process.rank, process.ranges.ops[0].op.stage))
+    unnamed = [process.name for process in processes if process.ranges.stage_unnamed]
+    if unnamed and len(unnamed) < len(processes):
+        raise InputError(f"{unnamed[0]}: its ranges name no stage, those of other files do")
+    ranks = [_measured_ops(process, device) for device, process in enumerate(processes)]
+    _require_one_pipeline(ranks, processes)
+    _require_all_ranks(ranks, processes)
+    ops = [each for rank in match_steps(ranks, [process.name for process in processes]) for each in rank]
+    if unnamed and (reason := impossible(divided_by_step(ops).values())):
+        raise InputError(f"the ranks do not follow each other as stages of one GPipe pipeline do: {reason}")
+    told = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
+    return Recording(ops, (*told, *_other_ranks(processes)), any(process.ranges.on_host for process in processes))
 
 
 def _load(text: str, path: str) -> dict[str, Any]:
@@ -61,63 +67,94 @@ def _load(text: str, path: str) -> dict[str, Any]:
     raise InputError(f"{path}: no trace of torch.profiler: JSON with traceEvents is expected")
 
 
+def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Process]:
+    """Those of one file, which are several in traces that were put together."""
+    try:
+        by_process = find_ranges(content["traceEvents"], path)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{path}: not as torch.profiler writes it: {error}") from None
+    if not by_process:
+        raise InputError(NO_RANGE.format(path))
+    for number, ranges in by_process.items():
+        name = path if len(by_process) == 1 else f"{path} (process {number})"
+        yield Process(name, _rank(content, place), ranges, content)
+
+
 def _rank(content: dict[str, Any], place: int) -> int:
     """The rank that the trace names; without one, ranks are in the order of their files."""
-    told = content.get("distributedInfo")
-    rank = told.get("rank") if isinstance(told, dict) else None
+    rank = _distributed(content).get("rank")
     return rank if isinstance(rank, int) else place
 
 
-def _ops(content: dict[str, Any], device: int, path: str) -> tuple[list[Timed], bool]:
-    events = [
-        each for each in content["traceEvents"] if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each
+def _distributed(content: dict[str, Any]) -> dict[str, Any]:
+    told = content.get("distributedInfo")
+    return told if isinstance(told, dict) else {}
+
+
+def _measured_ops(process: Process, device: int) -> list[MeasuredOp]:
+    """The ops of a rank with their steps, without the backwards that do nothing in an evaluation on a CPU."""
+    try:
+        base = int(process.content.get("baseTimeNanoseconds", 0)) / 1e6
+    except (TypeError, ValueError, OverflowError):
+        base = 0.0
+    ran = process.ranges.ops
+    if process.ranges.stage_unnamed:
+        ran = [each._replace(op=each.op._replace(stage=device)) for each in ran]
+    steps: dict[int, list[RanOp]] = defaultdict(list)
+    for each, step in zip(ran, number_steps([each.op for each in ran], process.name), strict=True):
+        steps[step].append(each)
+    return [
+        MeasuredOp(each.op, device, step, each.ms, base + each.start_ms, process.rank)
+        for step, in_step in steps.items()
+        for each in in_step
+        if each.op.kind is Kind.F or any(other.worked for other in in_step if other.op.kind in BACKWARDS)
     ]
-    ranges = [each for each in events if str(each.get("name", "")).startswith("PP:")]
-    if pairs := [each["name"] for each in ranges if _PAIR.fullmatch(each["name"])]:
-        raise InputError(
-            f"{path}: {pairs[0][:40]}: a pair has one range, in which the times of its two ops cannot be told apart"
-        )
-    ranges = [each for each in ranges if _RANGE.fullmatch(each["name"])]
-    device_ranges = [each for each in ranges if each.get("cat") == DEVICE]
-    host = not device_ranges
-    if host:
-        device_ranges = _from_first_operator(events, [each for each in ranges if each.get("cat") == HOST])
-    if not device_ranges:
-        raise InputError(
-            f"{path}: no range such as PP:0F3: a step by one of PyTorch's pipeline schedules is expected, profiled "
-            "with ProfilerActivity.CPU, and CUDA on a GPU"
-        )
-    base = int(content.get("baseTimeNanoseconds", 0)) / 1e6
-    ops, steps = [], defaultdict[str, int](int)
-    for each in sorted(_on_main_stream(device_ranges), key=lambda each: float(each["ts"])):
-        stage, letter, microbatch = _RANGE.fullmatch(each["name"]).groups()  # type: ignore[union-attr]
-        op = Op(BY_LETTER[letter], int(stage), int(microbatch))
-        ops.append(Timed(op, device, steps[each["name"]], each["dur"] / 1e3, base + each["ts"] / 1e3))
-        steps[each["name"]] += 1
-    return ops, host
 
 
-def _from_first_operator(events: list[Any], ranges: list[Any]) -> list[Any]:
-    """The ranges without the time before their first operator."""
-    starts: dict[Any, list[float]] = defaultdict(list)
-    for each in events:
-        if each.get("cat") == "cpu_op":
-            starts[each["tid"]].append(each["ts"])
-    for times in starts.values():
-        times.sort()
-    shortened = []
-    for each in ranges:
-        times, end = starts[each["tid"]], each["ts"] + each["dur"]
-        first = bisect_left(times, each["ts"])
-        begin = times[first] if first < len(times) and times[first] < end else each["ts"]
-        shortened.append({**each, "ts": begin, "dur": end - begin})
-    return shortened
+def _require_one_pipeline(ranks: Sequence[Sequence[MeasuredOp]], processes: Sequence[Process]) -> None:
+    where: dict[int, int] = {}
+    for each in (each for rank in ranks for each in rank):
+        if where.setdefault(each.op.stage, each.device) != each.device:
+            one, other = (processes[device].name for device in (each.device, where[each.op.stage]))
+            raise InputError(
+                f"stage {each.op.stage} is in {one} and in {other}: the traces of one pipeline are expected"
+            )
 
 
-def _on_main_stream(ranges: list[Any]) -> list[Any]:
-    """Those on the stream on which most of the time is spent: a range is there once for each stream that it uses."""
-    spent: dict[Any, float] = defaultdict(float)
-    for each in ranges:
-        spent[each["tid"]] += each["dur"]
-    main = max(spent, key=lambda stream: spent[stream])
-    return [each for each in ranges if each["tid"] == main]
+def _require_all_ranks(ranks: Sequence[Sequence[MeasuredOp]], processes: Sequence[Process]) -> None:
+    """Raises InputError if a stage has a neighbour, or the group of the pipeline a rank, whose trace is not given."""
+    given = {process.rank for process in processes}
+    stages = {each.op.stage for rank in ranks for each in rank}
+    for device, process in enumerate(processes):
+        first = device if process.ranges.stage_unnamed else 0
+        if missing := {first + s for s in process.ranges.neighbours} - stages:
+            other = f"stage {min(missing)}" if min(missing) >= 0 else "a stage before it"
+            raise InputError(
+                f"the trace of a rank is missing: a stage in {process.name} exchanges messages with {other}; give the "
+                "traces of all ranks of the pipeline"
+            )
+        if others := _pipeline_group(process) - given:
+            raise InputError(
+                f"the trace of rank {min(others)} is missing, which is in the pipeline of {process.name}: give the "
+                "traces of all its ranks"
+            )
+
+
+def _pipeline_group(process: Process) -> set[int]:
+    """The ranks of its pipeline, if the trace names a process group for that."""
+    groups = _distributed(process.content).get("pg_config")
+    for group in groups if isinstance(groups, list) else ():
+        if not isinstance(group, dict) or not isinstance(group.get("ranks"), list):
+            continue
+        members = {rank for rank in group["ranks"] if isinstance(rank, int)}
+        if process.rank in members and _PIPELINE_GROUP.search(str(group.get("pg_desc", "")).lower()):
+            return members
+    return set()
+
+
+def _other_ranks(processes: Sequence[Process]) -> list[str]:
+    """Ranks of the run whose traces are not given, where it is not known whether they are of this pipeline."""
+    size = _distributed(processes[0].content).get("world_size")
+    if not isinstance(size, int) or size <= len(processes):
+        return []
+    return [f"the other {size - len(processes)} of {size} ranks: their traces were not given; they may be replicas"]

@@ -215,14 +215,16 @@ def read_file(path: str | Path) -> bytes:
     """The bytes of a file. Raises InputError if it cannot be read."""
     try:
         return Path(path).read_bytes()
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a folder, a file is expected") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. Raises InputError if it cannot be read or is no text in UTF-8."""
+    """The text of a file. Raises InputError if it cannot be read or is no text in UTF-8, with or without its mark."""
     try:
-        return read_file(path).decode()
+        return read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
 

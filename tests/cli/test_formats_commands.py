@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,34 @@ def test_what_an_imported_schedule_lacks_is_told_and_it_is_written(run: Command,
     assert Schedule.load("in.json").programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
 
 
+def test_a_mark_at_the_beginning_and_an_ending_in_capitals(run: Command, problem: Problem) -> None:
+    Path("IN.CSV").write_text("\ufeff0F0,0B0,0F1,0B1\n")
+    assert run("import", "IN.CSV", "--problem", "p.json", "-o", "in.json")[0] == 0
+    Path("in.txt").write_text("\ufeff0F0 0BW0 0F1 0BW1\n")
+    assert run("import", "in.txt", "--problem", "p.json", "-o", "in.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("in.csv", "0F0,0B0,0W0,0F1,0B1,0W1\n", "in.csv, line 1: 0W0 stands beside 0B0, .* older versions .*write 0I0"),
+        ("in.txt", "0F0 0B0 0F1 0B1\n", "in.txt: 0B0 and no W: .* write 0BW0 for the whole backward"),
+        ("in.json", '[["0F0", "0B0", "0F1", "0B1"]]', "in.json: 0B0 and no W"),
+        ("in.txt", "0F0 0I0 0W0 0F1 0B1\n", "in.txt, program 1: '0I0' is an action of PyTorch: .* a file named .csv"),
+        ("folder/in.csv", "", "folder: is a folder, a file is expected"),
+    ],
+)
+def test_letters_and_files_that_are_meant_otherwise(
+    run: Command, problem: Problem, name: str, text: str, message: str
+) -> None:
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    code, _, err = run("import", name.split("/")[0], "--problem", "p.json", "-o", "out.json")
+    assert code == 2
+    assert re.match(f"error: {message}", err)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -98,8 +127,22 @@ def test_a_problem_from_a_table_of_op_times(run: Command, tmp_path: Path) -> Non
     assert "4.000 ± 1.000" in out
     assert "not measured:\n  what stays saved from B until W" in out
     assert json.loads(run(*words, "--json")[1])["stages"][0]["BW"] == {"ms": 8.0, "iqr_ms": 0.0, "count": 2}
+    assert run(*words, "--schedule", "s.json")[::2] == (1, "s.json: not written, as the measured order is not used\n")
+    assert not Path("s.json").exists()
     assert run(*words, "--weight-share", "2")[2] == "error: --weight-share = 2: a share from 0 to 1 is expected\n"
     assert run(*words, "--activation-bytes", "1,2")[2].startswith("error: --activation-bytes has 2 entries")
     for flag, most in (("--microbatches", 65536), ("--devices", 4096), ("--chunks", 4096)):
         assert f"'{flag}': Input should be less than or equal to {most}" in run(*words, flag, str(most + 1))[2]
     assert run(*words, "--activation-bytes", "x")[2].startswith("error: --activation-bytes = 'x': bytes of all stages")
+
+
+def test_the_order_that_ran_becomes_a_schedule_file(run: Command, tmp_path: Path) -> None:
+    header, *ops = "stage,op,microbatch,start_ms,end_ms", "0,F,0,0,1", "0,F,1,1,2", "0,BW,1,2,4", "0,BW,0,4,6"
+    (tmp_path / "ops.csv").write_text("\n".join([header, *ops]))
+    words = ("problem", "from", "csv", "ops.csv", "-o", "p.json", "--schedule", "s.json")
+    code, out, _ = run(*words)
+    assert (code, out.splitlines()[-2:]) == (0, ["problem file: p.json", "schedule file: s.json"])
+    assert Schedule.load("s.json").programs[0].texts() == ["0F0", "0F1", "0BW1", "0BW0"]
+    assert json.loads(run(*words, "--json")[1])["schedule"] == json.loads(Path("s.json").read_text())
+    for command in (("show", "s.json"), ("simulate", "p.json", "s.json"), ("check", "p.json", "s.json")):
+        assert run(*command)[0] == 0

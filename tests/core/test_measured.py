@@ -260,9 +260,8 @@ def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(
     monkeypatch.setattr(estimate, "Schedule", None)
     rows = [f"{s},F,65535,{s},{s + 1},{s},\n{s},BW,65535,{99 - s},{100 - s},{s},\n" for s in range(64)]
     (tmp_path / "t").write_text(HEADER + "".join(rows))
-    found = problem_from("csv", tmp_path / "t")
-    assert found.schedule is None
-    assert found.problem.microbatches == 65536
+    with pytest.raises(InputError, match=r"^no step is whole: step 0 lacks 0F0; a whole training step is expected$"):
+        problem_from("csv", tmp_path / "t")
 
 
 def test_a_shape_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -295,9 +294,9 @@ def _lose_an_op(ops: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_misnumber, "has fwd of micro-batch .*: 4 and 2 are num"),
-        (_join_a_pair, "has a forward and a backward that run as one"),
-        (_lose_an_op, "has 7 of bwd_start, not 8"),
+        (_misnumber, r"pp_rank_1\.json: .*iteration 1 has fwd of micro-batch .*: 4 and 2 are num"),
+        (_join_a_pair, r"pp_rank_1\.json: .*iteration 1 has a forward and a backward that run as one"),
+        (_lose_an_op, "no step is whole: step 1 lacks 1BW3; a whole training step is expected"),
     ],
 )
 def test_a_dump_of_primus_with_wrong_ops_is_refused(
@@ -307,5 +306,5 @@ def test_a_dump_of_primus_with_wrong_ops_is_refused(
     content = json.loads(path.read_text())
     spoil(content["1"])
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"pp_rank_1\.json: .*iteration 1 {message}"):
+    with pytest.raises(InputError, match=message):
         problem_from("primus", tmp_path)

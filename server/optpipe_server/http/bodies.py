@@ -200,7 +200,7 @@ class MeasuredBody(Record):
     microbatches: Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)] | None = None
     devices: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] | None = None
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] = 1
-    shape: Literal["looped", "v"] = "looped"
+    shape: Literal["looped", "v"] | None = None
 
 
 def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedule:

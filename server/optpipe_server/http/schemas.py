@@ -388,7 +388,8 @@ class MeasuredTimes(Record):
 
 class Measured(Record):
     """The problem, the times of each stage's F, B, W or BW and of a message, how long a step took and how long its
-    order takes by these times, and what is not known, with what the problem has instead."""
+    order takes by these times, what is not known, with what the problem has instead, what was measured and is not used,
+    with the reason, and the order that ran."""
 
     problem: Problem
     stages: list[dict[str, MeasuredTimes]]
@@ -396,6 +397,8 @@ class Measured(Record):
     measured_ms: float | None
     replayed_ms: float | None
     unknown: list[str]
+    unused: list[str]
+    schedule: ScheduleFile | None
 
 
 class WorkbenchRow(Record):

@@ -151,10 +151,11 @@ TABLE = "stage,op,microbatch,duration_ms\n"
             "problem-from: the files have 257 stages: expected up to 256 here",
             id="many stages",
         ),
-        (
+        pytest.param(
             "csv",
-            TABLE + "0,F,4096,1\n0,BW,4096,1\n",
+            TABLE + "".join(f"0,F,{j},1\n0,BW,{j},1\n" for j in range(4097)),
             "problem-from: the files have 4097 micro-batches: expected up to 4096 here",
+            id="many micro-batches",
         ),
     ],
 )

@@ -1,8 +1,9 @@
-"""What every reader of measurements finds: ops with their times, and which stage a device's chunk is."""
+"""What every reader of measurements makes: a list of ops as they ran, and which stage a device's chunk is."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
@@ -12,21 +13,25 @@ from optpipe.model.problem import MAX_DEVICES, MAX_FORWARDS, MAX_MICROBATCHES, M
 SHAPES = ("looped", "v")
 
 
-class Timed(NamedTuple):
-    """One op as it was measured.
+class MeasuredOp(NamedTuple):
+    """One op as it ran.
 
     Attributes
     ----------
     op
-        An F, B, W or BW.
+        Its kind (F, B, W or BW), stage and micro-batch.
     device
-        Where it ran; devices are numbered from 0.
+        The device of the pipeline that it ran on, from 0.
     step
         In which iteration.
     ms
         How long it took.
     start_ms
-        When it began, by the clock of its device; None where only its time was measured.
+        When it began, by the clock of its rank; None where only its length was measured.
+    rank
+        The process that ran it, as its program numbers processes.
+    replica
+        The pipeline that it belongs to, where data parallel replicas were measured together.
     """
 
     op: Op
@@ -34,11 +39,31 @@ class Timed(NamedTuple):
     step: int
     ms: float
     start_ms: float | None = None
+    rank: int = 0
+    replica: int = 0
 
     @property
     def end_ms(self) -> float:
-        """When it ended, by the clock of its device; NaN where that was not measured."""
+        """When it ended, by the clock of its rank; NaN where that was not measured."""
         return float("nan") if self.start_ms is None else self.start_ms + self.ms
+
+
+class Recording(NamedTuple):
+    """What a reader understood of some files.
+
+    Attributes
+    ----------
+    ops
+        All ops, of all steps, evaluations and steps that were cut off among them (`optpipe.measured.steps`).
+    unused
+        What stands in the files and was not used, and why, one sentence each.
+    on_host
+        Whether the times are those of the host, though ops run on a device.
+    """
+
+    ops: Sequence[MeasuredOp]
+    unused: tuple[str, ...] = ()
+    on_host: bool = False
 
 
 def stage_of(device: int, chunk: int, devices: int, shape: str) -> int:

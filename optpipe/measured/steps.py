@@ -1,0 +1,208 @@
+"""Which of the measured steps are whole training steps: only these become a problem.
+
+A profile also has evaluations, which are forwards only, and steps that were cut off at its end. Whoever took their ops
+for those of training steps would pair ops of different steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import inf, isfinite
+from typing import NamedTuple
+
+from optpipe.errors import InputError
+from optpipe.measured.recording import MeasuredOp, require_sizes
+from optpipe.model.ops import Kind, Op
+
+Step = Sequence[MeasuredOp]
+BACKWARDS = (Kind.B, Kind.W, Kind.BW)
+
+
+class TrainingSteps(NamedTuple):
+    """The whole training steps of a recording, micro-batches numbered from 0 in each."""
+
+    steps: tuple[Step, ...]
+    microbatches: int
+    where: tuple[int, ...]  # by stage: its device
+    unused: tuple[str, ...]  # what was left out, and why, one sentence each
+
+    @property
+    def ops(self) -> list[MeasuredOp]:
+        return [each for step in self.steps for each in step]
+
+
+def find_training_steps(ops: Sequence[MeasuredOp]) -> TrainingSteps:
+    """The whole training steps of these ops.
+
+    Raises InputError if there is none, if an op is there twice in a step, or if stages and devices have gaps.
+    """
+    _require_possible(ops)
+    where = _devices_of_stages(ops)
+    steps = divided_by_step(ops)
+    training: dict[int, Step] = {
+        n: step for n, step in sorted(steps.items()) if any(each.op.kind in BACKWARDS for each in step)
+    }
+    unused = []
+    if evaluations := len(steps) - len(training):
+        unused.append(f"{_of_steps(evaluations, len(steps))} forwards only, as in an evaluation: left out")
+    training, renumbered = _numbered_from_0(training)
+    unused += renumbered
+    missing = {n: op for n, step in training.items() if (op := _missing_op(step, len(where))) is not None}
+    whole = [step for n, step in training.items() if n not in missing]
+    if missing:
+        n, op = next(iter(missing.items()))
+        if not whole:
+            raise InputError(f"no step is whole: step {n} lacks {op}; a whole training step is expected")
+        unused.append(f"{_of_steps(len(missing), len(steps))} not all ops, such as {op} in step {n}: left out")
+    sizes = Counter(map(_microbatches, whole))
+    microbatches = max(sizes, key=lambda size: (sizes[size], size))
+    usual = tuple(step for step in whole if _microbatches(step) == microbatches)
+    if others := len(whole) - len(usual):
+        unused.append(f"{_of_steps(others, len(steps))} other than {microbatches} micro-batches: left out")
+    return TrainingSteps(usual, microbatches, where, tuple(unused))
+
+
+def divided_by_step(ops: Iterable[MeasuredOp]) -> dict[int, list[MeasuredOp]]:
+    """The ops of each step, by its number."""
+    steps: dict[int, list[MeasuredOp]] = defaultdict(list)
+    for each in ops:
+        steps[each.step].append(each)
+    return steps
+
+
+def number_steps(ops: Iterable[Op], what: str) -> list[int]:
+    """The step of each op of one rank, in the order in which they ran: an op that was already there begins the next.
+
+    Raises InputError for a backward whose forward is not in its step, as at the beginning of a profile that starts
+    within a step; the sentence begins with `what`.
+    """
+    numbers: list[int] = []
+    step, present = 0, set[Op]()
+    for op in ops:
+        if op in present:
+            step, present = step + 1, set()
+        present.add(op)
+        if op.kind in BACKWARDS and Op(Kind.F, op.stage, op.microbatch) not in present:
+            raise InputError(
+                f"{what}: {op} has no forward before it in its step: begin and end the profile between two steps"
+            )
+        numbers.append(step)
+    return numbers
+
+
+def match_steps(ranks: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """The ops of all ranks with steps numbered alike: in their order where all ranks have equally many, otherwise those
+    that ran at the same time belong together.
+
+    Raises InputError if the clocks do not say which those are; the sentence has two of `names`.
+    """
+    counts = [1 + max(each.step for each in rank) for rank in ranks]
+    if len(set(counts)) == 1:
+        return list(ranks)
+    most, least = counts.index(max(counts)), counts.index(min(counts))
+    numbers = _spans(ranks[most])
+    matched: list[Step] = []
+    for rank in ranks:
+        overlaps = [[_overlap(other, own) for other in numbers] for own in _spans(rank)]
+        partners = [each.index(max(each)) for each in overlaps]
+        if any(max(each) <= 0 for each in overlaps) or any(one >= other for one, other in pairwise(partners)):
+            raise InputError(
+                f"{names[most]} has {counts[most]} steps, {names[least]} has {counts[least]}, and their clocks do not "
+                "say which belong together: profile the same steps on all ranks"
+            )
+        matched.append([each._replace(step=partners[each.step]) for each in rank])
+    return matched
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return min(one[1], other[1]) - max(one[0], other[0])
+
+
+def _spans(rank: Step) -> list[tuple[float, float]]:
+    """By step of a rank, its first start and last end."""
+    spans: dict[int, tuple[float, float]] = {}
+    for each in rank:
+        begin, end = spans.get(each.step, (inf, -inf))
+        spans[each.step] = min(begin, each.start_ms or 0.0), max(end, each.end_ms)
+    return [spans[n] for n in sorted(spans)]
+
+
+def _require_possible(ops: Sequence[MeasuredOp]) -> None:
+    """Raises InputError where no problem can have these ops, before anything is made of their numbers' size."""
+    if not ops:
+        raise InputError("no op was measured")
+    stages = 1 + max(each.op.stage for each in ops)
+    require_sizes(stages, 1 + max(each.device for each in ops), 1 + max(each.op.microbatch for each in ops))
+    seen: set[tuple[int, Op]] = set()
+    for each in ops:
+        if not (0 <= each.ms < inf and (each.start_ms is None or isfinite(each.start_ms))):
+            raise InputError(
+                f"{each.op} in step {each.step} starts at {each.start_ms} and takes {each.ms} ms: numbers are "
+                "expected, and a time of no less than 0"
+            )
+        if (each.step, each.op) in seen:
+            raise InputError(
+                f"{each.op} is there twice in step {each.step}: an op runs once a step, so number the steps"
+            )
+        seen.add((each.step, each.op))
+    measured = {(each.op.kind, each.op.stage) for each in ops}
+    for s in range(stages):
+        if (Kind.F, s) not in measured:
+            raise InputError(
+                f"no forward of stage {s} was measured: {stages} stages are expected to have one, so the file of a "
+                "rank may be missing"
+            )
+        if (Kind.BW, s) not in measured and not {(Kind.B, s), (Kind.W, s)} <= measured:
+            forwards = all(kind is Kind.F for kind, _ in measured)
+            hint = "; these are forwards only, as in an evaluation" if forwards else ""
+            raise InputError(f"no backward of stage {s} was measured: a BW, or a B and a W, is expected{hint}")
+
+
+def _devices_of_stages(ops: Sequence[MeasuredOp]) -> tuple[int, ...]:
+    where: dict[int, int] = {}
+    for each in ops:
+        if where.setdefault(each.op.stage, each.device) != each.device:
+            raise InputError(f"stage {each.op.stage} is on device {where[each.op.stage]} and on {each.device}")
+    if idle := set(range(1 + max(where.values()))) - set(where.values()):
+        raise InputError(f"device {min(idle)} has no op: devices are numbered from 0")
+    return tuple(where[s] for s in range(len(where)))
+
+
+def _numbered_from_0(steps: Mapping[int, Step]) -> tuple[dict[int, Step], list[str]]:
+    """Micro-batches numbered from 0 in each step, where they are numbered from 1 or on from step to step; and whether
+    they were, as a sentence."""
+    firsts = [min(each.op.microbatch for each in step) for step in steps.values()]
+    ends = [_microbatches(step) for step in steps.values()]
+    if set(firsts) == {1}:
+        told = "the numbers of micro-batches: they begin with 1, which is micro-batch 0 here"
+    elif any(firsts) and firsts == [0, *ends[:-1]]:
+        told = "the numbers of micro-batches: they go on from step to step, and begin with 0 in each step here"
+    else:
+        return dict(steps), []
+    return {
+        n: [each._replace(op=each.op._replace(microbatch=each.op.microbatch - first)) for each in step]
+        for (n, step), first in zip(steps.items(), firsts, strict=True)
+    }, [told]
+
+
+def _microbatches(step: Step) -> int:
+    return 1 + max(each.op.microbatch for each in step)
+
+
+def _missing_op(step: Step, stages: int) -> Op | None:
+    """An op that a training step with these micro-batches would have; None if it is whole."""
+    present = {each.op for each in step}
+    apart = {op.stage for op in present if op.kind is Kind.W}
+    for j in range(_microbatches(step)):
+        for s in range(stages):
+            both = [Op(Kind.B, s, j), Op(Kind.W, s, j)] if s in apart else [Op(Kind.BW, s, j)]
+            expected = [Op(Kind.F, s, j), *([] if Op(Kind.BW, s, j) in present else both)]
+            if missing := [op for op in expected if op not in present]:
+                return missing[0]
+    return None
+
+
+def _of_steps(some: int, all_steps: int) -> str:
+    return f"{some} of {all_steps} steps {'has' if some == 1 else 'have'}"
