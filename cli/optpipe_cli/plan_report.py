@@ -61,6 +61,8 @@ def _question(plan: Plan) -> Iterator[str]:
         f"sequences of {estimate.sequence} tokens a step"
     )
     yield from left_out(question.model)
+    if question.limit:
+        yield f"  {question.limit}"
     yield (
         f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
         f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"

@@ -7,7 +7,7 @@ micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeli
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from optpipe.errors import InputError
@@ -94,15 +94,22 @@ def _of_rank(r: int, ranks: int, chunks: int, table: Sequence[tuple[int, int]], 
         yield from (op for op in (forward, backward) if op is not None)
 
 
+def has_order(schedule: Schedule) -> bool:
+    """Whether the schedule is Megatron's order, in groups of any size that it takes; one with offloads is not."""
+    group = _first_group(schedule)
+    return group in _groups(schedule) and _compared(schedule, group).place == NOWHERE
+
+
 def _group(schedule: Schedule) -> int:
     """The size of the groups in Megatron's order that the schedule has. Raises InputError if there is none."""
-    ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
-    chunks = len(schedule.problem.stages) // ranks
-    # Megatron refuses groups of fewer micro-batches than ranks, a smaller last one, too.
-    groups = [1] if chunks == 1 else [g for g in range(ranks, m + 1) if m % g == 0 or m % g >= ranks]
+    group, groups = _first_group(schedule), _groups(schedule)
+    ranks, chunks = len(schedule.problem.devices), _chunks(schedule)
     if not groups:
+        m = schedule.problem.microbatches
         raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
-    differences = {group: _difference(schedule, order(ranks, chunks, m, group)) for group in groups}
+    if group in groups and _compared(schedule, group).place == NOWHERE:
+        return group
+    differences = {group: _compared(schedule, group) for group in groups}
     group = max(groups, key=lambda group: differences[group].place)
     place, d, item, expected = differences[group]
     if place < NOWHERE:
@@ -112,6 +119,30 @@ def _group(schedule: Schedule) -> int:
             f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{said}; {OURS}"
         )
     return group
+
+
+def _chunks(schedule: Schedule) -> int:
+    return len(schedule.problem.stages) // len(schedule.problem.devices)
+
+
+def _groups(schedule: Schedule) -> list[int]:
+    """The sizes that Megatron takes. It refuses fewer micro-batches than ranks in a group, a smaller last one, too."""
+    ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
+    return [1] if _chunks(schedule) == 1 else [g for g in range(ranks, m + 1) if m % g == 0 or m % g >= ranks]
+
+
+def _first_group(schedule: Schedule) -> int:
+    """How many micro-batches pass the first stage before its device turns to another one."""
+    if _chunks(schedule) == 1:
+        return 1
+    first = schedule.programs[schedule.problem.stages[0].device]
+    return sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
+
+
+def _compared(schedule: Schedule, group: int) -> _Difference:
+    """Where the schedule first differs from Megatron's order in groups of this size."""
+    ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
+    return _difference(schedule, order(ranks, _chunks(schedule), m, group))
 
 
 class _Difference(NamedTuple):

@@ -32,6 +32,15 @@ def test_the_group_is_found_by_the_order(p: int, m: int, group: int) -> None:
     assert megatron.order(p, 3, m, int(text)) == megatron.order(p, 3, m, group)
 
 
+@pytest.mark.parametrize(("p", "m", "has"), [(4, 8, True), (2, 3, True), (4, 11, True), (3, 10, False), (4, 3, False)])
+def test_it_has_the_order_or_not(p: int, m: int, has: bool) -> None:
+    """Groups of p, of 3, of 6 and 5; not of 4, 3 and 3, nor fewer than ranks."""
+    schedule = generate("interleaved", units(p, m, v=2))
+    assert megatron.has_order(schedule) == has
+    if not has:
+        refusal(schedule)
+
+
 def test_published_interleaving_is_megatrons() -> None:
     found = export_schedule(generate("interleaved", units(4, 8, v=2)), "megatron")
     assert found.splitlines()[-1] == "--microbatch-group-size-per-virtual-pipeline-stage 4"

@@ -283,18 +283,66 @@ def test_other_stacks_run_what_they_have() -> None:
     assert torch.best.iteration_ms <= megatron.best.iteration_ms
 
 
+def scheduled(candidate: Candidate, method: str = "1f1b") -> Candidate:
+    candidate.schedule = generate(method, candidate.problem)
+    return candidate
+
+
 def test_settings_of_other_stacks() -> None:
+    """Each stage has its modules: the four programs divide layers in other ways, if they are left to it."""
     looped, folded = (placed(pp=2, tp=2, chunks=2, shape=shape) for shape in ("looped", "v"))
-    assert "--parallelism.pipeline_parallel_schedule ZBVZeroBubble" in settings.torchtitan(folded, "s.csv")
-    assert "    pp_schedule: Interleaved1F1B" in settings.nemo(looped, "s.csv")
-    asked = question(model=SMALL.model_copy(update={"layers": 8}))
-    divided = ((c, c.estimate.parallelism) for c in candidates(asked))
-    even = next(c for c, p in divided if (p.pp, p.chunks, p.layers) == (2, 2, None))
-    assert [flag for flag in settings.megatron(even) if "virtual" in flag or "layout" in flag] == [
-        "--num-virtual-stages-per-pipeline-rank 2"
-    ]
-    (layout,) = (flag for flag in settings.megatron(looped) if "virtual" in flag or "layout" in flag)
-    assert layout.startswith("--pipeline-model-parallel-layout")
-    words = layout.split("'")[1].split("|")
-    assert [len(word.strip("EL")) for word in words] == [2, 2, 2, 0]
-    assert (words[0][0], words[-1][-1]) == ("E", "L")
+    assert looped.estimate.cuts == (3, 2, 2, 1)  # the embedding with two layers, and the head alone
+    titan = settings.torchtitan(folded, "s.csv")
+    assert "--parallelism.pipeline_parallel_schedule ZBVZeroBubble" in titan
+    assert "--training.disable_cuda_graphs" in titan
+    assert titan[-1] == "activation-checkpoint:none"  # no flag is read behind it
+    parts = "tok_embeddings,layers.0,layers.1 layers.2,layers.3 layers.4,layers.5 norm,lm_head"
+    assert f"--parallelism.module_fqns_per_model_part {parts}" in settings.torchtitan(looped, "s.csv")
+    yaml = settings.nemo(looped, "s.csv")
+    assert "    pp_schedule: Interleaved1F1B" in yaml
+    assert "    - [model.embed_tokens, model.layers.0, model.layers.1, model.rotary_emb]" in yaml
+    assert yaml[-1] == "    - [model.norm, lm_head, model.rotary_emb]"
+    flags = settings.megatron(scheduled(looped, "interleaved"))
+    assert "--pipeline-model-parallel-layout 'Ett|tt|tt|L'" in flags
+    assert "--microbatch-group-size-per-virtual-pipeline-stage 2" in flags
+    assert "--untie-embeddings-and-output-weights" in flags
+
+
+def test_without_a_pipeline_no_stage_is_told() -> None:
+    candidate = placed(pp=1, dp=4, zero=1)
+    for lines in (settings.torchtitan(candidate, ""), settings.nemo(candidate, ""), settings.megatron(candidate)):
+        assert not [line for line in lines if "fqns" in line or "layout" in line]
+    assert "--parallelism.fsdp_reshard_after_forward never" in settings.torchtitan(candidate, "")
+
+
+def test_torch_has_no_pipeline_for_tied_models() -> None:
+    tied = SMALL.model_copy(update={"tied": True, "name": "small"})
+    plan = planned(question(9 * RESERVED, model=tied, stack="torch"))
+    assert {c.estimate.parallelism.pp for c in plan.ranked} == {1}
+    with pytest.raises(InputError, match=r"a GPU needs .*; embedding and head of small are tied, which torchtitan"):
+        planned(question(RESERVED + 10**9, model=tied, stack="torch"))
+    assert any(c.estimate.parallelism.pp > 1 for c in candidates(question(model=tied, stack="megatron")))
+
+
+def test_torch_has_at_least_as_many_micro_batches_as_ranks() -> None:
+    assert all(
+        c.estimate.run.microbatches >= c.estimate.parallelism.pp for c in candidates(question(batch=4, stack="torch"))
+    )
+
+
+@pytest.mark.parametrize("stack", ["torch", "megatron"])
+def test_other_stacks_divide_sequences_evenly(stack: str) -> None:
+    odd = question(model=SMALL.model_copy(update={"sequence": 2050}), stack=stack)
+    divisions = {(c.division[0], c.division[4]) for c in candidates(odd)}
+    assert divisions == {(1, 1), (2, 1)}  # tp and cp: 4 divides no 2050, of tp 2 and cp 2 there are 8 parts
+
+
+def test_megatron_is_asked_for_no_groups_that_it_does_not_have() -> None:
+    """Of 10 micro-batches in groups of 4 it would leave 2 for the last one, fewer than ranks; ours are 4, 3 and 3."""
+    candidate = next(
+        c
+        for c in candidates(question(batch=10, stack="megatron", gpus=3, gpu=GPUS["B200"]))
+        if (c.estimate.parallelism.pp, c.estimate.parallelism.chunks, c.estimate.run.microbatches) == (3, 2, 10)
+    )
+    assert [schedule.method for schedule in published(candidate, "optpipe") if schedule.method == "interleaved"]
+    assert not list(published(candidate, "megatron"))

@@ -62,6 +62,16 @@ class Question(Document):
             return () if self.offload else OFFLOAD
         return (*OFFLOAD, *RECOMPUTE)
 
+    @property
+    def limit(self) -> str | None:
+        """What the stack cannot do with this model, as a sentence."""
+        if self.stack != "torch" or not self.model.tied:
+            return None
+        return (
+            f"embedding and head of {self.model.name or 'the model'} are tied, which torchtitan and NeMo AutoModel "
+            "refuse in a pipeline: only pp 1 is planned for them; stacks optpipe and megatron have pipelines for it"
+        )
+
 
 @dataclass(eq=False)
 class Candidate:
@@ -228,10 +238,11 @@ def _estimates(question: Question) -> Iterator[Estimate]:
             Parallelism.from_dict(division | {"chunks": chunks, "shape": shape})
             for chunks, shape in _shapes(question, pp)
         ]
+        least = pp if question.stack == "torch" else 1  # AutoModel refuses fewer micro-batches than ranks
         sizes = (
             size
             for size in plan.MICROBATCH_SIZES
-            if replica_batch % size == 0 and replica_batch // size <= MAX_MICROBATCHES
+            if replica_batch % size == 0 and least <= replica_batch // size <= MAX_MICROBATCHES
         )
         for size in (size for size in sizes if gcd(size, cp) == 1):  # else replicas of smaller micro-batches are better
             for recompute in _recomputations(question):
@@ -254,14 +265,20 @@ def _divisions(question: Question) -> Iterator[dict[str, int]]:
     """Yield tp, pp, dp, ep, cp and ZeRO's stage.
 
     Tensor parallelism stays within a node. Context parallelism gives each GPU two parts of a sequence, one from each
-    end, so that causal attention takes all the same time; only flash attention can be divided so.
+    end, so that causal attention takes all the same time; only flash attention can be divided so. The other stacks
+    want parts of one length, with tensor parallelism, too.
     """
     model, gpu = question.model, question.gpu
-    halves = (question.run.sequence or model.sequence or 1) // 2 if question.run.attention == "flash" else 1
+    sequence = question.run.sequence or model.sequence or 1
+    halves = sequence // 2 if question.run.attention == "flash" and sequence % 2 == 0 else 1
     for tp in (tp for tp in _divisors(gcd(question.gpus, model.heads)) if gpu.gpus_per_node % tp == 0):
         for cp in _divisors(gcd(question.gpus // tp, halves)):
+            if question.stack != "optpipe" and sequence % (tp * (2 * cp if cp > 1 else 1)):
+                continue
             for pp in _divisors(question.gpus // tp // cp):
                 dp = question.gpus // tp // cp // pp
+                if pp > 1 and question.limit:
+                    continue
                 if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= plan.MOST_DEGREE:
                     for ep in _divisors(gcd(dp * cp, model.experts)) if model.experts else (1,):
                         for zero in _zeros(question, pp, dp * cp):
@@ -309,12 +326,13 @@ def _why_none(question: Question) -> str:
     """Why there is no candidate: the batch, or the number of GPUs."""
     free = question.model_copy(update={"batch": question.gpus})  # every dp divides it
     replicas = sorted({division["dp"] for division in _divisions(free)})
+    limit = f"; {question.limit}" if question.limit else ""
     if replicas:
         return (
             f"batch = {question.batch}: {question.gpus} GPUs make {' or '.join(map(str, replicas))} replicas of "
-            f"{question.model.name or 'the model'}, a multiple of {replicas[0]} sequences would be right"
+            f"{question.model.name or 'the model'}, a multiple of {replicas[0]} sequences would be right{limit}"
         )
     return (
         f"gpus = {question.gpus}: cannot be divided into stages of {question.model.layers} layers, into tp of at most "
-        f"{question.gpu.gpus_per_node} that divides {question.model.heads} heads, and replicas"
+        f"{question.gpu.gpus_per_node} that divides {question.model.heads} heads, and replicas{limit}"
     )

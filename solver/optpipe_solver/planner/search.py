@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.formats.megatron import has_order
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions
 from optpipe.results import Result
@@ -209,8 +210,8 @@ class PlanSearch:
         be compared with.
         """
         self.phase = "published schedules"
-        megatron = self.question.stack == "megatron"  # it has nothing to list and to search
-        work = self._work(*((1.0, 1.0) if megatron else (plan.PUBLISHED_SHARE, 0.5)))
+        only_published = self.question.stack == "megatron"  # it has nothing to list and to search
+        work = self._work(*((1.0, 1.0) if only_published else (plan.PUBLISHED_SHARE, 0.5)))
         waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
         first: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.candidates:
@@ -337,11 +338,13 @@ class PlanSearch:
             )
         near, needed = self._nearest()
         who, has = f"gpus = {self.question.gpus}: no division fits: with {near},", self.question.gpu.memory_bytes
+        limit = f"; {self.question.limit}" if self.question.limit else ""
         if needed <= has:
-            return f"{who} one micro-batch fits, but no schedule that {self.question.stack} has"
+            return f"{who} one micro-batch fits, but no schedule that {self.question.stack} has{limit}"
         return (
             f"{who} a GPU needs {needed / GB:.1f} GB for one micro-batch at a time, {near.state_bytes / GB:.1f} of it "
-            f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would fit"
+            f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would "
+            f"fit{limit}"
         )
 
     def _nearest(self) -> tuple[Candidate, int]:
@@ -370,6 +373,7 @@ def published(candidate: Candidate, stack: Stack) -> Iterator[Schedule]:
             if SYSTEMS[name].placement(problem, "keep") is None:
                 schedule = generate(name, problem)
                 _ = schedule.makespan_ms
-                yield schedule
+                if stack != "megatron" or has_order(schedule):  # groups that m does not divide are ours alone
+                    yield schedule
         except OptPipeError:  # the paper excludes the problem, or the schedule cannot run
             continue

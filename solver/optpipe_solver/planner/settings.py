@@ -1,10 +1,14 @@
-"""The settings of other stacks that make a candidate: torchtitan, NeMo AutoModel, Megatron-LM."""
+"""The settings of other stacks that make a candidate: torchtitan 0.3.0, NeMo AutoModel 0.7.0, Megatron-LM 0.16.1.
+
+`make stacks` gives them to those programs' own readers, and builds models by them.
+"""
 
 from __future__ import annotations
 
-import json
+import shlex
+from typing import NamedTuple
 
-from optpipe.formats.megatron import layout
+from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.transformer.estimate import Estimate
 from optpipe_solver.planner.candidates import Candidate
 
@@ -18,10 +22,10 @@ TORCHTITAN = {
     "sequence": "--training.seq_len",
     "batch": "--training.global_batch_size",
 }
+NEMO_STEP = {"batch": "  global_batch_size:"}
 NEMO = {"tp": "  tp_size:", "pp": "  pp_size:", "cp": "  cp_size:", "ep": "  ep_size:"}
 MEGATRON = {
     "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
     "size": "--micro-batch-size",
@@ -30,32 +34,68 @@ MEGATRON = {
 }
 
 
+class Modules(NamedTuple):
+    """What a stack calls the modules of a model: those of the first stage, a layer, those of the last, and those that
+    every stage has."""
+
+    first: str
+    layer: str
+    last: tuple[str, ...]
+    every: tuple[str, ...] = ()
+
+    def of_stages(self, estimate: Estimate) -> list[list[str]]:
+        """The modules of each stage."""
+        head = estimate.shape.layers + 1
+
+        def name(piece: int) -> tuple[str, ...]:
+            return (self.first,) if piece == 0 else self.last if piece == head else (f"{self.layer}.{piece - 1}",)
+
+        return [[*(word for piece in pieces for word in name(piece)), *self.every] for pieces in estimate.stages]
+
+
+TORCHTITAN_MODULES = Modules("tok_embeddings", "layers", ("norm", "lm_head"))
+NEMO_MODULES = Modules("model.embed_tokens", "model.layers", ("model.norm", "lm_head"), ("model.rotary_emb",))
+
+
 def torchtitan(candidate: Candidate, csv: str) -> list[str]:
-    """Return its flags; `csv` is the file with the schedule's compute actions (docs/stacks.md)."""
+    """Return its flags, the last ones of a command; `csv` is the file with the schedule's compute actions
+    (docs/stacks.md).
+
+    It divides layers in its own way unless it is told the modules of each stage. What is recomputed is a subcommand,
+    after which no other flag is read.
+    """
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
-    flags = [
-        *_numbers(estimate, TORCHTITAN),
-        f"--training.local_batch_size {run.microbatch_size * (run.microbatches if parallelism.pp > 1 else 1)}",
-        f"--activation_checkpoint.mode {'full' if run.recompute == 'full' else 'none'}",
-    ]
-    if parallelism.zero == 3:
-        flags.append("--parallelism.fsdp_reshard_after_forward always")
+    flags = [*_numbers(estimate, TORCHTITAN), f"--training.local_batch_size {_local_batch(estimate)}"]
+    if parallelism.dp * parallelism.cp > 1:  # FSDP's ranks
+        flags.append(f"--parallelism.fsdp_reshard_after_forward {'always' if parallelism.zero == 3 else 'never'}")
+    if parallelism.pp > 1 or parallelism.ep > 1:
+        flags.append("--training.disable_cuda_graphs")
     if parallelism.pp > 1:
-        flags.append(f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}")
-        flags.append(f"--parallelism.pipeline_parallel_schedule {_schedule(candidate)}")
-        flags.append(f"--parallelism.pipeline_parallel_schedule_csv {csv}")
-    if parallelism.layers or parallelism.chunks > 1 or estimate.shape.layers % parallelism.stages:
-        parts = json.dumps(_layer_names(estimate), separators=(",", ":"))
-        flags.append(f"--parallelism.module_fqns_per_model_part '{parts}'")
-    return flags
+        parts = " ".join(",".join(names) for names in TORCHTITAN_MODULES.of_stages(estimate))
+        flags += [
+            f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}",
+            f"--parallelism.pipeline_parallel_schedule {_schedule(candidate)}",
+            f"--parallelism.pipeline_parallel_schedule_csv {csv}",
+            f"--parallelism.module_fqns_per_model_part {parts}",
+        ]
+    return [*flags, f"activation-checkpoint:{'full' if run.recompute == 'full' else 'none'}"]
 
 
 def nemo(candidate: Candidate, csv: str) -> list[str]:
-    """Return the lines of a recipe's YAML."""
+    """Return the lines of a recipe's YAML, with the names of modules that models of transformers have."""
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
-    lines = ["distributed:", *_numbers(estimate, NEMO)]
+    lines = [
+        *("step_scheduler:", *_numbers(estimate, NEMO_STEP), f"  local_batch_size: {_local_batch(estimate)}"),
+        *("distributed:", "  strategy: fsdp2", *_numbers(estimate, NEMO)),
+    ]
+    if parallelism.dp * parallelism.cp > 1:  # FSDP's ranks
+        lines.append(f"  reshard_after_forward: {'true' if parallelism.zero == 3 else 'false'}")
+    if parallelism.tp > 1:
+        lines.append("  sequence_parallel: true")
+    if run.recompute == "full":
+        lines.append("  activation_checkpointing: true")
     if parallelism.pp > 1:
         lines += [
             "  pipeline:",
@@ -63,6 +103,8 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
             f"    pp_schedule_csv: {csv}",
             f"    pp_microbatch_size: {run.microbatch_size}",
             f"    pp_batch_size: {run.microbatches * run.microbatch_size}",
+            "    module_fqns_per_model_part:",
+            *(f"    - [{', '.join(names)}]" for names in NEMO_MODULES.of_stages(estimate)),
         ]
     return lines
 
@@ -72,17 +114,23 @@ def megatron(candidate: Candidate) -> list[str]:
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
+    if parallelism.pp > 1 and candidate.schedule:
+        arguments = (line.split(" ") for line in megatron_arguments(candidate.schedule).splitlines())
+        flags += [f"{name} {shlex.quote(value)}" for name, value in arguments]
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
+    flags += [] if estimate.shape.tied else ["--untie-embeddings-and-output-weights"]
     if run.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif run.recompute == "selective":
         flags.append("--recompute-granularity selective")
-    if parallelism.layers or estimate.shape.layers % parallelism.stages:  # Megatron takes one of the two, not both
-        flags.append(f"--pipeline-model-parallel-layout '{layout(estimate.problem)}'")
-    elif parallelism.chunks > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {parallelism.chunks}")
     return flags
+
+
+def _local_batch(estimate: Estimate) -> int:
+    """What a replica is given at once: without a pipeline one micro-batch."""
+    parallelism, run = estimate.parallelism, estimate.run
+    return run.microbatch_size * (run.microbatches if parallelism.pp > 1 else 1)
 
 
 def _schedule(candidate: Candidate) -> str:
@@ -103,13 +151,3 @@ def _numbers(estimate: Estimate, names: dict[str, str]) -> list[str]:
         "sequence": estimate.sequence,
     }
     return [f"{names[name]} {n}" for name, n in numbers.items() if name in names and (n > 1 or name not in OPTIONAL)]
-
-
-def _layer_names(estimate: Estimate) -> list[list[str]]:
-    """Return the modules of each stage as torchtitan names them."""
-    last = estimate.shape.layers + 1
-
-    def name(piece: int) -> list[str]:
-        return ["tok_embeddings"] if piece == 0 else ["norm", "output"] if piece == last else [f"layers.{piece - 1}"]
-
-    return [[word for piece in pieces for word in name(piece)] for pieces in estimate.stages]

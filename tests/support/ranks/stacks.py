@@ -16,11 +16,12 @@ MICROBATCHES, STEPS, LENGTH, WORDS = 8, 10, 32, 256
 
 
 class Config(NamedTuple):
-    """The two entries of a config that choose a schedule: a name of torch's, which also places the stages, and a
-    file."""
+    """The entries of a config that choose a schedule: a name of torch's, which also places the stages, a file, and the
+    modules of each stage, if they are not left to the stack."""
 
     schedule: str
     csv: str | None
+    modules: list[list[str]] | None = None
 
 
 def torchtitan(configs: Sequence[Config]) -> list[list[list[float]]]:
@@ -37,7 +38,7 @@ def torchtitan(configs: Sequence[Config]) -> list[list[list[float]]]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     found = []
-    for schedule, csv in configs:
+    for schedule, csv, modules in configs:
         parallelism = ParallelismConfig(
             pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule, pipeline_parallel_schedule_csv=csv
         )
@@ -48,7 +49,7 @@ def torchtitan(configs: Sequence[Config]) -> list[list[list[float]]]:
         model = model_config.build()
         model.init_weights(buffer_device=torch.device("cpu"))
         dims = ParallelDims.from_config(parallelism, ranks)
-        names = pipeline_parallel._generate_llm_fqn_per_model_part(
+        names = modules or pipeline_parallel._generate_llm_fqn_per_model_part(
             *pipeline_parallel._get_pipeline_metadata(dims, parallelism, model_config)
         )
         stages, parts = pipeline_parallel._pipeline_module_split(model, mesh, schedule, torch.device("cpu"), names)
@@ -75,7 +76,7 @@ def automodel(configs: Sequence[Config]) -> list[list[list[float]]]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     found = []
-    for schedule, csv in configs:
+    for schedule, csv, modules in configs:
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, use_cache=False, tie_word_embeddings=False, **sizes))
@@ -83,6 +84,7 @@ def automodel(configs: Sequence[Config]) -> list[list[list[float]]]:
             world_mesh=mesh,
             pp_schedule=schedule,
             pp_schedule_csv=csv,
+            module_fqns_per_model_part=modules,
             pp_batch_size=MICROBATCHES,
             device=torch.device("cpu"),
             dtype=torch.float32,
