@@ -43,7 +43,7 @@ def load(name: str) -> typer.Typer:
     """The program that has one benchmark as its only command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     module = import_module(f"benchmarks.{BENCHMARKS[name].module}")
-    register(app, getattr(module, name.replace("-", "_")))
+    register(app, None, getattr(module, name.replace("-", "_")))
     return app
 
 
