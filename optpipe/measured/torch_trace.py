@@ -22,8 +22,8 @@ from optpipe.model.ops import Kind
 
 NO_RANGE = (
     "{}: no range such as PP:0F3: a step by one of PyTorch's pipeline schedules is expected, profiled with "
-    "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B opens no ranges, so open them around its stage's methods "
-    "(docs/stacks.md, What you have measured)"
+    "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B opens no ranges: call optpipe_runtime.name_ranges(stage) "
+    "before the profile"
 )
 _PIPELINE_GROUP = re.compile(r"(?:^|[^a-z])pp(?:$|[^a-z])")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_updates import HostOptimizer
     from optpipe_runtime.follow import Follower
-    from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
+    from optpipe_runtime.in_torch import TorchSchedule, name_ranges, torch_schedule
     from optpipe_runtime.layered import on_all_ranks, profile_layers
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
@@ -52,6 +52,7 @@ _HOME = {
     "StepReport": "execute.report",
     "TorchSchedule": "in_torch",
     "as_whole": "models.part",
+    "name_ranges": "in_torch",
     "on_all_ranks": "layered",
     "prepare": "lowering.prepare",
     "profile_layers": "layered",
@@ -73,6 +74,7 @@ __all__ = [
     "StepReport",
     "TorchSchedule",
     "as_whole",
+    "name_ranges",
     "on_all_ranks",
     "prepare",
     "profile_layers",

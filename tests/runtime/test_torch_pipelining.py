@@ -29,6 +29,7 @@ from optpipe.model.records import Stage
 from optpipe_runtime import Layout
 from optpipe_runtime.fidelity import paced
 from optpipe_solver import heuristics
+from optpipe_solver.systems import generate
 
 COMMS = "torch-comms-waits" if torch_pipelining.WAITS else "torch-comms"
 FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
@@ -112,6 +113,27 @@ def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Pa
         if op.kind is Kind.F and op.stage == 1:
             sent = at[step, op._replace(stage=0)]
             assert each.start_ms >= sent.end_ms, (step, op)
+
+
+@pytest.mark.parametrize(("name", "system"), [("1F1B", "1f1b"), ("GPipe", "gpipe"), ("Interleaved1F1B", "interleaved")])
+@pytest.mark.parametrize("plan", ["te", "et"])
+def test_a_trace_of_torchs_own_schedules_with_an_evaluation(
+    name: str, system: str, plan: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    paths = ranks(torch_pipelining.traced_by, name=name, plan=plan, path=tmp_path / "trace", named=name == "1F1B")
+    found = problem_from("torch-trace", list(paths))
+    assert "1 of 2 steps has forwards only, as in an evaluation: left out" in found.unused
+    assert found.schedule is not None
+    assert found.schedule.programs == generate(system, found.problem.with_memory_for(99)).programs
+    assert all(times[Kind.F].count == times[Kind.BW].count == 4 for times in found.stages)
+    with pytest.raises(InputError, match=r"(the trace of a rank is missing|no forward of stage 0)"):
+        problem_from("torch-trace", paths[1])
+
+
+def test_a_trace_without_ranges_says_how_to_open_them(ranks: Ranks, tmp_path: Path) -> None:
+    paths = ranks(torch_pipelining.traced_by, name="1F1B", plan="t", path=tmp_path / "trace")
+    with pytest.raises(InputError, match=r"Schedule1F1B opens no ranges: call optpipe_runtime.name_ranges\(stage\)"):
+        problem_from("torch-trace", *paths)
 
 
 @IN_A_V

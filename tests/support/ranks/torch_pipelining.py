@@ -13,8 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, torch_schedule
+from optpipe_runtime import Layout, name_ranges, torch_schedule
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.memory.storage import StorageRef, storage_key
@@ -81,6 +85,29 @@ def traced(file: Rows, steps: int) -> Path:
         for _ in range(steps):
             step(file)
     path = file.path.with_suffix(f".trace-{dist.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def traced_by(name: str, plan: str, path: Path, named: bool = False) -> Path:
+    """A trace of some steps by a schedule of torch with this name, after the first: t a training step, e an
+    evaluation."""
+    rank, ranks, microbatches = dist.get_rank(), dist.get_world_size(), 4
+    kind = schedules.get_schedule_class(name)
+    mine = [rank] if issubclass(kind, PipelineScheduleSingle) else [rank, rank + ranks]
+    count = ranks * len(mine)
+    modules = {s: module for s, module in enumerate(model(count)) if s in mine}
+    stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
+    schedule = kind(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn)
+    if named:
+        name_ranges(*stages)
+    inputs, targets = batch(0, microbatches)
+    given, target = [inputs] if rank == 0 else [], targets if count - 1 in mine else None
+    schedule.step(*given, target=target)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for letter in plan:
+            (schedule.step if letter == "t" else schedule.eval)(*given, target=target)
+    path = path.with_suffix(f".{rank}.json")
     profiler.export_chrome_trace(str(path))
     return path
 
