@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
+from optpipe.printable import printable
+
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
@@ -41,7 +43,8 @@ def field_path(location: tuple[int | str, ...]) -> str:
     """Writes `("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
     path = ""
     for key in location:
-        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
+        name = key if isinstance(key, int) else printable(key, LONGEST_SHOWN)
+        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else name
     return path
 
 
@@ -74,8 +77,8 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
     places = {each["loc"][:n] for each in complaints for n in range(len(each["loc"]))}  # what they are parts of
     others = [field_path(each["loc"]) for each in complaints if each is not first and each["loc"] not in places]
     if others:
-        shown = ", ".join(others[:MOST_SHOWN]) + (", ..." if len(others) > MOST_SHOWN else "")
-        message += f" (and {len(others)} more: {shown[:LONGEST_SHOWN]})"
+        first_names = ", ".join(others[:MOST_SHOWN]) + (", ..." if len(others) > MOST_SHOWN else "")
+        message += f" (and {len(others)} more: {first_names[:LONGEST_SHOWN]})"
     return InputError(message)
 
 
@@ -124,7 +127,7 @@ def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:
     """Makes one sentence of a complaint of pydantic: the field, its value, and what would be right."""
-    return f"{field} = {_shown(complaint['input'])}: {_told(complaint)}"
+    return f"{field} = {shown(complaint['input'])}: {_told(complaint)}"
 
 
 def _told(complaint: Mapping[str, Any]) -> str:
@@ -133,8 +136,8 @@ def _told(complaint: Mapping[str, Any]) -> str:
     return str(complaint["msg"][0].lower() + complaint["msg"][1:])
 
 
-def _shown(value: Any) -> str:
-    """A value, cut so that hostile input is not repeated in full."""
+def shown(value: Any) -> str:
+    """A value for a sentence, cut so that hostile input is not repeated in full."""
     if isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)

@@ -14,7 +14,7 @@ import typer
 from optpipe.errors import InputError
 from optpipe_cli import fidelity
 from optpipe_cli.extras import need
-from optpipe_cli.output import Json, print_json, print_table, require_writable
+from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,8 @@ def runtime(
     paced = fidelity.measured(paced_task(steps), PACED_RANKS)
     if not json:
         fidelity.show(paced, f"stages that sleep, {PACED_RANKS} ranks")
-        typer.echo(f"a ms more on each message: {messages_in_a_row(paced)}\n")
+        echo(f"a ms more on each message: {messages_in_a_row(paced)}")
+        echo()
     task = computing_task(steps)
     computed = fidelity.measured(task, COMPUTING_RANKS)
     torch.set_num_threads(1)  # as ranks have
@@ -139,8 +140,8 @@ def gpu(
     else:
         print_table(_table(report))
         for name, value in report.figures.items():
-            typer.echo(f"{name:50}{value:>18,.6g}")
-        typer.echo(f"trace for https://ui.perfetto.dev: {trace}")
+            echo(f"{name:50}{value:>18,.6g}")
+        echo(f"trace for https://ui.perfetto.dev: {trace}")
     if not report.passed:
         raise typer.Exit(1)
 

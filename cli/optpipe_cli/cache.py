@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import register, with_options
-from optpipe_cli.output import Json, ProblemPath, ScheduleOutput, print_json, print_rows, require_writable
+from optpipe_cli.output import Json, ProblemPath, ScheduleOutput, echo, print_json, print_rows, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SearchOptions
@@ -42,7 +42,7 @@ def lookup(
     wanted, objective = Problem.load(problem), options.objective
     hit = _open(cache).lookup(wanted, objective)
     if hit is None:
-        print_json({"hit": None}) if json else typer.echo("no schedule in the cache is valid for this problem")
+        print_json({"hit": None}) if json else echo("no schedule in the cache is valid for this problem")
         raise typer.Exit(1)
     bound_ms = max(hit.lower_bound_ms or 0.0, lower_bound(wanted, objective))
     share = gap(length_ms(hit.schedule, objective), bound_ms)
@@ -66,7 +66,7 @@ def lookup(
         )
         return
     proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
-    typer.echo(
+    echo(
         f"{_kind(hit)}: {length_ms(hit.schedule, objective):.6g} ms by {hit.schedule.method} from the {hit.source}, "
         f"re-checked for this problem, {proven}"
     )
@@ -109,7 +109,7 @@ def add(
     if json:
         print_json({"added": added, "known_better": len(loaded) - added})
     else:
-        typer.echo(f"{added} added, {len(loaded) - added} already known as good or better")
+        echo(f"{added} added, {len(loaded) - added} already known as good or better")
 
 
 @app.command(name="list")
@@ -143,7 +143,7 @@ def export(
     require_writable(output)
     lines = list(_open(cache).export_lines())
     write_file(output, "".join(f"{line}\n" for line in lines))
-    typer.echo(f"{len(lines)} schedules written to {output}")
+    echo(f"{len(lines)} schedules written to {output}")
 
 
 @app.command(name="import")
@@ -155,7 +155,7 @@ def import_(
     its bound: only what a search here proves is called optimal."""
     from optpipe.model.problem import read_file
 
-    typer.echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
+    echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
 
 
 @app.command()
@@ -167,7 +167,7 @@ def prune(
     cache: At = None,
 ) -> None:
     """Delete all but the entries that were used last."""
-    typer.echo(f"{_open(cache).prune(keep, days)} deleted")
+    echo(f"{_open(cache).prune(keep, days)} deleted")
 
 
 def _open(path: Path | None) -> Cache:

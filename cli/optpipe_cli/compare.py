@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optpipe.printable import printable
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, ProblemPath, print_json, print_table, require_folder
+from optpipe_cli.output import Json, ProblemPath, echo, print_json, print_table, require_folder
 from optpipe_cli.why import gain_lines
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def compare(
     for row in comparison.rows:
         for note in row.result.notes if row.result else ():
             if note != row.reason:
-                typer.echo(f"note: {title(row)}: {note}", err=True)
+                echo(f"note: {title(row)}: {note}", err=True)
 
 
 def watched(
@@ -70,21 +71,22 @@ def watched(
 def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Show a line on stderr during the block, and yield a function that changes it; nothing if stderr is not a
     terminal."""
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True)
+    from optpipe_cli.console import new_console
+
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
-    with console.status(text) as status:
-        yield status.update
+    with new_console(stderr=True).status(Text(text)) as status:
+        yield lambda text: status.update(Text(printable(text)))
 
 
 def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
     """What people read, 80 columns wide: the schedules, what the best one gains and why, and what does not apply."""
     from rich.table import Table
 
-    yield f"{name}: {_sizes(comparison.problem)}"
+    yield f"{printable(name)}: {_sizes(comparison.problem)}"
     if any(row.schedule for row in comparison.rows):
         yield table(comparison)
         yield ""
@@ -98,7 +100,7 @@ def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
         yield "no schedule:"
         reasons = Table.grid(padding=(0, 2))
         for row in missing:
-            reasons.add_row(title(row), row.reason or "")
+            reasons.add_row(title(row), printable(row.reason or ""))
         yield reasons
 
 

@@ -22,7 +22,7 @@ from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
 from optpipe_cli.options import with_options
-from optpipe_cli.output import print_table, require_writable
+from optpipe_cli.output import echo, print_table, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SolveOptions
@@ -66,9 +66,10 @@ def demo(
     paced = demo_paced.run(paced_html)
     before, after = (told.schedules[version]["file"] for version in (0, _best(told)))
     demo_page.save(html, before, after, (TITLE, COLUMNS, rows(told)), told.steps)
-    typer.echo(f"\nboth schedules on one time scale, memory, table and losses: {html.resolve()}")
+    echo()
+    echo(f"both schedules on one time scale, memory, table and losses: {html.resolve()}")
     if paced:
-        typer.echo(f"those of the stages that sleep: {paced_html.resolve()}")
+        echo(f"those of the stages that sleep: {paced_html.resolve()}")
     if not outcome.sound:
         raise typer.Exit(1)
 
@@ -105,20 +106,21 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         "OPTPIPE_KEY": "",  # the demo's own service needs none
     }
     with _service(folder, environment) as (url, pid):
-        typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
+        echo(f"service: {url}, process {pid}")
+        echo(f"training: {ranks} ranks, {plan.microbatches} micro-batches")
         files = (folder / "plan.json", url, folder / "told.json")
         torchrun(ranks, "optpipe_runtime.demo.train", *files, environment=environment)
         adopted = _adopted(url)
     told = DemoResult.load(folder / "told.json")
     problem = Problem.from_dict(told.problem)
     method, name = ("interleaved", "interleaved 1F1B") if plan.chunks > 1 else ("1f1b", "1F1B")
-    typer.echo(whether_it_fits(problem, method, name))
+    echo(whether_it_fits(problem, method, name))
     steps = len(told.steps)
-    typer.echo(f"the same {steps} steps in one plain process, to compare the losses")
+    echo(f"the same {steps} steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, steps, _every(steps // 4))
     _print_table(told)
     for line in adopted:
-        typer.echo(line)
+        echo(line)
     limits = _limits(told)
     peaks = [peaks for step in told.steps for peaks in zip(step.peak_bytes, limits, strict=True)]
     best = _best(told)
@@ -148,7 +150,8 @@ def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterat
         line = process.stdout.readline()
         if not line.startswith("listening on "):
             process.kill()
-            typer.echo((folder / "service.log").read_text(errors="replace"), err=True)
+            for logged in (folder / "service.log").read_text(errors="replace").splitlines():
+                echo(logged, err=True)
             raise OptPipeError("the service did not start; its log is above")
         try:
             yield line.removeprefix("listening on ").strip(), process.pid
@@ -179,7 +182,7 @@ def _every(count: int) -> Callable[[int], None]:
 
     def tell(step: int) -> None:
         if step % max(1, count) == 0:
-            typer.echo(f"plain run: step {step}")
+            echo(f"plain run: step {step}")
 
     return tell
 
@@ -259,7 +262,7 @@ def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
     command = [sys.executable, "-m", "optpipe_cli", "cache", "lookup", str(folder / "problem.json")]
     command += ["--cache", str(folder / "cache.db"), "--objective", plan.options.get("objective", "makespan")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
+    echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
     return done.returncode == 0
 
 
@@ -267,7 +270,7 @@ def _print_verdict(outcome: Outcome, ranks: int, predicted: float) -> None:
     gain, cores = outcome.gain, os.cpu_count() or 1
     sure = "a gain" if gain.low > 0 else "no gain beyond chance"
     within = f"95% of resamples between {gain.low:.1%} and {gain.high:.1%}"
-    typer.echo(
+    echo(
         f"losses: relative difference to the plain run at most {outcome.loss_difference:.1e} (tolerance {TOLERANCE:g})"
         "\n"
         f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step\n"
@@ -275,4 +278,4 @@ def _print_verdict(outcome: Outcome, ranks: int, predicted: float) -> None:
         f"predicted: {predicted:.1%} less"
     )
     if ranks > cores:
-        typer.echo(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")
+        echo(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")

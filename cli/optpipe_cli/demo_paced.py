@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from optpipe_cli import demo_page
 from optpipe_cli.fidelity import COLUMNS, cells, measured, show
+from optpipe_cli.output import echo
 
 if TYPE_CHECKING:
     from optpipe.comparison import Comparison
@@ -28,21 +27,22 @@ def run(html: Path) -> bool:
     both kinds were found."""
     from optpipe.schedule import ScheduleFile
 
-    typer.echo(
-        f"\nthe same on {RANKS} ranks whose stages sleep instead of computing, so that {RANKS} devices behave as such "
+    echo()
+    echo(
+        f"the same on {RANKS} ranks whose stages sleep instead of computing, so that {RANKS} devices behave as such "
         f"on any machine: {MICROBATCHES} micro-batches, memory for {MEMORY} of the {RANKS} activations that 1F1B "
         "needs, a host link slower than the compute"
     )
     rows = [row for task in tasks() for row in measured(task, RANKS)]
     show(rows, TITLE)
     if len(rows) < 2 or rows[-1].case.method != "auto":
-        typer.echo("time: not every schedule was rows in its time, so nothing is compared")
+        echo("time: not every schedule was rows in its time, so nothing is compared")
         return False
     *theirs, ours = rows
-    typer.echo(_shortest(published(ScheduleFile.model_validate(ours.file).problem)))
+    echo(_shortest(published(ScheduleFile.model_validate(ours.file).problem)))
     best = min(theirs, key=lambda row: row.predicted_ms)
     sure = "a gain" if max(ours.steps_ms) < min(best.steps_ms) else "steps overlap: no gain beyond chance"
-    typer.echo(
+    echo(
         f"time: a step takes {1 - ours.measured_ms / best.measured_ms:.1%} less than by {best.found_by}, predicted "
         f"{1 - ours.predicted_ms / best.predicted_ms:.1%}: {sure}"
     )

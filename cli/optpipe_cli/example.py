@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.compare import watched
-from optpipe_cli.output import print_table, require_writable
+from optpipe_cli.output import echo, print_table, require_writable
 from optpipe_cli.why import gain_lines
 
 if TYPE_CHECKING:
@@ -32,18 +32,20 @@ def try_(
 
     require_writable(html)
     problem = Problem.load(PROBLEM)
-    typer.echo(f"{_about(problem)}\n")
+    echo(_about(problem))
+    echo()
     comparison = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
     print_table(table(comparison))
     before, after = comparison.best_published, comparison.best
     if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
-        typer.echo("The search found nothing better in its time, as on a very busy machine.")
+        echo("The search found nothing better in its time, as on a very busy machine.")
         raise typer.Exit(1)
-    typer.echo()
+    echo()
     for line in gain_lines(before.schedule, after.schedule):
         print_table(line)
     after.schedule.plot(before.schedule, after.lower_bound_ms).save(html)
-    typer.echo(f"\nBoth on one time scale, with their memory: {html.resolve()}")
+    echo()
+    echo(f"Both on one time scale, with their memory: {html.resolve()}")
 
 
 def _about(problem: Problem) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.output import Json, print_json, print_rows
+from optpipe_cli.output import Json, echo, print_json, print_rows
 
 if TYPE_CHECKING:
     from optpipe_server.database.keys import Keys
@@ -35,7 +35,7 @@ def create(
 ) -> None:
     """Create a key and print it. It is stored as a hash and cannot be shown again."""
     with _keys(database) as keys:
-        typer.echo(keys.create(tenant, scope))
+        echo(keys.create(tenant, scope))
 
 
 @app.command(name="list")
@@ -57,7 +57,7 @@ def revoke(
     """Revoke a key. A service whose last key is revoked does not open."""
     with _keys(database) as keys:
         keys.revoke(key)
-    typer.echo(f"{key} is revoked")
+    echo(f"{key} is revoked")
 
 
 @contextmanager

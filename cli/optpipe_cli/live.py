@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from optpipe.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -49,11 +51,12 @@ def shown_while(view: Callable[[], RenderableType], on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    from rich.console import Console
     from rich.live import Live
 
-    live = Live(console=Console(stderr=True), get_renderable=view, refresh_per_second=1 / REFRESH_S, transient=True)
-    with live:
+    from optpipe_cli.console import Plain, new_console
+
+    console = new_console(stderr=True)
+    with Live(console=console, get_renderable=lambda: Plain(view()), refresh_per_second=1 / REFRESH_S, transient=True):
         yield
 
 
@@ -65,7 +68,7 @@ def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType
     from rich.text import Text
 
     head = Table.grid(padding=(0, 3))
-    head.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _figures(result)))
+    head.add_row(*(Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in _figures(result)))
     clock = Table.grid(padding=(0, 2), expand=False)
     clock.add_row(
         ProgressBar(total=time_limit_s, completed=min(passed_s, time_limit_s), width=40),
@@ -73,8 +76,9 @@ def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType
     )
     steps = Table.grid(padding=(0, 3))
     for step in result.history[-STEPS:]:
-        steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", Text(step.method, "cyan"))
-    return Group(head, clock, steps, *(Text(note, "dim") for note in result.notes[-NOTES:]))
+        method = Text(printable(step.method), "cyan")
+        steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", method)
+    return Group(head, clock, steps, *(Text(printable(note), "dim") for note in result.notes[-NOTES:]))
 
 
 def _figures(result: Result) -> list[tuple[str, str]]:

@@ -51,15 +51,22 @@ def _exit_code(load: Callable[[], typer.Typer], name: str) -> Any:
     except wrong_words as error:
         if message := error.format_message():  # empty where help was shown instead
             end = "" if message.endswith((".", "?")) else "."
-            print(f"error: {message}{end} See {_command(error)} --help.", file=sys.stderr)
+            _tell(f"{message}{end} See {_command(error)} --help.")
     except OptPipeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(str(error))
     except OSError as error:  # such as a full disk behind stdout
-        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        _tell(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         # What is still buffered cannot be written either; without this the interpreter would fail once more at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
+
+
+def _tell(error: str) -> None:
+    """Print an error. Lines after its first, such as the grid of a deadlock, are indented: none passes for another."""
+    from optpipe.printable import printable
+
+    print("error:", "\n  ".join(map(printable, error.split("\n"))), file=sys.stderr)
 
 
 def _command(error: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import numbers, with_flag
-from optpipe_cli.output import Json, ProblemOutput, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,12 +101,12 @@ def from_(
     else:
         print_table(_table(measurements))
         for line in _lines(measurements):
-            typer.echo(line)
+            echo(line)
         for what, path in (("problem", output), ("schedule", schedule if measurements.schedule else None)):
             if path:
-                typer.echo(f"{what} file: {path}")
+                echo(f"{what} file: {path}")
     if schedule and not measurements.schedule:
-        typer.echo(f"{schedule}: not written, as the measured order is not used", err=True)
+        echo(f"{schedule}: not written, as the measured order is not used", err=True)
         raise typer.Exit(1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as reader
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe_cli.options import flag, numbers, with_flag
-from optpipe_cli.output import Json, ProblemOutput, print_json, require_writable
+from optpipe_cli.output import Json, ProblemOutput, echo, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.transformer.estimate import Estimate
@@ -99,11 +98,11 @@ def model(
         print_json(figures(answer))
     else:
         for line in lines(answer):
-            typer.echo(line)
+            echo(line)
     if output:
         answer.problem.save(output)
         if not json:
-            typer.echo(f"written to {output}")
+            echo(f"written to {output}")
 
 
 def lines(estimate: Estimate) -> Iterator[str]:
@@ -195,8 +194,7 @@ def host_bytes(host_memory_gb: float | None) -> int | None:
 
 def read_model(name: str) -> Transformer:
     """The preset, the Hugging Face config, or the shape that a file has."""
-    from optpipe.errors import InputError
-    from optpipe.model.problem import read_file
+    from optpipe.model.problem import parse_json, read_file
     from optpipe.transformer.huggingface import read
     from optpipe.transformer.presets import MODELS, preset
     from optpipe.transformer.records import Transformer
@@ -205,10 +203,7 @@ def read_model(name: str) -> Transformer:
     if name in MODELS or not path.exists():
         return preset(MODELS, "model", name)
     text = read_file(path)
-    try:
-        content = reader.loads(text)
-    except ValueError as error:
-        raise InputError(f"{name} is not JSON: {error}") from None
+    content = parse_json(text, name)
     has_a_shape = isinstance(content, dict) and not {"model_type", "text_config"} & content.keys()
     return Transformer.from_dict({"name": path.stem, **content}, name) if has_a_shape else read(text, name)
 
@@ -231,6 +226,6 @@ def _list_presets(json: bool) -> None:
         print_json(sources)
         return
     for title, entries in sources.items():
-        typer.echo(title)
+        echo(title)
         for name, source in entries.items():
-            typer.echo(f"  {name:18} {source}")
+            echo(f"  {name:18} {source}")

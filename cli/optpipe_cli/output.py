@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.errors import InputError
+from optpipe.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,11 @@ INFEASIBLE = 3  # exit code
 WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
 
 
+def echo(line: object = "", err: bool = False) -> None:
+    """Print one line; what a terminal would obey or break in it is made visible."""
+    typer.echo(printable(line), err=err)
+
+
 def print_json(content: Any) -> None:
     typer.echo(json.dumps(content, indent=1))
 
@@ -34,11 +40,11 @@ def print_json(content: Any) -> None:
 def print_table(table: Table | str) -> None:
     """Print a table or a line as wide as the terminal. Elsewhere lines are as long as they need to be, without
     colours."""
-    from rich.console import Console
+    from optpipe_cli.console import Plain, new_console
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = new_console(width=None if sys.stdout.isatty() else WIDTH)
     with console.capture() as text:
-        console.print(table, markup=False, highlight=False)
+        console.print(Plain(table))
     for line in text.get().splitlines():
         typer.echo(line.rstrip())
 
@@ -49,7 +55,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], empty: str) -> None:
 
     table = Table(*(rows[0] if rows else [empty]), box=None)
     for row in rows:
-        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value or "") for value in row.values()))
+        table.add_row(*(f"{v:.6g}" if isinstance(v, float) else printable(v or "") for v in row.values()))
     print_table(table)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from optpipe_cli.model import host_bytes, read_gpu, read_model
 from optpipe_cli.options import with_flag, with_options
-from optpipe_cli.output import Json, print_json, require_folder
+from optpipe_cli.output import Json, echo, print_json, require_folder
 from optpipe_cli.solve import usable_cache
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ def plan(
         print_json(figures(answer))
     else:
         for line in lines(answer, explain):
-            typer.echo(line)
+            echo(line)
         for note in answer.notes:
-            typer.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     if output:
         write(answer, output)
         if not json:
-            typer.echo(f"written to {output}")
+            echo(f"written to {output}")
 
 
 def _with_margin(gpu: Gpu, share: float) -> Gpu:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.printable import printable
 from optpipe_cli.options import flag, with_flag
-from optpipe_cli.output import Json, ProblemOutput, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from optpipe_runtime.measure.profiler import Measured
@@ -85,12 +86,11 @@ def profile(
 
 def _start(ranks: int, asked: dict[str, Any], json: bool) -> None:
     """Run the same command on ranks that are started here."""
-    from rich.console import Console
-
+    from optpipe_cli.console import new_console
     from optpipe_cli.launch import torchrun
 
     words = [word for name, value in asked.items() if value is not None for word in (flag(name), value)]
-    with Console(stderr=True).status(f"measuring on {ranks} ranks"):
+    with new_console(stderr=True).status(f"measuring on {ranks} ranks"):
         torchrun(ranks, "optpipe_cli", "profile", *words, *(["--json"] if json else []), quietly=True)
 
 
@@ -131,7 +131,7 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
         return
     from rich.table import Table
 
-    table = Table(box=None, title="\n".join(filter(None, (problem.name, TITLE))), title_justify="left")
+    table = Table(box=None, title="\n".join(filter(None, (printable(problem.name), TITLE))), title_justify="left")
     for name in ("stage", "rank", *COLUMNS):
         table.add_column(name, no_wrap=True, justify="right")
     for s, stage in enumerate(problem.stages):
@@ -143,11 +143,11 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
         table.add_row(str(s), str(stage.device), *cells)
     print_table(table)
     for (source, target), spread in measured.links.items():
-        typer.echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
+        echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
     if measured.launch_bound:
-        typer.echo(f"stages and ops that take only as long as the host needs to launch them: {measured.launch_bound}")
+        echo(f"stages and ops that take only as long as the host needs to launch them: {measured.launch_bound}")
     if output is not None:
-        typer.echo(f"problem file: {output}")
+        echo(f"problem file: {output}")
 
 
 def _megabytes(size: int | None) -> str:

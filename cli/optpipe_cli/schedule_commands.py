@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.errors import InputError
-from optpipe_cli.output import Json, ProblemPath, SchedulePath, print_json, require_writable
+from optpipe.printable import printable
+from optpipe_cli.output import Json, ProblemPath, SchedulePath, echo, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.model.problem import Problem
@@ -41,7 +42,7 @@ def _bound_proven_here(file: ScheduleFile) -> float | None:
     bound_ms = lower_bound(file.problem)
     if raises(file.lower_bound_ms, bound_ms):
         claim = f"the file's lower bound of {file.lower_bound_ms:.6g} ms"
-        typer.echo(f"note: {claim} is not proven here, one of {bound_ms:.6g} ms is; optpipe solve searches", err=True)
+        echo(f"note: {claim} is not proven here, one of {bound_ms:.6g} ms is; optpipe solve searches", err=True)
     return bound_ms
 
 
@@ -62,9 +63,10 @@ def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
         print_json(content)
     elif wrong:
         for complaint in wrong:
-            typer.echo(complaint)
+            for line in complaint.split("\n"):  # a deadlock's has a grid
+                echo(line)
     else:
-        typer.echo(
+        echo(
             f"valid: it runs in {schedule.makespan_ms:.6g} ms and fits the memory of all {len(problem.devices)} devices"
         )
     if wrong:
@@ -75,7 +77,9 @@ def _of_other_sizes(file: ScheduleFile, placed: Problem) -> list[str]:
     """One complaint, not one for each op, if the file's problem has other numbers of devices, stages, micro-batches."""
     if file.placement or _sizes(file.problem) == _sizes(placed):
         return []
-    made, given = (f"{problem.name or 'a problem'} ({_sizes(problem)})" for problem in (file.problem, placed))
+    made, given = (
+        f"{printable(problem.name) or 'a problem'} ({_sizes(problem)})" for problem in (file.problem, placed)
+    )
     return [f"the schedule was made for {made}, not for {given}"]
 
 
@@ -130,9 +134,7 @@ def simulate(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -
     if json:
         print_json({**content, "ops": timed_ops(placed)})
     else:
-        typer.echo(
-            f"makespan {timeline.makespan_ms:.6g} ms, span {timeline.span_ms:.6g} ms, bubble {timeline.bubble:.1%}"
-        )
+        echo(f"makespan {timeline.makespan_ms:.6g} ms, span {timeline.span_ms:.6g} ms, bubble {timeline.bubble:.1%}")
 
 
 def show(
@@ -168,14 +170,13 @@ def show(
         content = {"makespan_ms": shown.makespan_ms, "span_ms": shown.span_ms, "method": shown.method}
         print_json(content | {"ops": timed_ops(shown)})
     elif not (html or svg or trace):
-        from rich.console import Console
-
         from optpipe.show.terminal import chart
+        from optpipe_cli.console import new_console
 
-        console = Console()
+        console = new_console()
         colours = console.is_terminal and not console.no_color
         console.print(chart(shown, console.width, console.height if console.is_terminal else None, colours))
-        console.print(
+        echo(
             f"makespan {shown.makespan_ms:.6g} ms, bubble {shown.timeline.bubble:.1%}, by "
             f"{shown.method or 'no named method'}"
         )

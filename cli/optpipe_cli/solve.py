@@ -15,6 +15,7 @@ from optpipe_cli.output import (
     Json,
     ProblemPath,
     ScheduleOutput,
+    echo,
     figures,
     print_json,
     print_table,
@@ -52,20 +53,20 @@ def solve(
     posed = Problem.load(problem)
     start = Schedule.load(warm_start) if warm_start else None
     if not (json or sys.stderr.isatty()):  # a terminal shows more
-        typer.echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
+        echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
     search = improve(posed, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
     result = _last_result(search, options.time_limit_s, quiet=json)
     try:
         _tell(result, json)
         if not json and result.placements == "keep" and _has_other_stages(posed, options.method):
-            typer.echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
+            echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
         if result.schedule:
             _write(result, result.schedule, output, html)
     if result.schedule is None:
         raise typer.Exit(INFEASIBLE if result.status == "infeasible" else 1)
     if output and not json:
-        typer.echo(f"written to {output}")
+        echo(f"written to {output}")
 
 
 def usable_cache() -> Cache | None:
@@ -76,7 +77,7 @@ def usable_cache() -> Cache | None:
     try:
         return user_cache()
     except OptPipeError as error:
-        typer.echo(f"note: {error}", err=True)
+        echo(f"note: {error}", err=True)
         return None
 
 
@@ -101,12 +102,12 @@ def _tell(result: Result, json: bool) -> None:
     if json:
         print_json(figures(result))
         return
-    typer.echo(str(result))
+    echo(str(result))
     for line in _gain(result):
         print_table(line)
     for note in result.notes:
         if note != result.reason:
-            typer.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
 
 
 def _gain(result: Result) -> Iterator[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem
+from optpipe.model.problem import Problem, parse_json
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 
@@ -53,10 +52,7 @@ def _from_lines(text: str) -> list[list[str]]:
 
 
 def _from_json(text: str, what: str) -> list[list[str]]:
-    try:
-        lists = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{what}: neither lines of ops nor JSON: {error}") from None
+    lists = parse_json(text, what)
     for n, texts in enumerate(lists, 1):
         if not (isinstance(texts, list) and all(isinstance(op, str) for op in texts)):
             raise InputError(f"{what}, program {n}: a list of op texts is expected, such as ['0F0', '0BW0']")

@@ -229,6 +229,20 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
+def parse_json(text: str | bytes, what: str) -> Any:
+    """The content of a JSON text. Raises InputError, about `what`, if it is none, or too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InputError(f"{what}: lists or objects are nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} is not JSON: no text in UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{what} is not JSON: {error}") from None
+    except ValueError:  # Python reads no whole number of more than some thousand digits
+        raise InputError(f"{what}: a whole number has too many digits") from None
+
+
 def write_file(path: str | Path, text: str) -> None:
     """Writes a text file in UTF-8, whole or not at all. Raises InputError if it cannot be written."""
     final = Path(path).resolve()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
-from optpipe.show.svg import document, round_step
+from optpipe.show.svg import document, round_step, text_of
 
 WIDTH, HEIGHT = 720, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 64, 46  # around the axes
@@ -36,9 +35,9 @@ def chart(curves: Mapping[str, Curve], title: str, x: str, y: str, logarithmic: 
         return LEFT + across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / (1.05 * most)
 
     body = [
-        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>',
-        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end" fill="#777">{escape(x)}</text>',
-        f'<text x="16" y="{TOP - 8}" fill="#777">{escape(y)}</text>',
+        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600" fill="#111">{text_of(title)}</text>',
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end" fill="#777">{text_of(x)}</text>',
+        f'<text x="16" y="{TOP - 8}" fill="#777">{text_of(y)}</text>',
     ]
     for size in sizes:
         across, low = at(size, 0.0)
@@ -53,7 +52,7 @@ def chart(curves: Mapping[str, Curve], title: str, x: str, y: str, logarithmic: 
     for colour, (name, curve) in zip(COLOURS, curves.items(), strict=False):
         body += _curve([(*at(*point), f"{name}: {point[1]:.4g} at {point[0]:g}") for point in curve], colour)
         body.append(f'<circle cx="{legend + 5:.0f}" cy="38" r="4" fill="{colour}"/>')
-        body.append(f'<text x="{legend + 14:.0f}" y="42" fill="#333">{escape(name)}</text>')
+        body.append(f'<text x="{legend + 14:.0f}" y="42" fill="#333">{text_of(name)}</text>')
         legend += 34 + 6.4 * len(name)
     return document(WIDTH, HEIGHT, body)
 
@@ -62,4 +61,4 @@ def _curve(points: Sequence[tuple[float, float, str]], colour: str) -> Iterator[
     path = " L".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
     for x, y, hint in points:
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{escape(hint)}</title></circle>'
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{text_of(hint)}</title></circle>'

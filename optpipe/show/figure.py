@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.errors import InputError
 from optpipe.evaluate.causes import Gaps, Ready
 from optpipe.evaluate.objective import gap
 from optpipe.model.ops import COMPUTE, INWARD, MARKS, Kind
@@ -31,6 +32,8 @@ def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms:
         Another schedule of the same work, drawn above it on the same time axis; both are marked with what changed.
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, if that is known.
+
+    Raises InputError for a schedule without ops, and as its timeline does.
     """
     if before is None:
         return _document([schedule], [None], lower_bound_ms)
@@ -45,6 +48,8 @@ def side_by_side(schedules: Sequence[Scheduled]) -> dict[str, Any]:
 def _document(
     drawn: Sequence[Scheduled], changed: Sequence[NDArray[Any] | None], lower_bound_ms: float | None
 ) -> dict[str, Any]:
+    if any(not len(each.compiled.rows) for each in drawn):
+        raise InputError("the programs of a schedule are empty: there is nothing to draw")
     last = drawn[-1]
     return {
         "title": last.problem.name or last.method or "schedule",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from optpipe.errors import InputError
 from optpipe.model.problem import write_file
+from optpipe.printable import printable
 from optpipe.show.figure import figure
 from optpipe.show.lanes import Scheduled
 from optpipe.show.svg import gantt
@@ -66,7 +67,7 @@ def plot(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
+        f'<title>{escape(printable(title))}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
         f'<script type="application/json" id="document">{data}</script>'
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n',
         FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0),

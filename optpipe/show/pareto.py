@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
-from optpipe.show.svg import document, round_step
+from optpipe.show.svg import document, round_step, text_of
 from optpipe.sizes import bytes_text
 
 WIDTH, HEIGHT = 1040, 560
@@ -99,7 +98,7 @@ def chart(
     axes = _Axes(published, solved, list(budgets.values()))
     drawn = [point for point in published if point.ms <= axes.longest_drawn_ms]
     body = [
-        f'<text x="{LEFT}" y="26" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="26" font-size="15" font-weight="600" fill="#111">{text_of(title)}</text>',
         *_legend(grey, list(series)),
         *_grid(axes),
         *_budget_lines(axes, budgets),
@@ -119,7 +118,7 @@ def chart(
     if too_long := [point for point in published if point.ms > axes.longest_drawn_ms]:
         listed = "; ".join(f"{point.name} {point.ms:.6g} ms, {bytes_text(point.bytes)}" for point in too_long)
         body.append(
-            f'<text x="{WIDTH - RIGHT}" y="62" text-anchor="end" fill="#777">not drawn: {escape(listed)}</text>'
+            f'<text x="{WIDTH - RIGHT}" y="62" text-anchor="end" fill="#777">not drawn: {text_of(listed)}</text>'
         )
     return document(WIDTH, HEIGHT, body)
 
@@ -134,7 +133,7 @@ def _legend(grey: str, names: Sequence[str]) -> Iterator[str]:
     for name, colour in ((grey, PUBLISHED_COLOUR), *zip(names, SOLVER_COLOURS, strict=False)):
         yield (
             f'<circle cx="{x + 5:.0f}" cy="42" r="4" fill="{colour}"/><text x="{x + 15:.0f}" y="46" '
-            f'fill="#333">{escape(name)}</text>'
+            f'fill="#333">{text_of(name)}</text>'
         )
         x += 40 + 6.4 * len(name)
 
@@ -157,7 +156,7 @@ def _grid(axes: _Axes) -> Iterator[str]:
         )
         yield (
             f'<text x="{axes.x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle" '
-            f'fill="#777">{escape(bytes_text(tick))}</text>'
+            f'fill="#777">{text_of(bytes_text(tick))}</text>'
         )
         tick = tick * 5 // 2 if str(tick)[0] == "2" else tick * 2
     yield f'<text x="{LEFT - 8}" y="{TOP - 8}" text-anchor="end" fill="#777">ms</text>'
@@ -176,7 +175,7 @@ def _budget_lines(axes: _Axes, budgets: Mapping[str, int]) -> Iterator[str]:
         )
         yield (
             f'<text x="{x:.1f}" y="{TOP - 6}" text-anchor="middle" '
-            f'fill="#C0392B">{escape(f"{name}: {bytes_text(size)}")}</text>'
+            f'fill="#C0392B">{text_of(f"{name}: {bytes_text(size)}")}</text>'
         )
 
 
@@ -208,16 +207,14 @@ def _labelled_dot(
 ) -> Iterator[str]:
     """A dot and its label, which is put where it overlaps nothing in `covered` and is added to it."""
     x, y = axes.x(point.bytes), axes.y(point.ms)
-    hint = f"<title>{escape(point.name)}: {point.ms:.6g} ms, {bytes_text(point.bytes)}</title>"
+    hint = f"<title>{text_of(point.name)}: {point.ms:.6g} ms, {bytes_text(point.bytes)}</title>"
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">{hint}</circle>'
     boxes = _label_boxes(x, y, 6.1 * len(label))
     free = (box for box in boxes if box.right < WIDTH and not any(box.overlaps(other) for other in covered))
     box = next(free, boxes[0])
     covered.append(box)
-    text = f'<text x="{box.left:.1f}" y="{box.bottom - 2:.1f}"'
-    yield (
-        f'{text} stroke="#ffffff" stroke-width="3">{escape(label)}</text>{text} fill="{colour}">{escape(label)}</text>'
-    )
+    text, words = f'<text x="{box.left:.1f}" y="{box.bottom - 2:.1f}"', text_of(label)
+    yield f'{text} stroke="#ffffff" stroke-width="3">{words}</text>{text} fill="{colour}">{words}</text>'
 
 
 def _label_boxes(x: float, y: float, width: float) -> list[_Box]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from optpipe.model.records import Device
+from optpipe.printable import printable
 from optpipe.show.lanes import (
     COLOURS,
     NAMES,
@@ -63,6 +64,11 @@ def document(width: int, height: int, body: Iterable[str]) -> str:
     return "\n".join([head, ground, *body, "</svg>"]) + "\n"
 
 
+def text_of(words: str) -> str:
+    """Words as text of an SVG: no markup, and no character that XML does not have."""
+    return escape(printable(words))
+
+
 def round_step(length: float, most: float) -> float:
     """The distance between ticks of an axis: the least of 1, 2 and 5 times a power of ten with at most `most` steps."""
     return next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if length / (s * 10.0**k) <= most)
@@ -71,7 +77,7 @@ def round_step(length: float, most: float) -> float:
 def _head(schedule: Scheduled, title: str, width: int) -> Iterator[str]:
     heading = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
     figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
-    yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{escape(heading)}</text>'
+    yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{text_of(heading)}</text>'
     yield f'<text x="{width - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
     x = float(LEFT)
     for kind in kinds_in(schedule):

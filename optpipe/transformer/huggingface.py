@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optpipe.errors import InputError, did_you_mean
+from optpipe.errors import InputError, did_you_mean, shown
+from optpipe.model.problem import parse_json
 from optpipe.transformer.families import DEFAULTS, FAMILIES, WRAPPERS, Family, Flag
 from optpipe.transformer.records import Transformer, Vectors
 
@@ -33,10 +33,7 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
     InputError
         If the text is not JSON, a figure is wrong, or the model is of a type that is not known or not modelled.
     """
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{what} is not JSON: {error}") from None
+    whole = parse_json(text, what)
     if not isinstance(whole, dict):
         raise InputError(f"{what}: a config is an object with fields such as hidden_size")
     kind, given = _language_model(whole, what)
@@ -45,7 +42,7 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
     family = FAMILIES[kind]
     for name in UNMODELLED:
         if given.get(name):
-            raise InputError(f"{what}: {name} = {given[name]!r}: models with it are not modelled")
+            raise InputError(f"{what}: {name} = {shown(given[name])}: models with it are not modelled")
     fields: dict[str, Any] = {
         "layers": config.number(*LAYERS),
         "hidden": hidden,
@@ -76,13 +73,15 @@ def _language_model(whole: dict[str, Any], what: str) -> tuple[str, dict[str, An
     of_text = WRAPPERS.get(str(whole.get("model_type")))
     inner = whole.get("text_config", {} if of_text else whole)
     if not isinstance(inner, dict):
-        raise InputError(f"{what}: text_config = {inner!r}: an object with fields such as hidden_size was expected")
+        raise InputError(
+            f"{what}: text_config = {shown(inner)}: an object with fields such as hidden_size was expected"
+        )
     kind = inner.get("model_type", of_text)
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = sorted({*FAMILIES, *WRAPPERS})
         near = did_you_mean(str(kind), known, "; ")
         raise InputError(
-            f"{what}: model_type = {kind!r}: only {', '.join(known)} are known{near}; a file with the fields of a "
+            f"{what}: model_type = {shown(kind)}: only {', '.join(known)} are known{near}; a file with the fields of a "
             "transformer does without"
         )
     return kind, inner
@@ -117,7 +116,7 @@ class _Config:
             raise InputError(f"{self.what}: {names[0]} is missing")
         if not isinstance(value, int) or isinstance(value, bool):
             name = next((name for name in names if name in self.given), names[0])
-            raise InputError(f"{self.what}: {name} = {value!r}: must be a whole number")
+            raise InputError(f"{self.what}: {name} = {shown(value)}: must be a whole number")
         return value
 
     def has(self, flag: Flag) -> bool:
@@ -177,7 +176,9 @@ def _slides(config: _Config, family: Family, layers: int) -> list[bool]:
         return [True] * layers
     if isinstance(kinds, list):
         if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise InputError(f"{config.what}: layer_types has {other[0]!r}: it is not modelled, sliding and full are")
+            raise InputError(
+                f"{config.what}: layer_types has {shown(other[0])}: it is not modelled, sliding and full are"
+            )
         return [kind == "sliding_attention" for kind in kinds[:layers]]
     if isinstance(rule, int):
         pattern = config.number("sliding_window_pattern", otherwise=rule)

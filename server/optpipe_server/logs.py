@@ -18,6 +18,8 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, Processor
 
+from optpipe.printable import printable
+
 LONGEST = 16_000  # characters of a value; a traceback fits
 _FIRST = ("time", "level", "event", "job", "attempt", "worker")
 
@@ -44,6 +46,16 @@ def _plain(value: Any) -> Any:
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
+
+
+def _for_people(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """What a terminal would obey is made visible, which JSON does by itself; only a traceback has lines."""
+    return {
+        name: "\n".join(map(printable, value.split("\n") if name == "exception" else [value]))
+        if isinstance(value, str)
+        else value
+        for name, value in event.items()
+    }
 
 
 # Applied to every line, also of libraries.
@@ -77,14 +89,14 @@ def configure(json: bool | None = None) -> None:
     """
     as_json = not sys.stderr.isatty() if json is None else json
     readable = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, timestamp_key="time")
-    rendered: Processor = structlog.processors.JSONRenderer() if as_json else readable
+    rendered: list[Processor] = [structlog.processors.JSONRenderer()] if as_json else [_for_people, readable]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_SHARED,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
             _clean,
-            rendered,
+            *rendered,
         ],
     )
     handler = logging.StreamHandler(sys.stderr)

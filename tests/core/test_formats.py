@@ -168,7 +168,7 @@ def test_a_file_is_read_by_its_name(name: str, text: str) -> None:
         ("s.txt", "0F0\n1I0\n", r"s\.txt, program 2: '1I0' is an action of PyTorch"),
         ("s.txt", "0F0\n", r"s\.txt: 1 programs, the problem has 2 devices"),
         ("s.json", '["0F0"]', r"s\.json, program 1: a list of op texts is expected"),
-        ("s.json", "[[", r"s\.json: neither lines of ops nor JSON"),
+        ("s.json", "[[", r"s\.json is not JSON: Expecting"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(name: str, text: str, message: str) -> None:

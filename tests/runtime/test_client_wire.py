@@ -253,6 +253,25 @@ def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture)
     )
 
 
+def test_what_a_service_says_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """However long it is, and whatever a terminal would do with it."""
+    said = "no\n2026-01-01 INFO all is well \x1b[2J\u202e" + 100_000 * "x"
+    ended = fake.as_json({"state": said, "reason": said})
+    problems = {
+        "refused": {"/jobs": fake.as_json({"detail": said}, 422)},
+        "unauthorized": {"/jobs": fake.as_json({"detail": said}, 403)},
+        "ended": {"/jobs": JOB, "/events": Answer(204), "/jobs/a1": ended},
+    }
+    for name, table in problems.items():
+        caplog.clear()
+        with fake_service(by_path(table)) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+            until(lambda: client.ended)
+        [line] = warnings(caplog)
+        assert line.isprintable(), name
+        assert r"no\n2026-01-01 INFO all is well \x1b[2J\u202exxx" in line, name
+        assert len(line) < 1000, name
+
+
 def test_a_purged_job_is_submitted_again_from_the_best() -> None:
     """It is gone between two streams, or between an event and its incumbent."""
     jobs = one_after_the_other(fake.job("a1"), fake.job("a2"), fake.job("a3"))

@@ -23,6 +23,7 @@ log = structlog.get_logger("optpipe.work")
 log.info("not seen before it is configured")
 logs.configure(json=None if sys.argv[1] == "none" else sys.argv[1] == "json")
 log.info("claimed", job="j1", attempt=2, worker="w", gap=float("inf"), shown=0.5, key="op_abc_SECRETsecret-1")
+log.info("hostile\\nforged \\x1b[2J", name="a\\nb \\x1b[31m \\u202e")
 log.info("nested", headers={"authorization": "Bearer SECRETsecret-1"}, lines="one\\ntwo", odd="\\ud800",
     long="x" * 100_000)
 logging.getLogger("uvicorn.error").error("cannot reach %s",
@@ -54,16 +55,16 @@ def said(how: str) -> str:
 def test_each_line_is_json_with_time_level_and_event(how: str) -> None:
     lines: list[dict[str, Any]] = [json.loads(line, parse_constant=pytest.fail) for line in said(how).splitlines()]
     events = [(line["level"], line["event"].partition("\n")[0].partition(" postgresql")[0]) for line in lines]
-    assert events[:3] == [("info", "claimed"), ("info", "nested"), ("error", "cannot reach")]
-    assert [event for _level, event in events[4:]] == ["failed", "bad body", "a thread failed"]
-    assert "an old thing" in lines[3]["event"]
+    assert events[:4] == [("info", "claimed"), ("info", "hostile"), ("info", "nested"), ("error", "cannot reach")]
+    assert [event for _level, event in events[5:]] == ["failed", "bad body", "a thread failed"]
+    assert "an old thing" in lines[4]["event"]
     assert all(line["time"].endswith("Z") for line in lines)
     assert list(lines[0])[:6] == ["time", "level", "event", "job", "attempt", "worker"]
     assert (lines[0]["gap"], lines[0]["shown"], lines[0]["key"]) == ("inf", 0.5, "op_abc_***")
-    assert len(lines[1]["long"]) < 20_000
-    assert lines[1]["odd"] == "\ud800"
-    assert "no such table: nowhere" in lines[4]["exception"]
-    assert lines[6]["thread"] == "reaper"
+    assert len(lines[2]["long"]) < 20_000
+    assert lines[2]["odd"] == "\ud800"
+    assert "no such table: nowhere" in lines[5]["exception"]
+    assert lines[7]["thread"] == "reaper"
 
 
 @pytest.mark.parametrize("how", ["json", "readable"])
@@ -77,3 +78,7 @@ def test_readable_lines_are_for_people() -> None:
     first = said("readable").splitlines()[0]
     assert first.split()[1:4] == ["[info", "]", "claimed"]
     assert "job=j1 attempt=2 worker=w" in first
+    text = said("readable")
+    assert r"hostile\nforged \x1b[2J" in text
+    assert "\x1b" not in text
+    assert "Traceback (most recent call last)" in text

@@ -5,14 +5,13 @@ The model is made without memory, on the `meta` device; a rank then gets its own
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.model.problem import read_text
+from optpipe.model.problem import parse_json, read_text
 from optpipe_runtime.factory.setup import Factory, Setup, Sizes, here, language_model, needed
 from optpipe_runtime.models.stages import stages_of
 from optpipe_runtime.torch_private.modules import buffers_of, parameters_of
@@ -54,10 +53,7 @@ def _config(path: str) -> Any:
     """The config as transformers reads it; of a model of several kinds of data, that of its text."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    try:
-        fields = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    fields = parse_json(read_text(path), path)
     if isinstance(fields, dict):
         fields = fields.get("text_config", fields)
     kind = fields.get("model_type") if isinstance(fields, dict) else None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, FailFast, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError
 
 from optpipe.errors import input_error
 from optpipe.model.placement import Placement
-from optpipe_runtime.service.errors import InvalidAnswerError
+from optpipe.printable import printable
+from optpipe_runtime.service.errors import LONGEST, InvalidAnswerError
+
+# What a service says for people: one line, of which the beginning is kept. It is logged.
+Said = Annotated[str, AfterValidator(lambda text: printable(text, LONGEST))]
 
 
 class JobAnswer(BaseModel):
@@ -21,8 +25,8 @@ class JobAnswer(BaseModel):
 class JobState(BaseModel):
     """The state of a job; also its last event."""
 
-    state: str
-    reason: str | None = None
+    state: Said
+    reason: Said | None = None
 
 
 class IncumbentEvent(BaseModel):
@@ -41,7 +45,7 @@ class _Schedule(BaseModel):
 
     devices: Annotated[list[_Device], FailFast()]
     links: dict[str, Annotated[list[str], FailFast()]] | None = None
-    method: str = ""
+    method: Said = ""
     placement: Placement | None = None  # where the search may choose the stages
 
 

@@ -147,7 +147,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, str], N
 def _detail(reply: bytes | bytearray) -> str:
     """The `detail` of a problem document (RFC 9457)."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return str(json.loads(reply)["detail"])[:300]
+        return str(json.loads(reply)["detail"])
     return "it does not say why"
 
 

@@ -47,7 +47,7 @@ class Outages:
                 "the solver service at %s %s: %s; training goes on with the schedule it has",
                 self._url,
                 self.WORDS[kind][0],
-                str(reason)[:300],
+                reason,
             )
 
     def end(self, *kinds: str) -> None:
