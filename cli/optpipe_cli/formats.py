@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.output import Json, SchedulePath, require_writable
+from optpipe_cli.output import Json, SchedulePath, echo, require_writable
 from optpipe_cli.schedule_commands import tell
 
 if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
+    pass
 
 
 def export(
@@ -26,33 +26,18 @@ def export(
     ] = False,
 ) -> None:
     """Write a schedule in the form that another program takes, such as PyTorch's pipelining or Megatron-LM."""
-    from optpipe.formats.convert import export_schedule, leave_out_offload
+    from optpipe.formats.convert import export as exported_as
     from optpipe.model.problem import write_file
     from optpipe.schedule import Schedule
 
     require_writable(output)
-    whole = Schedule.load(schedule)
-    exported = leave_out_offload(whole) if without_offload else whole
-    text = export_schedule(exported, to)
-    if without_offload:
-        _tell_cost(whole, exported)
+    exported = exported_as(Schedule.load(schedule), to, without_offload)
+    for sentence in exported.costs or [f"note: {misfit}" for misfit in exported.misfits]:
+        echo(sentence, err=True)
     if output:
-        write_file(output, text)
+        write_file(output, exported.text)
     else:
-        typer.echo(text, nl=False)
-
-
-def _tell_cost(schedule: Schedule, without: Schedule) -> None:
-    """Print on stderr what every device needs with offload and without."""
-    from optpipe.schedule import certify
-    from optpipe.sizes import told_apart
-
-    problem = schedule.problem
-    before, after = (certify(problem, each).device for each in (schedule, without))
-    for d, (with_it, peak) in enumerate(zip(before, after, strict=True)):
-        needed, offloaded, limit = told_apart(peak.bytes, with_it.bytes, peak.limit or 0)
-        verdict = "" if peak.fits else f", more than the {limit} it has"
-        typer.echo(f"device {d}: {needed} of activations, {offloaded} with offload{verdict}", err=True)
+        typer.echo(exported.text, nl=False)
 
 
 def import_(

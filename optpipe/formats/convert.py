@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,38 @@ from optpipe.formats import megatron, op_texts, primus, torch_csv
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem, read_text
 from optpipe.model.program import Program, of_kinds
-from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.schedule import Schedule, ScheduleFile, certify
+from optpipe.sizes import told_apart
+
+log = logging.getLogger("optpipe.formats")
 
 FORMATS = ("torch-csv", "torch-comms", "torch-comms-waits", "megatron", "primus", "json")
 
 
+@dataclass(frozen=True)
+class Export:
+    """A schedule as another program will run it.
+
+    Attributes
+    ----------
+    text
+        What that program reads.
+    schedule
+        What it runs.
+    costs
+        Where offloads were left out: a sentence for each device about its memory with them and without.
+    misfits
+        A sentence for each device that needs more memory than it has.
+    """
+
+    text: str
+    schedule: Schedule
+    costs: tuple[str, ...]
+    misfits: tuple[str, ...]
+
+
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
-    """A schedule in the form that another program reads.
+    """A schedule in the form that another program reads. If that does not fit the memory, the log says so.
 
     Parameters
     ----------
@@ -38,10 +65,24 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     ScheduleError
         If the schedule cannot run.
     """
+    made = export(schedule, to, without_offload)
+    for misfit in made.misfits:
+        log.warning("the exported schedule does not fit: %s", misfit)
+    return made.text
+
+
+def export(schedule: Schedule, to: str, without_offload: bool = False) -> Export:
+    """`export_schedule` with what it costs: the one function of all that hand out a schedule in another form."""
     if to not in FORMATS:
         raise InputError(f"to = {to!r}: one of {', '.join(FORMATS)} is expected{did_you_mean(to, FORMATS, '; ')}")
-    if without_offload:
-        schedule = leave_out_offload(schedule)
+    exported = leave_out_offload(schedule) if without_offload else schedule
+    text = _written(exported, to)
+    as_run = primus.as_run(exported) if to == "primus" else exported
+    costs = _costs(schedule, exported) if without_offload else ()
+    return Export(text, as_run, tuple(costs), tuple(certify(as_run.problem, as_run).complaints()))
+
+
+def _written(schedule: Schedule, to: str) -> str:
     if to == "json":
         return ScheduleFile.from_schedule(schedule).to_json() + "\n"
     if to == "megatron":
@@ -49,6 +90,15 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     if to == "primus":
         return primus.write(schedule)
     return torch_csv.write(schedule, messages=to != "torch-csv", waits=to == "torch-comms-waits")
+
+
+def _costs(schedule: Schedule, without: Schedule) -> Iterator[str]:
+    """What every device needs with offload and without."""
+    before, after = (certify(each.problem, each).device for each in (schedule, without))
+    for d, (with_it, peak) in enumerate(zip(before, after, strict=True)):
+        needed, offloaded, limit = told_apart(peak.bytes, with_it.bytes, peak.limit or 0)
+        verdict = "" if peak.fits else f", more than the {limit} it has"
+        yield f"device {d}: {needed} of activations, {offloaded} with offload{verdict}"
 
 
 def leave_out_offload(schedule: Schedule) -> Schedule:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from optpipe.errors import InputError
 from optpipe.formats.order import hint, in_one_order, require_one_route, require_runnable
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 
 FORMAT = "optpipe.primus/1"
@@ -44,6 +46,21 @@ def write(schedule: Schedule) -> str:
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()]
     lines += [f'"directions": [{_rows(chunks.directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """The schedule as the launcher runs it: offloads begin with the end of their forwards."""
+    programs = []
+    for program in schedule.programs:
+        leaving = {(op.stage, op.microbatch): op for op in program.ops() if op.kind == Kind.O}
+        items: list[Op | Pair] = []
+        for item in program:
+            if not isinstance(item, Op) or item.kind != Kind.O:
+                items.append(item)
+            if isinstance(item, Op) and item.kind == Kind.F and (item.stage, item.microbatch) in leaving:
+                items.append(leaving[item.stage, item.microbatch])
+        programs.append(Program.from_items(items))
+    return replace(schedule, programs=tuple(programs))
 
 
 class _Chunks:

@@ -25,6 +25,7 @@ from optpipe import (
     import_schedule,
     leave_out_offload,
 )
+from optpipe.formats.convert import export
 
 TWO = problems.pipeline(2, 2, 100, problems.stage(offload=(1, 1, 9)), overlap_factor=0.8)
 
@@ -136,6 +137,31 @@ def test_without_offload_the_activations_stay() -> None:
     assert export_schedule(OFFLOADED, "torch-csv", without_offload=True) == export_schedule(left, "torch-csv")
     assert export_schedule(left, "torch-csv") == "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"
     assert [certify(TWO, each).device[0].bytes for each in (OFFLOADED, left)] == [11, 20]
+
+
+def test_a_schedule_that_does_not_fit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether it lost its offloads, or never fitted."""
+    tight = problems.pipeline(1, 2, 12, problems.stage(offload=(1, 1, 9)))
+    offloads = schedule(tight, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0")
+    made = export(offloads, "torch-csv", without_offload=True)
+    assert made.costs == ("device 0: 20 B of activations, 11 B with offload, more than the 12 B it has",)
+    assert made.misfits == ("device 0 needs 20 B during 0F1 and has 12 B",)
+    for to in ("torch-csv", "torch-comms", "megatron", "primus", "json"):
+        caplog.clear()
+        export_schedule(schedule(tight, "0F0 0F1 0BW0 0BW1" if to != "megatron" else "0F0 0BW0 0F1 0BW1"), to)
+        assert ("does not fit" in caplog.text) == (to != "megatron"), to
+    assert export(offloads, "json").misfits == export(offloads, "json").costs == ()
+
+
+def test_primus_offloads_as_soon_as_it_can() -> None:
+    """What waits for its offload here is on the host at once there: two at a time, and the host has room for one."""
+    costs = problems.stage(offload=(1, 1, 9))
+    problem = problems.pipeline(1, 2, 30, costs, device={"host_memory_bytes": 9})
+    late = schedule(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0O1 0D1 0R1 0BW1")
+    assert certify(problem, late).fits
+    made = export(late, "primus")
+    assert "0F1 0O1" in " ".join(made.schedule.programs[0].texts())
+    assert [misfit.partition(" during")[0] for misfit in made.misfits] == ["device 0 needs 18 B of host memory"]
 
 
 def test_json_says_everything() -> None:

@@ -9,7 +9,7 @@ from fastapi import Path, Query
 from fastapi.responses import Response
 from sqlalchemy import Row
 
-from optpipe.formats.convert import export_schedule
+from optpipe.formats.convert import export as export_as
 from optpipe.schedule import Schedule, certify, timed_ops
 from optpipe.show.figure import figure
 from optpipe.show.trace import trace
@@ -164,12 +164,24 @@ async def export(
     ] = "torch-csv",
     seq: WhichSeq = None,
     without_offload: Annotated[bool, Query(description="Leave out offloads, drops and reloads.")] = False,
+    despite_memory: Annotated[bool, Query(description="Give it also if it needs more memory than there is.")] = False,
 ) -> Response:
-    """A schedule as rows that PyTorch's pipelining reads, as Megatron's arguments, or as Primus' table (JSON)."""
+    """A schedule as rows that PyTorch's pipelining reads, as Megatron's arguments, or as Primus' table (JSON).
+
+    409 if it does not fit as the other program runs it, such as without its offloads.
+    """
 
     def exported() -> Response:
-        text = export_schedule(_drawable(context.incumbent(job, seq)), to, without_offload)
-        return Response(text, media_type={"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv"))
+        made = export_as(_drawable(context.incumbent(job, seq)), to, without_offload)
+        if made.misfits and not despite_memory:
+            first, more = made.misfits[0], len(made.misfits) - 1
+            others = f"; {more} more do not fit either" if more else ""
+            without = " without offloads" if without_offload else ""
+            raise ReplyError(
+                409, f"It does not fit{without}: {first}{others}. despite_memory=true gives it all the same."
+            )
+        media_type = {"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv")
+        return Response(made.text, media_type=media_type)
 
     return await context.computed(context.service.pictures, exported)
 

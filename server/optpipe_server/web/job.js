@@ -6,7 +6,7 @@ import { button, element, fullest, region, table, tile } from "/page/picture/pan
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
-import { ask, follow, get } from "./api.js";
+import { Refused, ask, follow, get } from "./api.js";
 import { drawConvergence } from "./convergence.js";
 import { age, apart, badge, card, choice, dialog, download } from "./parts.js";
 import { duration, field, fill, link, nameOf, notice, number, trying } from "./parts.js";
@@ -217,16 +217,29 @@ export async function showJob(place, id, other, signal) {
   function downloads(job, told) {
     const name = nameOf(job);
     const seq = () => (which.value === BEST ? "" : which.value);
+    const save = async (/** @type {string} */ end, /** @type {() => Promise<string>} */ written) =>
+      download(`${name}${seq() && `-${seq()}`}${end}`, await written());
     const file = (/** @type {string} */ text, /** @type {string} */ end, /** @type {() => Promise<string>} */ written) =>
-      button(text, () => trying(told, async () => download(`${name}${seq() && `-${seq()}`}${end}`, await written())));
+      button(text, () => trying(told, () => save(end, written)));
     const reply = async (/** @type {string} */ path) => await (await ask("GET", url + path)).text();
     const schedule = async () => JSON.parse(await reply(`/incumbents/${seq() || BEST}`)).schedule;
     const numbered = (/** @type {string} */ path) => reply(seq() ? `${path}${path.includes("?") ? "&" : "?"}seq=${seq()}` : path);
+    // What needs more memory than there is, such as without offloads, is given if the user asks for it once more.
+    const exported = async (/** @type {string} */ to, /** @type {string} */ end) => {
+      try {
+        await save(end, () => numbered(`/export?to=${to}`));
+      } catch (error) {
+        if (!(error instanceof Refused) || !error.message.startsWith("It does not fit")) throw error;
+        const why = element("p", "", error.message.replace(/ despite_memory=.*/, ""));
+        const anyway = () => save(end, () => numbered(`/export?to=${to}&despite_memory=true`));
+        dialog("More memory than there is", [why], "Download all the same", anyway);
+      }
+    };
     const files = [
       file("Schedule, for OptPipe", ".json", async () => JSON.stringify(await schedule())),
       file("Problem", "-problem.json", async () => JSON.stringify((await schedule()).problem)),
       file("Trace, for Perfetto", "-trace.json", () => numbered("/trace")),
-      ...STACKS.map(([text, to, end]) => file(text, end, () => numbered(`/export?to=${to}`))),
+      ...STACKS.map(([text, to, end]) => button(text, () => trying(told, () => exported(to, end)))),
     ];
     const listed = element("ul", "", ...files.map((each) => element("li", "", each)));
     const menu = element("details", "menu", element("summary", "button", "Download"), listed);
