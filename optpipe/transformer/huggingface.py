@@ -48,7 +48,7 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
         "hidden": hidden,
         "heads": heads,
         "vocabulary": config.number(*VOCABULARY),
-        "name": str(whole.get("_name_or_path") or whole.get("model_type") or kind)[:200],
+        "name": _shown(whole.get("_name_or_path") or whole.get("model_type") or kind),
         "source": what[:500],
         "ffn": config.number(*FFN, otherwise=4 * hidden),
         **_heads(config, family, hidden, heads),
@@ -147,17 +147,22 @@ def _tied(whole: dict[str, Any], config: _Config) -> bool:
 def _left_out(whole: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     """The parts of the model that a `Transformer` does not have."""
     if whole is not given and (outer := whole.get("model_type")) not in (None, *WRAPPERS):
-        yield f"what {outer} adds to its language model"[:200]
+        yield f"what {_shown(outer)} adds to its language model"
     for name, value in whole.items():
         if name.endswith("_config") and name not in NO_PARTS and isinstance(value, dict):
-            yield f"{name} ({value.get('model_type') or name.removesuffix('_config')})"[:200]
+            yield f"{_shown(name)} ({_shown(value.get('model_type') or name.removesuffix('_config'))})"
     for name in MTP:
         if given.get(name):
-            yield f"{name} = {given[name]} (multi-token prediction)"[:200]
+            yield f"{name} = {_shown(given[name])} (multi-token prediction)"
     architectures = whole.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith(HEADED):
-            yield f"the head of {name}: that of a causal language model is taken"[:200]
+            yield f"the head of {_shown(name)}: that of a causal language model is taken"
+
+
+def _shown(value: object) -> str:
+    """The text of a value for a sentence: short, and without characters that a terminal obeys."""
+    return repr(str(value)[:100])[1:-1][:200]
 
 
 def _window(config: _Config, family: Family, layers: int) -> dict[str, Any]:

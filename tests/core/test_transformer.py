@@ -293,6 +293,12 @@ GEMMA3_CONFIG = {"model_type": "gemma3", "text_config": GEMMA3_TEXT, "vision_con
             ["the head of GPT2ForSequenceClassification: that of a causal language model is taken"],
             id="another head",
         ),
+        pytest.param(
+            {"model_type": "gpt2", "audio_config": {"model_type": "\x1b[31m"}},
+            124_439_808,
+            [r"audio_config (\x1b[31m)"],
+            id="what a terminal would obey",
+        ),
     ],
 )
 def test_parameters_of_a_config_and_what_is_left_out(config, parameters, left_out):
