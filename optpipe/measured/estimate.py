@@ -147,6 +147,7 @@ def _ample(
         raise InputError(NO_TIME)
     return Problem.from_dict(
         {
+            "name": "" if given.activation_bytes else "1 B is one activation",  # where the bytes are drawn
             "microbatches": microbatches,
             "p2p_ms": message.ms if message else 0.0,
             "devices": [{"activation_budget_bytes": 2**53}] * (1 + max(where)),
