@@ -164,6 +164,41 @@ def test_incumbents_are_painted_as_they_come_and_bars_are_the_apis(service: Serv
     assert visitor.text(".jobs tbody td:nth-child(3)") == [f"{over['value_ms']:g} ms"]
 
 
+def test_the_list_is_filtered_and_sorted_and_two_jobs_stand_side_by_side(service: Service, visitor: Visitor) -> None:
+    small, large = ({**chain(m=m).to_dict(), "name": f"of {m}"} for m in (3, 9))
+    jobs = [
+        service.client.post("/v1/jobs", json={"problem": problem, "method": "steps", "objective": objective}).json()
+        for problem, objective in ((large, "makespan"), (small, "makespan"), (small, "span"))
+    ]
+    overs = [until_over(service.client, job) for job in jobs]
+    page = visitor.go("/", ".jobs tbody tr")
+    page.get_by_label("Filter").fill("OF done")
+    page.get_by_label("Order").select_option("best")
+    page.wait_for_function("() => document.querySelectorAll('table.jobs a.job').length === 3")
+    assert visitor.text("a.job") == ["of 3", "of 3", "of 9"]
+    apart = visitor.text("table.jobs small")
+    assert sorted(apart) == sorted(
+        [f"makespan · {jobs[1]['id'][:8]}", f"span · {jobs[2]['id'][:8]}", jobs[0]["id"][:8]]
+    )
+    assert serious(page) == []
+    page.get_by_label("Choose of 9").check()
+    page.get_by_label("Choose of 3").first.check()
+    page.get_by_role("button", name="Side by side").click()
+    page.wait_for_selector("[data-before][data-seq]")
+    page.wait_for_function("() => document.querySelector('.plot').layout.annotations.length === 3")
+    names = page.evaluate("() => document.querySelector('.plot').layout.annotations.map(({text}) => text)")
+    assert [name.split(":")[0] for name in names[:2]] == ["of 3", "of 9"]
+    assert f"{overs[0]['best']['makespan_ms']:g} ms" in names[1]
+
+
+def test_a_job_without_a_schedule_says_why_and_shows_no_empty_boxes(service: Service, visitor: Visitor) -> None:
+    job = submit(service.client, chain(), "infeasible")
+    page = visitor.go(f"/jobs/{job['id']}", "[data-state=infeasible]")
+    assert visitor.text(".notice") == [until_over(service.client, job)["reason"]]
+    assert [card.inner_text() for card in page.locator(".card > h2:visible").all()] == ["Log"]
+    assert page.locator(".tiles:visible").count() == 0
+
+
 def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
     service: Service, visitor: Visitor
 ) -> None:

@@ -42,11 +42,13 @@ export async function draw(element, schedules, view) {
     const gaps = visibleGaps(schedule, view.range);
     traces.push(...gapTraces(schedule, gaps.length <= MOST_DRAWN ? gaps : [], axis, colours));
     if (fine[i]) {
+      const scale = pixels / (view.range[1] - view.range[0]);
+      const length = rows.reduce((sum, row) => sum + schedule.ops.end[row] - schedule.ops.start[row], 0) / rows.length;
+      const between = { color: colours.ground, width: Math.min(0.8, 0.1 * scale * length) }; // thin where ops are
       for (const [colour, path] of boxesByColour(schedule, rows)) {
         const { fill } = schedule.colours[colour];
-        traces.push(filled(path, axis, fill, { color: colours.ground, width: 0.8 }, `ops ${i} ${fill}`));
+        traces.push(filled(path, axis, fill, between, `ops ${i} ${fill}`));
       }
-      const scale = pixels / (view.range[1] - view.range[0]);
       written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);

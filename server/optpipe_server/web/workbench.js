@@ -158,7 +158,9 @@ export async function showWorkbench(place, query, signal) {
     const current = asking.next();
     history.replaceState(null, "", address());
     place.classList.add("pending");
-    if (values.p * values.v * values.m > MOST_FORWARDS) {
+    large.hidden = values.p * values.v * values.m > MOST_FORWARDS;
+    if (large.hidden) {
+      overview.replaceChildren();
       told.replaceChildren(
         notice("plain", `${values.p * values.v} stages and ${values.m} micro-batches: up to ${MOST_FORWARDS} forwards are drawn here. A job may have more.`),
       );
