@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.messages import impossible
-from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, read_json, require_sizes, stage_of
+from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, require_sizes, stage_of
 from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import parse_json
 
 
 class Sizes(NamedTuple):
@@ -58,7 +59,7 @@ def read(files: Mapping[str, str], shape: str | None = None) -> Recording:
     def content(name: str) -> Any:
         if name not in named:
             raise InputError(f"{name} is missing: all files that dump_pp_data writes are expected")
-        return read_json(files[named[name]], named[name])
+        return parse_json(files[named[name]], named[name])
 
     config = content("config.json")
     try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Op
@@ -82,11 +81,3 @@ def require_sizes(stages: int, devices: int, microbatches: int) -> None:
             raise InputError(f"{count} {what}: a problem has 1 to {most}")
     if stages * microbatches > MAX_FORWARDS:
         raise InputError(f"{stages} stages and {microbatches} micro-batches: at most {MAX_FORWARDS} forwards together")
-
-
-def read_json(text: str, path: str) -> Any:
-    """The content of a JSON file. Raises InputError if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: no JSON: {error}") from None
