@@ -129,7 +129,8 @@ def _iteration(lists: dict[str, Any], rank: int, step: int, sizes: Sizes) -> Ite
             chunk if kind is Kind.F else sizes.chunks - 1 - chunk for _, chunk in in_order
         ]
         for start, end, number, chunk in zip(starts, ends, numbers, chunks, strict=False):
-            if not 0 <= int(chunk) < sizes.chunks or (int(number) > sizes.microbatches and not evaluation):
+            most = sizes.microbatches + 1  # some number from 1
+            if not (0 <= int(chunk) < sizes.chunks and int(number) >= 0 and (evaluation or int(number) < most)):
                 raise ValueError(
                     f"iteration {step} has {name} of micro-batch {number} and chunk {chunk}: "
                     f"{sizes.microbatches} and {sizes.chunks} are numbered from 0"

@@ -283,6 +283,10 @@ def _misnumber(ops: dict[str, Any]) -> None:
     ops["fwd_chunk"][0] = 2
 
 
+def _go_below_0(ops: dict[str, Any]) -> None:
+    ops["bwd_minibatch"][0] = -1
+
+
 def _join_a_pair(ops: dict[str, Any]) -> None:
     ops["bwd_start"][2] = ops["fwd_start"][3]
 
@@ -295,6 +299,7 @@ def _lose_an_op(ops: dict[str, Any]) -> None:
     ("spoil", "message"),
     [
         (_misnumber, r"pp_rank_1\.json: .*iteration 1 has fwd of micro-batch .*: 4 and 2 are num"),
+        (_go_below_0, r"pp_rank_1\.json: .*iteration 1 has bwd of micro-batch -1 and chunk .*: 4 and 2 are num"),
         (_join_a_pair, r"pp_rank_1\.json: .*iteration 1 has a forward and a backward that run as one"),
         (_lose_an_op, "no step is whole: step 1 lacks 1BW3; a whole training step is expected"),
     ],
@@ -302,7 +307,7 @@ def _lose_an_op(ops: dict[str, Any]) -> None:
 def test_a_dump_of_primus_with_wrong_ops_is_refused(
     spoil: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
-    path = chunked(tmp_path, numbered=spoil is _misnumber) / "pp_rank_1.json"
+    path = chunked(tmp_path, numbered=spoil in (_misnumber, _go_below_0)) / "pp_rank_1.json"
     content = json.loads(path.read_text())
     spoil(content["1"])
     path.write_text(json.dumps(content))
