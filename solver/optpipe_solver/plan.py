@@ -74,6 +74,7 @@ VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
 
 # Placements: shares of the time
 FIRST_LOOK_SHARE = 0.06  # a heuristic on every placement
+FIRST_LOOK_MOST = 0.5  # likewise of the stages as given, where the machine is busy
 PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
 RULES_SHARE = 0.3  # searches in rules on all placements, in a search of `RULES_S` or more
 BEST_TWO_SHARE = 0.2  # everything there is, on the best two

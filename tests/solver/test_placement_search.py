@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -188,13 +189,20 @@ class FakePortfolio:
         self.state = self.heuristics = self
         FakePortfolio.asked.append(request)
 
-    def run(self) -> None:
+    def begin(self) -> bool:
+        return True
+
+    def streams(self) -> None:
+        pass
+
+    def run(self, *_: Any) -> Iterator[None]:
         chunks = len(self.request.problem.stages) // 4
         self.best_ms = 100.0 + 100.0 / chunks - self.request.time_limit_s / 1000
         self.emit(Note(text="the same words"))
         proven_ms = 50.0 if self.request.method == "relax" else 30.0
         self.emit(Bound(method="shown", lower_bound_ms=proven_ms + chunks))
         self.emit(Incumbent(method="shown", schedule=Programs.from_schedule(generate("naive", self.request.problem))))
+        return iter(())
 
     def by_simple_rules(self) -> Iterator[None]:
         FakePortfolio.with_rules.append(self.request)
@@ -221,7 +229,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert first.method == "naive"
     assert looks == FakePortfolio.with_published == FakePortfolio.with_rules
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
-    assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
+    assert sum(request.time_limit_s for request in looks[1:]) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
     # In rules on seven placements, on the half of them, on the half of these: each time for a third of their share.
     a_round = plan.RULES_OPS_PER_S * 60 * plan.RULES_SHARE / 3 * (plan.COUNTED_SHARE if threads == 1 else threads)
     seven, four, two = (round(a_round * each) for each in (1 / 7, 1 / 7 + 1 / 4, 1 / 7 + 1 / 4 + 1 / 2))
@@ -234,10 +242,22 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert all(request.placements == "keep" and request.warm_start is not None for request in deep)
     assert deep[2].time_limit_s > 20.0
     if threads == 1:
-        ran = [request for request in FakePortfolio.asked[1:] if request.method != "dispatch"]
+        ran = [request for request in FakePortfolio.asked[2:] if request.method != "dispatch"]
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - plan.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
+
+
+def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first look takes longer than its share, and time is up when the bounds of all placements are known."""
+    problem, frames = pipeline(), list[Any]()
+    search = PlacementSearch(
+        Request(problem=problem, method="auto", placements="all", time_limit_s=300.0, threads=2), frames.append
+    )
+    monkeypatch.setattr(plan, "FIRST_LOOK_SHARE", 1e-9)
+    monkeypatch.setattr(search.candidates, "list_all", lambda named: setattr(search, "deadline", time.monotonic()))
+    search.run()
+    assert found(problem, frames)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
 
 
 def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monkeypatch):

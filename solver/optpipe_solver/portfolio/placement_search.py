@@ -113,12 +113,21 @@ class PlacementSearch:
     # The phases, in this order
 
     def _look_at_given(self) -> Portfolio | None:
-        share = plan.FIRST_LOOK_SHARE / 2
+        """Run a heuristic on the problem's own stages for a moment, but until it has a schedule on a busy machine."""
+        share, unplaced, name = plan.FIRST_LOOK_SHARE / 2, self.candidates.unplaced, self._heuristic("adaoffload")
         self._use(share)
-        return self._search(self.candidates.unplaced, self._heuristic("adaoffload"), share)
+        if not self._is_of_use(unplaced):
+            return None
+        self.method_ran = name == self.request.method
+        portfolio = self._portfolio(unplaced, name, plan.FIRST_LOOK_MOST)
+        if portfolio.begin():
+            heuristics = portfolio.heuristics
+            for _ in heuristics.run(heuristics.streams(), share / plan.FIRST_LOOK_MOST):
+                pass
+        return portfolio
 
     def _look_at_all(self, given: Portfolio | None) -> None:
-        share = plan.FIRST_LOOK_SHARE / 2
+        share = plan.FIRST_LOOK_SHARE
         self._use(share)
         self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, given)
 
@@ -264,13 +273,17 @@ class PlacementSearch:
 
         Returns None, and runs nothing, if that is of no use.
         """
-        is_of_use = although_proven or not self.candidates.proven
-        if candidate.infeasible is not None or not is_of_use or self.left_s <= 0:
+        if not self._is_of_use(candidate, although_proven):
             return None
         self.method_ran = self.method_ran or method == self.request.method
         portfolio = self._portfolio(candidate, method, share)
         portfolio.run()
         return portfolio
+
+    def _is_of_use(self, candidate: Candidate, although_proven: bool = False) -> bool:
+        """Whether a search of one placement may change the answer, and there is time for it."""
+        is_open = although_proven or not self.candidates.proven
+        return is_open and candidate.infeasible is None and self.left_s > 0
 
     def _portfolio(self, candidate: Candidate, method: str, share: float) -> Portfolio:
         start, given = candidate.best, self.request.warm_start
