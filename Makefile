@@ -64,9 +64,10 @@ suite-slow: setup ## run the tests that `make test-all` adds
 	$(PYTEST) -m 'slow and not soak and not stacks'
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
-# each property; ARGS are pytest's.
+# each property; ARGS are pytest's. And all types of models of transformers, in the environment of their stack.
 soak: setup ## run the long versions of some tests
 	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile soak --timeout 3600 $(ARGS)
+	$(PYTHON) scripts/stacks.py .stacks transformers-5.24.0
 
 # Each stack has an environment of its own in .stacks; ARGS are names of stacks, such as torch-2.15.0. Also where the main
 # environment has another torch.

@@ -69,7 +69,9 @@ def rows(head: str, types: Collection[str] = ()) -> Iterator[Row]:
     }[head]
     for name in sorted(names):
         if not types or name in types:
-            yield Row(name, head, *_answer(auto, *VARIANTS.get(name, (name, FIELDS.get(name, {})))))
+            kind, fields = VARIANTS.get(name, (name, FIELDS.get(name, {})))
+            padding = {} if head == "CausalLM" else {"pad_token_id": 0}
+            yield Row(name, head, *_answer(auto, kind, fields | padding))
 
 
 def _answer(auto: Any, kind: str, fields: dict[str, Any]) -> tuple[str, str]:
@@ -112,8 +114,7 @@ def _cut(model: Any) -> list[Any]:
 
 
 def _largest_difference(model: Any, stages: list[Any]) -> float:
-    """Of a logit or a gradient, relative to the largest number of its tensor: three sequences with a loss of the next
-    token, padded on the left."""
+    """Of a logit or a gradient, relative to the largest of its tensor, for three sequences padded on the left."""
     tokens = torch.randint(5, 90, (3, 9), generator=torch.Generator().manual_seed(6))
     mask = (torch.arange(9) >= torch.tensor([[0], [2], [5]])).long()
     results: list[dict[str, Tensor]] = []
@@ -126,8 +127,9 @@ def _largest_difference(model: Any, stages: list[Any]) -> float:
                 value = stage.train()(value, attention_mask=mask)
         else:
             value = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(value[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        torch.autograd.backward(loss)
+        logits = value.float().flatten(0, -2)
+        classes = torch.arange(len(logits)) * 5 % logits.shape[-1]
+        torch.autograd.backward(torch.nn.functional.cross_entropy(logits, classes))
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         results.append({"": value.detach()} | {k: v.clone() for k, v in gradients.items() if v is not None})
     whole, row = results
