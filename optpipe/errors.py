@@ -79,7 +79,7 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
     if others:
         first_names = ", ".join(others[:MOST_SHOWN]) + (", ..." if len(others) > MOST_SHOWN else "")
         message += f" (and {len(others)} more: {first_names[:LONGEST_SHOWN]})"
-    return InputError(message)
+    return InputError(printable(message))  # it may be logged
 
 
 def did_you_mean(word: str, words: Iterable[str], before: str) -> str:

@@ -176,7 +176,7 @@ class TimedOp(Record):
 
 class ScheduleFile(Document):
     """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before
-    anyone uses them.
+    anyone uses them. `status` and `lower_bound_ms` are what its writer says, and prove nothing to others.
 
     Where `placement` is there, `problem` is the problem that was asked about with this placement.
     """
