@@ -13,7 +13,7 @@ import typer
 
 from optpipe.printable import printable
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, ProblemPath, echo, print_json, print_table, require_folder
+from optpipe_cli.output import Json, echo, print_json, print_table, require_folder
 from optpipe_cli.why import gain_lines
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @with_options("CompareOptions")
 def compare(
-    problem: ProblemPath,
+    problem: Annotated[
+        Path, typer.Argument(metavar="PROBLEM", help="A problem file, or a schedule file: its problem is compared.")
+    ],
     options: CompareOptions,
     pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
     json: Json = False,
 ) -> None:
     """Compare every published schedule, every heuristic and the solver's answer, and say why one does not fit."""
-    from optpipe.model.problem import Problem
-
-    posed = Problem.load(problem)
+    posed, given = _problem_and_schedule(problem)
     require_folder(pictures)
     comparison = watched(posed, options, quiet=json)
     if pictures:
@@ -46,10 +46,23 @@ def compare(
         return
     for line in lines(comparison, posed.name or problem.stem):
         print_table(line)
+    if given:
+        echo(f"{problem.name}: {given.makespan_ms:.5g} ms, by {given.method or 'hand'}")
     for row in comparison.rows:
         for note in row.result.notes if row.result else ():
             if note != row.reason:
                 echo(f"note: {title(row)}: {note}", err=True)
+
+
+def _problem_and_schedule(path: Path) -> tuple[Problem, Schedule | None]:
+    """The problem of a file; of a schedule's also the schedule."""
+    from optpipe.model.problem import Problem, read_text
+    from optpipe.schedule import Schedule
+
+    if '"optpipe.schedule/' not in read_text(path)[:100]:  # as every schedule file begins
+        return Problem.load(path), None
+    schedule = Schedule.load(path)
+    return schedule.problem, schedule
 
 
 def watched(

@@ -146,3 +146,4 @@ def test_the_order_that_ran_becomes_a_schedule_file(run: Command, tmp_path: Path
     assert json.loads(run(*words, "--json")[1])["schedule"] == json.loads(Path("s.json").read_text())
     for command in (("show", "s.json"), ("simulate", "p.json", "s.json"), ("check", "p.json", "s.json")):
         assert run(*command)[0] == 0
+    assert "s.json: 6 ms, by measured" in run("compare", "s.json", "--methods", "1f1b")[1]
