@@ -113,6 +113,16 @@ def test_gradient_buffers_and_token_counts_are_megatrons(per_token: bool, in_bfl
     assert (theirs[1].tokens is not None) == per_token
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks: Ranks) -> None:
+    problem = cases.problem((0, 1), megatron.MICROBATCHES)
+    schedules = [systems.generate(name, problem) for name in ("1f1b", "zb-h1", "1f1b-recompute")]
+    how = {"experts": True, "per_token": per_token}
+    theirs = together(ranks(megatron.theirs, placement=(0, 1), **how))
+    for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, **how), strict=True):
+        require_same(schedule.method or "", outcomes, theirs, tolerance=1e-12)
+
+
 def test_a_profile_leaves_gradient_buffers_as_they_are(ranks: Ranks) -> None:
     schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
     assert ranks(megatron.profiled_in_ddp, schedule=schedule) == [[], []]

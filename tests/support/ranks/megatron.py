@@ -19,6 +19,14 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
 MICROBATCHES, LENGTH, WORDS, HIDDEN, SAMPLES = 6, 16, 64, 32, 2
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_dtype": "fp64",
+    "add_bias_linear": False,
+}
 SCALE = 8.0  # of the loss, as in training with fp16
 
 
@@ -39,6 +47,7 @@ def on_cpu() -> Iterator[None]:
     """Megatron's GPT asks for a GPU in these places: buffers, the attention's random numbers, and sums of tokens in
     its schedules."""
     from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
     zeros = torch.zeros
 
@@ -49,6 +58,7 @@ def on_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(tensor_parallel.get_cuda_rng_tracker(), "fork", return_value=nullcontext()),
         mock.patch.object(torch, "zeros", on_this_device),
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # it asks for it where it is not defined
     ):
         yield
 
@@ -62,20 +72,20 @@ def plain(stages: int) -> Outcome:
         return _outcome(forward_backward_no_pipelining, chunks)
 
 
-def theirs(placement: Sequence[int], tensor: int = 1, **how: bool) -> Outcome:
+def theirs(placement: Sequence[int], tensor: int = 1, experts: bool = False, **how: bool) -> Outcome:
     """By the function that Megatron itself takes."""
     with _parallel(placement, tensor), on_cpu():
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        return _outcome(get_forward_backward_func(), _chunks(placement), **how)
+        return _outcome(get_forward_backward_func(), _chunks(placement, experts=experts), **how)
 
 
-def ours(schedules: Sequence[Schedule], tensor: int = 1, **how: bool) -> list[Outcome]:
+def ours(schedules: Sequence[Schedule], tensor: int = 1, experts: bool = False, **how: bool) -> list[Outcome]:
     """By these schedules. Megatron's GPT needs what `on_cpu` changes, our function none of it."""
-    return [_ours(schedule, tensor, how) for schedule in schedules]
+    return [_ours(schedule, tensor, experts, how) for schedule in schedules]
 
 
-def _ours(schedule: Schedule, tensor: int, how: dict[str, bool]) -> Outcome:
+def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) -> Outcome:
     from optpipe_runtime.megatron import forward_backward_func
 
     placement = [stage.device for stage in schedule.problem.stages]
@@ -91,7 +101,7 @@ def _ours(schedule: Schedule, tensor: int, how: dict[str, bool]) -> Outcome:
             reports.append(run.report)
             return found
 
-        outcome = _outcome(step, _chunks(placement), **how)
+        outcome = _outcome(step, _chunks(placement, experts=experts), **how)
         peak, host = reports[0].peak_activation_bytes, reports[0].host_peak_bytes
         certified = schedule.compiled.certificate.device[rank].bytes
         return outcome._replace(peak_bytes=peak, certified_bytes=certified, host_peak_bytes=host)
@@ -253,9 +263,9 @@ def _parallel(placement: Sequence[int], tensor: int = 1, chunks: int | None = No
         parallel_state.destroy_model_parallel()
 
 
-def _chunks(placement: Sequence[int], whole: bool = False) -> dict[int, Any]:
+def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False) -> dict[int, Any]:
     """This rank's chunks by stage, of two layers each; `whole` for one with all layers. A layer has the same weights
-    wherever it is."""
+    wherever it is. `experts`: with auxiliary losses of their balance."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -282,6 +292,7 @@ def _chunks(placement: Sequence[int], whole: bool = False) -> dict[int, Any]:
         batch_p2p_comm=False,  # which waits for a GPU
         overlap_p2p_comm=not whole
         and _each(placement) > 1,  # without it two ranks exchange messages of both directions
+        **(EXPERTS if experts else {}),
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     own = [s for s in range(stages) if whole or placement[s] == rank]
@@ -289,7 +300,7 @@ def _chunks(placement: Sequence[int], whole: bool = False) -> dict[int, Any]:
     for k, s in enumerate(own):
         chunks[s] = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=EXPERTS["num_moe_experts"] if experts else None),
             vocab_size=WORDS,
             max_sequence_length=LENGTH,
             pre_process=s == 0,
