@@ -75,7 +75,7 @@ export async function draw(element, schedules, view) {
 function headline(schedule, schedules, frame) {
   const role = schedules.length > 1 && schedule.ops.changed ? (schedule.index ? "After" : "Before") : "";
   const name = [role, schedule.method].filter(Boolean).join(": ") || "schedule";
-  return `${name} · ${ms(schedule.makespan_ms)}${frame.width > 500 ? ` · bubble ${percent(schedule.bubble)}` : ""}`;
+  return `${name} · ${ms(schedule.makespan_ms)}${frame.narrow ? "" : ` · bubble ${percent(schedule.bubble)}`}`;
 }
 
 /** @param {{x: (number | null)[], y: (number | null)[]}} path @param {string} yaxis @param {object} line */
@@ -182,8 +182,8 @@ function memoryNotes(schedules, { device }, frame, colours) {
   const parts =
     frame.width > 800
       ? [`Activation memory of device ${device}`, `certified peak ${bytes(peak)} (dotted), during ${at}`]
-      : [`Device ${device}`, `peak ${bytes(peak)}${frame.width > 500 ? " (dotted)" : ""}`];
-  parts.push(`limit ${bytes(limit)}${dashed}`, ...(schedules.length > 1 && frame.width > 500 ? [`${other} in grey`] : []));
+      : [`Device ${device}`, `peak ${bytes(peak)}${frame.narrow ? "" : " (dotted)"}`];
+  parts.push(`limit ${bytes(limit)}${dashed}`, ...(schedules.length > 1 && !frame.narrow ? [`${other} in grey`] : []));
   return [note(parts.join(" · "), frame.memory.top, frame, colours)];
 }
 
@@ -191,7 +191,7 @@ function memoryNotes(schedules, { device }, frame, colours) {
  * @param {string} text @param {number} top @param {Frame} frame @param {Theme} colours */
 function note(text, top, frame, colours) {
   const y = 1 - (top - 6) / (frame.memory.top + frame.memory.height);
-  const xshift = frame.width > 500 ? 0 : -frame.left; // a telephone has no room to lose
+  const xshift = frame.narrow ? -frame.left : 0; // a telephone has no room to lose
   const place = { xref: "paper", yref: "paper", x: 0, y, xshift, xanchor: "left", yanchor: "bottom", align: "left" };
   return { text: plain(text), showarrow: false, ...place, font: { size: 12.5, color: colours.ink } };
 }

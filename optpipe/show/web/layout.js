@@ -7,7 +7,7 @@ import { LOWER, NOWHERE, OUTWARD, UPPER } from "./data.js";
  * @typedef {import("./theme.js").Theme} Theme
  * @typedef {{top: number, height: number, devices: number}} Panel
  * @typedef {{width: number, height: number, panels: Panel[], memory: {top: number, height: number},
- *   left: number, right: number}} Frame
+ *   left: number, right: number, narrow: boolean}} Frame
  */
 
 const LEFT = 64;
@@ -19,6 +19,7 @@ const MEMORY = 150;
 const ALL_ROWS = 520; // all schedules' rows together have about this height
 const MOST_ROW = 62;
 const LEAST_ROW = 7;
+const NARROWEST = 420; // below this there is no room for long titles
 
 /** All places, in pixels.
  * @param {Schedule[]} schedules @param {number} width @returns {Frame} */
@@ -32,7 +33,8 @@ export function frameOf(schedules, width) {
     return panel;
   });
   const memory = { top: top + TITLE, height: MEMORY };
-  return { width, height: memory.top + MEMORY + AXIS, panels, memory, left: LEFT, right: width - RIGHT };
+  const height = memory.top + MEMORY + AXIS;
+  return { width, height, panels, memory, left: LEFT, right: width - RIGHT, narrow: width < NARROWEST };
 }
 
 /** The top and the bottom of an op within its device's row, which is from 0 to 1.

@@ -260,15 +260,13 @@ export function aboutOp(schedule, row, choose) {
     element("h2", "", `${opName(schedule, row)} on device ${ops.device[row]}`),
     element("p", "", `${when(schedule, row)}, stage ${ops.stage[row]}, micro-batch ${ops.microbatch[row]}.`),
   );
-  made.append(element("h3", "", "It starts when it does because"), element("p", "", `${reason(schedule, row)}.`));
+  const before = ops.waited_for[row];
+  const why = `${reason(schedule, row)}.`;
+  const go = () => choose({ schedule: schedule.index, gap: -1, row: before });
+  made.append(element("h3", "", "It starts when it does because"), before < 0 ? element("p", "", why) : button(why, go, "link"));
   const next = followers(schedule, row);
   made.append(element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."));
   if (next.length) made.append(element("ul", "", ...next.map((each) => opItem(schedule, each, reason(schedule, each), choose))));
-  const before = ops.waited_for[row];
-  if (before >= 0)
-    made.append(
-      button(`go to ${opName(schedule, before)}`, () => choose({ schedule: schedule.index, gap: -1, row: before })),
-    );
   return made;
 }
 

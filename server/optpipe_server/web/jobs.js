@@ -2,8 +2,8 @@
 // All jobs with state, age and gap, and the queue.
 import { button, element, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
-import { get, pause, repeat } from "./api.js";
-import { age, apart, badge, card, choice, duration, empty, field, input, link, nameOf } from "./parts.js";
+import { ask, get, pause, repeat } from "./api.js";
+import { age, apart, badge, card, choice, download, duration, empty, field, input, link, nameOf } from "./parts.js";
 
 /** @typedef {import("./api.js").Job} Job */
 
@@ -148,5 +148,7 @@ function queueCard(queue, jobs) {
   });
   const none = element("p", "quiet", "None searches at the moment.");
   const held = workers.length ? element("ul", "workers", ...workers) : none;
-  return card("Queue", list, element("h3", "", "Workers with your jobs"), held);
+  const described = button("openapi.json", async () => download("openapi.json", await (await ask("GET", "/openapi.json")).text()), "link");
+  const api = element("p", "hint", "All of this by REST: ", described);
+  return card("Queue", list, element("h3", "", "Workers with your jobs"), held, api);
 }

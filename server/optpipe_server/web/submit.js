@@ -29,10 +29,12 @@ export async function showSubmit(place, signal) {
     location.hash = `#/jobs/${job.id}`;
   };
 
+  const how = card("How it is searched", element("div", "controls", ...options));
+  how.classList.add("wide");
   place.replaceChildren(
     element("div", "title", element("h1", "", "Submit a problem")),
     told,
-    card("How it is searched", element("div", "controls", ...options)),
+    how,
     element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal)),
   );
   place.dataset.drawn = "true";
