@@ -38,11 +38,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 # Types that differ by what their config says: keys and values that layers share, embeddings for each layer.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4_text, shared keys and values": (
+    "gemma4_unified_text, shared keys and values": ("gemma4_unified_text", {"num_kv_shared_layers": 2}),
+    "gemma4_text, nothing for each layer": (
         "gemma4_text",
-        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
-    "gemma4_text, nothing shared": ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "mixtral, losses of routers": ("mixtral", {"output_router_logits": True}),
 }
 
