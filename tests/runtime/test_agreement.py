@@ -58,7 +58,7 @@ def test_no_rank_swaps_if_one_lacks_host_memory(ranks: Ranks) -> None:
     problem = cases.problem([0, 1], 4)
     first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, [OFFLOADED[0], ONE_F_ONE_B[1]])
     for complaint, version, steps in ranks(cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
-        assert complaint.startswith("rank 0: host_memory_bytes = 1000:")
+        assert complaint.startswith("rank 0: host_memory_bytes = 1 kB:")
         assert (version, steps) == (1, 10)
 
 
