@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -68,8 +69,9 @@ def _sizes(problem: Problem, budgets: str) -> dict[str, int]:
         raise InputError(f"1f1b, whose memory budgets are shares of: {steady.reason}")
     assert steady.certificate is not None
     most = max(peak.bytes for peak in steady.certificate.device)
-    held = [max(stage.activation_bytes, stage.saved_for_weight_bytes) for stage in problem.stages]
-    whole = max(sum(held[s] for s in problem.stages_on(d)) for d in range(len(problem.devices)))
+    costs = problem.costs
+    held = np.maximum(costs.activation, costs.saved_for_weight).max(axis=1)
+    whole = int(max(held[problem.stages_on(d)].sum() for d in range(len(problem.devices))))
     sizes = {}
     for budget in budgets.split(","):
         if budget == AMPLE:

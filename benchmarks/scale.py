@@ -18,7 +18,9 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line, text
 from optpipe.anytime import improve
 from optpipe.evaluate.objective import gap
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.model.records import one_for_all
 from optpipe.options import SolveOptions
 from optpipe.process.process_tree import members
 from optpipe_cli.options import with_options
@@ -90,10 +92,11 @@ def is_steady(problem: Problem) -> bool:
     what W needs until W: bytes times ms, which the budget times F + B + W must admit.
     """
     stage, (device, *_) = problem.stages[0], problem.devices
-    work_ms = stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms
-    away_ms = (stage.offload_ms or 0.0) + (stage.reload_ms or 0.0)
-    held = stage.activation_bytes * (stage.forward_ms + away_ms + stage.backward_input_ms)
-    held += stage.saved_for_weight_bytes * stage.backward_weight_ms
+    ms = problem.costs.ms[:, 0, 0]
+    away_ms = float(ms[Kind.O] + ms[Kind.R]) * stage.offload_parts
+    work_ms = float(ms[[Kind.F, Kind.B, Kind.W]].sum())
+    held = one_for_all(stage.activation_bytes) * (float(ms[Kind.F] + ms[Kind.B]) + away_ms)
+    held += one_for_all(stage.saved_for_weight_bytes) * float(ms[Kind.W])
     return held <= device.activation_budget_bytes * work_ms
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Beyond it only their number is reported: each takes time and memory, and a hostile file has a hundred thousand.
 MOST_COMPLAINTS = 1000
+# The forms of a figure that is one number or a list: in pydantic's path of a field, not in ours.
+A_NUMBER, A_LIST = "(a number)", "(a list)"
 MOST_SHOWN, LONGEST_SHOWN = 3, 120  # of the other fields that complaints are about, and their characters in all
 
 
@@ -43,6 +45,8 @@ def field_path(location: tuple[int | str, ...]) -> str:
     """Writes `("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
     path = ""
     for key in location:
+        if key in (A_NUMBER, A_LIST):
+            continue
         name = key if isinstance(key, int) else printable(key, LONGEST_SHOWN)
         path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else name
     return path
@@ -117,7 +121,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:
-    given, expected = str(complaint["input"]), complaint["ctx"]["expected"]  # both such as optpipe.problem/2
+    given, expected = str(complaint["input"]), complaint["ctx"]["expected"]  # both such as optpipe.problem/3
     if given.startswith("optpipe.problem/") and "schedule" in expected:
         return f"{what} is a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
     if given.startswith("optpipe.schedule/") and "problem" in expected:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import Flags, Floats, Ints, Table
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
@@ -39,7 +40,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     table = table.copy()
     first, second = _pairs(problem, table, start)
     table[first, JOINED] = 1
-    duration = problem.costs.ms[table[:, KIND], table[:, STAGE]]
+    duration = problem.costs.ms[table[:, KIND], table[:, STAGE], table[:, MICROBATCH]]
     together = duration[first] + duration[second]
     duration[first] = duration[second] = (problem.overlap_factor or 1.0) * together
 
@@ -87,9 +88,8 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
-    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(
-        table[:, KIND], list(COMPUTE)
-    )
+    lasting = problem.costs.ms[table[:, KIND], table[:, STAGE], table[:, MICROBATCH]] > 2 * grain(start)
+    lasting &= of_kinds(table, *COMPUTE)
     rows = np.flatnonzero(lasting)
     rows = rows[np.argsort(start[rows])]
     moment = np.cumsum(np.diff(start[rows], prepend=-np.inf) > grain(start))  # rounding would divide some
@@ -125,8 +125,7 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
         reached = np.full(len(passing), -np.inf)
         returned: dict[int, Floats] = {}  # when a stage's activation is there for its backward
         for k, s in enumerate(route):
-            delay = problem.p2p_ms if k and costs.device[route[k - 1]] != costs.device[s] else 0.0
-            reached = move(at[Kind.F][s, passing], reached + delay, 4 * k)
+            reached = move(at[Kind.F][s, passing], reached + costs.message_ms[FORWARDS, s, passing], 4 * k)
             recomputed = move(at[Kind.C][s, passing], reached, 4 * (2 * len(route) - k) - 1)
             reloaded = recomputed[:, None]
             if costs.can_offload[s]:
@@ -138,9 +137,10 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
             returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
         gradient = np.full(len(passing), -np.inf)
         for k, s in reversed(list(enumerate(route))):
-            delay = problem.p2p_ms if k + 1 < len(route) and costs.device[route[k + 1]] != costs.device[s] else 0.0
-            gradient = move(at[Kind.B][s, passing], np.maximum(gradient + delay, returned[s]), 4 * (2 * len(route) - k))
-            move(at[Kind.W][s, passing], gradient, 4 * (2 * len(route) - k) + 1)
+            step = 4 * (2 * len(route) - k)
+            gradient = np.maximum(gradient + costs.message_ms[GRADIENTS, s, passing], returned[s])
+            gradient = move(at[Kind.B][s, passing], gradient, step)
+            move(at[Kind.W][s, passing], gradient, step + 1)
     return start[:-1], phase[:-1]
 
 

@@ -21,7 +21,7 @@ def prune(schedule: Schedule) -> Schedule:
     """
     problem, compiled = schedule.problem, schedule.compiled
     rows, index, during = compiled.rows, compiled.index, compiled.held.during.copy()
-    size, limit = problem.costs.part_bytes(rows.stage, rows.part), problem.costs.activation_budget
+    size, limit = problem.costs.part_bytes(rows.stage, rows.microbatch, rows.part), problem.costs.activation_budget
     waits, backward = _waits(rows, compiled.timeline.start, compiled.timeline.end), index.rows_of(Kind.B, Kind.BW)
     keep = np.ones(len(rows), dtype=np.bool_)
     offloads = []  # wait, and the rows of O, D and R

@@ -19,6 +19,7 @@ from benchmarks.papers.costs import estimated
 from benchmarks.problems import pipeline, stage_costs, with_budget
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
+from optpipe.model.records import one_for_all
 from optpipe.schedule import Schedule
 from optpipe_solver import systems
 
@@ -76,7 +77,7 @@ class Posed:
     @property
     def room(self) -> float:
         """How many activations of a stage a device can hold."""
-        return self.problem.devices[0].activation_budget_bytes / self.problem.stages[0].activation_bytes
+        return float(self.problem.devices[0].activation_budget_bytes / self.problem.costs.activation[0, 0])
 
     def fits(self, method: str) -> bool:
         return most_held(self.baselines[method]) <= self.problem.devices[0].activation_budget_bytes
@@ -187,9 +188,9 @@ def _stage(gpus: int, billions: float, size: int) -> tuple[tuple[float, float, f
     """Of a stage without embedding and head: the shares of F, B and W, what F saves, and what of it W needs."""
     run = {"microbatch_size": size}
     stage = estimated(f"optpipe-{billions:g}b", {"pp": gpus}, "H100", run).problem.stages[1]
-    times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+    times = [one_for_all(ms) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)]
     forward, backward, weight = (ms / sum(times) for ms in times)
-    return (forward, backward, weight), stage.activation_bytes, stage.saved_for_weight_bytes
+    return (forward, backward, weight), one_for_all(stage.activation_bytes), one_for_all(stage.saved_for_weight_bytes)
 
 
 def _row(number: int, cells: dict[str, str]) -> Row:

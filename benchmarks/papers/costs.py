@@ -10,6 +10,7 @@ import typer
 from benchmarks.papers.checks import Check, table
 from benchmarks.problems import GB
 from optpipe.model.offload import estimated_offload_ratio
+from optpipe.model.records import one_for_all
 from optpipe.schedule import certify
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.presets import GPUS, MODELS
@@ -136,8 +137,9 @@ def offload_ratios() -> Iterator[Check]:
             run = {"sequence": sequence, "recompute": "cheap"}
             model = estimated("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
             layer = model.layers[1]
-            work = layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
-            ours = ((layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)) / work
+            times = (layer.forward_ms, layer.backward_input_ms, layer.backward_weight_ms)
+            away = (layer.offload_ms or 0.0, layer.reload_ms or 0.0)
+            ours = sum(map(one_for_all, away)) / sum(map(one_for_all, times))
             published = estimated_offload_ratio(hidden, sequence, flops, host)
             what = f"k of a layer, h {hidden}, s {sequence}"
             note = "flash attention's backward computes the scores again"
@@ -157,7 +159,7 @@ def zero_bubble() -> Iterator[Check]:
         run = {"sequence": 1024, "microbatch_size": size, "attention": "unfused"}
         model = estimated("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
         stage = model.problem.stages[1]
-        ours = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+        ours = [one_for_all(ms) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)]
         for op, published, found in zip("FBW", times, ours, strict=True):
             what = f"{layers} layers, h {hidden}, pp {pp}, {size} × 1024 tokens: {op}"
             yield Check("Zero Bubble", what, "ms", published, found, "unfused attention; the preset's fractions")

@@ -198,7 +198,7 @@ def in_flight() -> Figure:
     for method in ("interleaved", "gis", "gis-h", "po-h", "po-f"):
         for stages in (8, 16, 32):
             model = estimated("pipeoffload-5.8b", {"pp": stages}, "A100", {"recompute": "cheap"})
-            size = model.problem.stages[1].activation_bytes / GB
+            size = float(model.problem.costs.activation[1, 0]) / GB
             placed = (looped(d, stages // d) for d in (4, 8, 16) if stages >= 2 * d)
             held = min(most_held(systems.generate(method, problem)) for problem in placed)
             curves.setdefault(method, []).append((stages, held / UNIT * size))
@@ -257,7 +257,7 @@ def gain(curves: Curves) -> Iterator[Check]:
 
 def with_room(problem: Problem, activations: int) -> float:
     """The span (ms) of list scheduling where each device has memory for so many activations of its stage."""
-    short = with_budget(problem, activations * problem.stages[0].activation_bytes)
+    short = with_budget(problem, activations * int(problem.costs.activation[0, 0]))
     return heuristics.generate("adaoffload", short, "span").span_ms
 
 

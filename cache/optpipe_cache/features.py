@@ -27,7 +27,7 @@ STEP = 0.01  # of the grid: differences of about one percent
 SMALL = 0.1  # of a stage's work, or of an activation: smaller figures matter little, so their grid is coarser
 MOST = 1e9  # cap of proportions: dividing by times near zero gives no useful number
 REACH = 1.0  # two problems further apart than this are not similar; docs/cache.md has what it was set from
-VERSION = 2  # of this key: other versions are never similar
+VERSION = 3  # of this key: other versions are never similar
 
 Steps = NDArray[np.int16]
 
@@ -162,20 +162,28 @@ def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
         "parameters_in": Kind.P,
     }
     moved = (Kind.O, Kind.R)  # part by part
+    spreads: list[tuple[str, Floats | float]] = []  # of micro-batches that differ
     for name, kind in times.items():
-        yield name, costs.ms[kind] * (costs.parts if kind in moved else 1) / work
-    yield "p2p", problem.p2p_ms / work
+        ms = costs.ms[kind] * (costs.parts[:, None] if kind in moved else 1) / work
+        yield name, ms.mean(axis=1)
+        spreads.append((f"{name}_spread", ms.std(axis=1)))
+    messages_ms = costs.message_ms[costs.message_ms > 0].tolist() or [0.0]
+    yield "p2p", float(np.mean(messages_ms)) / work
+    spreads.append(("p2p_spread", float(np.std(messages_ms)) / work))
     yield "overlap", problem.overlap_factor or 1.0
     yield "microbatches", m
     devices = range(len(problem.devices))
     stages = [problem.stages_on(d) for d in devices]
     useful = min(m, 2 * len(problem.devices))  # by then no more memory helps
-    fit = [_microbatches(costs.activation_budget[d], costs.activation[stages[d]], useful) for d in devices]
+    fit = [_microbatches(costs.activation_budget[d], costs.activation[stages[d]].max(axis=1), useful) for d in devices]
     yield "memory", np.array(fit)
-    hosted = [_microbatches(costs.host_memory[d], costs.offload[stages[d]], m) for d in devices]
+    hosted = [_microbatches(costs.host_memory[d], costs.offload[stages[d]].max(axis=1), m) for d in devices]
     yield "host_memory", np.array(hosted) / m
     for name in ("activation", "saved_for_weight", "offload", "checkpoint", "evict"):
-        yield f"{name}_bytes", getattr(costs, name) / largest
+        nbytes = getattr(costs, name) / largest
+        yield f"{name}_bytes", nbytes.mean(axis=1)
+        spreads.append((f"{name}_bytes_spread", nbytes.std(axis=1)))
+    yield from spreads
 
 
 def _microbatches(limit: int, per_stage: NDArray[np.int64], most: int) -> float:

@@ -53,7 +53,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         k, s = choose_op(figures, rules, state, d, now, reserved)
         if k == NONE:
             continue
-        end = now + figures.ms[k, s]
+        end = now + figures.ms[k, s, state.column[state.next_microbatch[k, s]]]
         if end > stop_ms:
             return False
         start_op(figures, rules, state, k, s, now, end)
@@ -94,7 +94,7 @@ def listed_ms(figures: Figures, state: State, span: bool) -> float:
             for j in range(microbatches):
                 if state.start[k, s, j] < np.inf:
                     first[d] = min(first[d], state.start[k, s, j])
-                    last[d] = max(last[d], state.start[k, s, j] + figures.ms[k, s])
+                    last[d] = max(last[d], state.start[k, s, j] + figures.ms[k, s, state.column[j]])
     if not span:
         return float(last.max())
     longest = 0.0

@@ -70,6 +70,10 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
     devices, chunks = len(figures.memory), int(choices.visits.max()) + 1
     relief_possible = choices.parts.max() > 0 or choices.recomputes.max() > 0
     while True:
+        if choices.order_is_free and _draw(progress) < 0.5:
+            _move_microbatch(rules, progress)
+            if _draw(progress) < 0.7:
+                return
         first = _below(devices, progress)
         end = first + 1 + int(_exponential(progress) * devices / 4.0)
         if _draw(progress) < 0.15:
@@ -84,7 +88,7 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
                 other = NO_CHUNK
             _change_in_flight(rules, chosen, _mask(figures, choices, first, end, other), progress)
         else:
-            _change_waiting(figures, rules, chosen, progress)
+            _change_waiting(choices, rules, chosen, progress)
         if _draw(progress) < 0.7:
             return
 
@@ -109,13 +113,13 @@ def _change_in_flight(rules: Rules, chosen: Flags, others: Flags, progress: Floa
 
 
 @compiled_part
-def _change_waiting(figures: Figures, rules: Rules, chosen: Flags, progress: Floats) -> None:
+def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Wait for forwards or backwards for a share of what they last, or not at all."""
     kind, share = _below(2, progress), _draw(progress)
     share = (0.0, 0.3 * share, share)[_below(3, progress)]
     for s in range(len(chosen)):
         if chosen[s]:
-            rules.wait_ms[kind, s] = share * figures.ms[kind, s]
+            rules.wait_ms[kind, s] = share * choices.patience_ms[kind, s]
 
 
 @compiled_part
@@ -153,6 +157,20 @@ def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress:
 
 
 @compiled_part
+def _move_microbatch(rules: Rules, progress: Floats) -> None:
+    """A micro-batch enters at another place, or two change places; what leaves of each activation goes with it."""
+    microbatches, swaps = len(rules.order), _draw(progress) < 0.5
+    a, b = _below(microbatches, progress), _below(microbatches, progress)
+    step = 1 if a < b else -1
+    while a != b:
+        other = b if swaps else a + step
+        rules.order[a], rules.order[other] = rules.order[other], rules.order[a]
+        for s in range(len(rules.leaves)):
+            rules.leaves[s, a], rules.leaves[s, other] = rules.leaves[s, other], rules.leaves[s, a]
+        a = other
+
+
+@compiled_part
 def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
     """A micro-batch does what the one before or after it does, and the other way round."""
     microbatches = rules.leaves.shape[1]
@@ -186,6 +204,8 @@ def _copy(source: Rules, target: Rules) -> None:
             target.wait_ms[kind, s] = source.wait_ms[kind, s]
         for j in range(microbatches):
             target.leaves[s, j] = source.leaves[s, j]
+    for j in range(microbatches):
+        target.order[j] = source.order[j]
 
 
 @compiled_part

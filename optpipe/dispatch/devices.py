@@ -20,6 +20,16 @@ def end_op(state: State, d: int) -> None:
 
 
 @compiled_phase
+def _next_recomputed(rules: Rules, state: State, s: int) -> int:
+    """The next micro-batch whose activation a stage computes again; m if there is none."""
+    j = state.next_microbatch[RECOMPUTE, s]
+    while j < rules.leaves.shape[1] and rules.leaves[s, j] >= 0:
+        j += 1
+    state.next_microbatch[RECOMPUTE, s] = j
+    return int(j)
+
+
+@compiled_phase
 def bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, now: float) -> int:
     """Bytes of the activation that is to come back or to be computed again next: no forward takes them."""
     soonest, size = np.inf, 0
@@ -28,16 +38,16 @@ def bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, now
             break
         j = state.next_to_return[s]
         if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
-            needed = state.begin[j] + figures.offset_ms[BACKWARD, s]
+            needed = state.begin[j] + figures.offset_ms[BACKWARD, s, state.column[j]]
             if needed - rules.lead_ms[s] <= now and needed < soonest:
                 soonest, size = needed, 0
                 for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
-                    size += figures.part_bytes[s, part]
-        j = state.next_microbatch[RECOMPUTE, s]
-        if j < rules.leaves.shape[1] and rules.leaves[s, j] < 0:
+                    size += figures.part_bytes[s, part, state.column[j]]
+        j = _next_recomputed(rules, state, s)
+        if j < rules.leaves.shape[1]:
             ready = state.input_ready[RECOMPUTE, s, j]
             if ready <= now and ready < soonest:
-                soonest, size = ready, figures.takes[RECOMPUTE, s]
+                soonest, size = ready, figures.takes[RECOMPUTE, s, state.column[j]]
     return size
 
 
@@ -55,11 +65,7 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
         for s in figures.stages_of_device[d]:
             if s == NONE:
                 break
-            j = state.next_microbatch[k, s]
-            if k == RECOMPUTE:
-                while j < microbatches and rules.leaves[s, j] >= 0:
-                    j += 1
-                state.next_microbatch[RECOMPUTE, s] = j
+            j = _next_recomputed(rules, state, s) if k == RECOMPUTE else state.next_microbatch[k, s]
             if j == microbatches:
                 continue
             ready = state.input_ready[k, s, j]
@@ -69,7 +75,7 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
                 look_at = min(look_at, ready)
                 if k > BACKWARD or ready > now + rules.wait_ms[k, s]:
                     continue
-            rank, takes = j, figures.takes[k, s]
+            rank, takes = j, figures.takes[k, s, state.column[j]]
             if k == FORWARD:
                 if j - state.next_microbatch[BACKWARD, s] >= rules.in_flight[s]:
                     continue
@@ -86,24 +92,25 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
 @compiled_phase
 def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
     d, j = figures.device[s], state.next_microbatch[k, s]
+    column = state.column[j]
     state.start[k, s, j] = now
     state.next_microbatch[k, s] += 1
-    state.held[d] += figures.takes[k, s]
-    state.frees[d] += figures.frees[k, s]
+    state.held[d] += figures.takes[k, s, column]
+    state.frees[d] += figures.frees[k, s, column]
     state.running[d] = True
     state.free_at[d] = end
     state.look_at[len(figures.stages_on_link) + d] = end
     if k <= BACKWARD:
-        state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s])
+        state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
     if k == FORWARD:
         state.forwards_left[d] -= 1
         if rules.leaves[s, j] < 0:
-            state.frees[d] += figures.frees_if_recomputed[s] - figures.frees[FORWARD, s]
+            state.frees[d] += figures.frees_if_recomputed[s, column] - figures.frees[FORWARD, s, column]
             state.activation_ready[s, j] = np.inf
     elif k == BACKWARD:
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         for part in range(state.parts_sent[s, j]):
-            state.frees_on_host[d] += figures.part_bytes[s, part]
+            state.frees_on_host[d] += figures.part_bytes[s, part, column]
         state.input_ready[WEIGHT, s, j] = end
     elif k == RECOMPUTE:
         state.activation_ready[s, j] = end
@@ -120,10 +127,10 @@ def tell_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int
     if stage == len(figures.device):  # after the last forward comes the backward of the same stage
         kind, stage = BACKWARD, s
     d = figures.device[stage]
-    ready = end if d == figures.device[s] else end + figures.p2p_ms
+    ready = end + figures.message_ms[kind, stage, state.column[j]]
     state.input_ready[kind, stage, j] = ready
     if kind == BACKWARD and rules.leaves[stage, j] < 0:
-        forward_end = state.start[FORWARD, stage, j] + figures.ms[FORWARD, stage]
+        forward_end = state.start[FORWARD, stage, j] + figures.ms[FORWARD, stage, state.column[j]]
         ready = max(now, ready - rules.lead_ms[stage], forward_end)
         state.input_ready[RECOMPUTE, stage, j] = ready
     if d != figures.device[s]:

@@ -25,36 +25,40 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 class Figures(NamedTuple):
     """The problem for `clock.list_ops`. S stages stand in the order of the only route.
 
+    The last axis of figures has a column for each class of equal micro-batches (`Costs.alike`).
+
     Attributes
     ----------
     ms
-        (6, S) of each F, B, W, C, and of one part's O and R.
+        (6, S, classes) of each F, B, W, C, and of one part's O and R.
     device
         (S,) of each stage.
     stages_of_device
         (D, most) the stages on each device, then -1.
-    p2p_ms
-        From one device to another.
+    message_ms
+        (2, S, classes) of the message that the F, the B of each stage waits for.
     takes, frees
-        (4, S) bytes of each compute op, when it starts and when it ends.
+        (4, S, classes) bytes of each compute op, when it starts and when it ends.
     frees_if_recomputed
-        (S,) bytes that an F frees whose activation is computed again.
+        (S, classes) bytes that an F frees whose activation is computed again.
     memory, host_memory
         (D,) bytes.
     part_bytes
-        (S, parts) of each part of an activation.
+        (S, parts, classes) of each part of an activation.
     links
         (2, D) the host link that carries each device's offloads and reloads: one for both, or one each way.
     stages_on_link
         (links, most) the stages whose activations each link carries, then -1.
     offset_ms
-        (2, S) how long after its micro-batch's begin the F, the B of each stage starts at full speed.
+        (2, S, classes) how long after its micro-batch's begin the F, the B of each stage starts at full speed.
+    alike
+        (m,) the column of each micro-batch.
     """
 
     ms: Floats
     device: Ints
     stages_of_device: Ints
-    p2p_ms: float
+    message_ms: Floats
     takes: Ints
     frees: Ints
     frees_if_recomputed: Ints
@@ -64,18 +68,21 @@ class Figures(NamedTuple):
     links: Ints
     stages_on_link: Ints
     offset_ms: Floats
+    alike: Ints
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Figures:
         route, costs, effects = np.array(problem.route(0)), problem.costs, Effects(problem)
         device = costs.device[route]
         # An op that takes no time gets an instant, so that the order of starts says what came first.
-        ms = np.maximum(costs.ms[np.ix_(np.array((*COMPUTE, *TRANSFERS)), route)], instant_ms(problem))
-        takes, frees = (table[np.ix_(np.array(COMPUTE), route)] for table in (effects.takes, effects.frees))
-        takes_if_recomputed, frees_if_recomputed = effects.recomputed
-        takes[-1] = takes_if_recomputed[Kind.C, route]
-        frees[-1] = frees_if_recomputed[Kind.C, route]
-        sizes = [np.array(effects.parts[s] if costs.can_offload[s] else [], dtype=np.int64) for s in route]
+        examples = costs.examples
+        compute, timed = np.ix_(np.array(COMPUTE), route), np.ix_(np.array((*COMPUTE, *TRANSFERS)), route)
+        ms = np.maximum(costs.ms[..., examples][timed], instant_ms(problem))
+        message_ms = costs.message_ms[:, route][..., examples]
+        takes, frees = (table[..., examples][compute] for table in (effects.takes, effects.frees))
+        takes_if_recomputed, frees_if_recomputed = (table[:, route][..., examples] for table in effects.recomputed)
+        takes[-1], frees[-1] = takes_if_recomputed[Kind.C], frees_if_recomputed[Kind.C]
+        part_bytes = np.swapaxes(effects.parts[route][:, examples] * costs.can_offload[route, None, None], 1, 2)
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         links = np.array([ways * costs.link, ways * costs.link + ways - 1])
         return in_rows(
@@ -83,16 +90,17 @@ class Figures(NamedTuple):
                 ms=ms,
                 device=device,
                 stages_of_device=_marked([device == d for d in range(len(problem.devices))]),
-                p2p_ms=problem.p2p_ms,
+                message_ms=message_ms,
                 takes=takes,
                 frees=frees,
-                frees_if_recomputed=frees_if_recomputed[Kind.F, route],
+                frees_if_recomputed=frees_if_recomputed[Kind.F],
                 memory=costs.activation_budget,
                 host_memory=costs.host_memory,
-                part_bytes=_padded(sizes, 0),
+                part_bytes=part_bytes,
                 links=links,
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
-                offset_ms=_offset_ms(ms, device, problem.p2p_ms),
+                offset_ms=_offset_ms(ms, message_ms),
+                alike=costs.alike,
             )
         )
 
@@ -109,13 +117,19 @@ class Choices(NamedTuple):
     visits
         (S,) how often the route was at the stage's device before.
     carry_ms
-        (S,) how long it takes to have all of an activation back.
+        (S,) how long it takes to have all of the largest activation back.
+    patience_ms
+        (2, S) the longest F and B of each stage: nothing waits longer.
+    order_is_free
+        Whether micro-batches differ and may enter in any order.
     """
 
     parts: Ints
     recomputes: Ints
     visits: Ints
     carry_ms: Floats
+    patience_ms: Floats
+    order_is_free: bool
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Choices:
@@ -126,20 +140,27 @@ class Choices(NamedTuple):
         )
         least_ms = np.where(parts + recomputes > 0, instant_ms(problem), 0.0)
         return in_rows(
-            Choices(parts, recomputes, visits(costs.device[route]), np.maximum(carry_ms(costs, route), least_ms))
+            Choices(
+                parts,
+                recomputes,
+                visits=visits(costs.device[route]),
+                carry_ms=np.maximum(carry_ms(costs, route), least_ms),
+                patience_ms=np.maximum(costs.ms[: Kind.B + 1, route].max(axis=-1), instant_ms(problem)),
+                order_is_free=bool(costs.alike.max() > 0 and not problem.fixed_order),
+            )
         )
 
 
 def carry_ms(costs: Costs, route: Ints) -> Floats:
-    """(S,) how long it takes to have all of an activation back that has left or is to be computed again."""
-    reloads = costs.can_offload[route] * costs.parts[route] * costs.ms[Kind.R, route]
-    longest: Floats = np.maximum(reloads, costs.can_recompute[route] * costs.ms[Kind.C, route])
+    """(S,) how long it takes to have all of the largest activation back that has left or is to be computed again."""
+    reloads = costs.can_offload[route] * costs.parts[route] * costs.ms[Kind.R, route].max(axis=-1)
+    longest: Floats = np.maximum(reloads, costs.can_recompute[route] * costs.ms[Kind.C, route].max(axis=-1))
     return longest
 
 
 def instant_ms(problem: Problem) -> float:
     """What an op lasts that takes no time: long enough that `lift` can tell it from its neighbours."""
-    return 10 * grain(np.array([problem.costs.ms.sum() * problem.microbatches]))
+    return 10 * grain(np.array([problem.costs.ms.sum()]))
 
 
 def in_rows(arrays: T) -> T:
@@ -148,21 +169,17 @@ def in_rows(arrays: T) -> T:
     return type(arrays)(*values)
 
 
-def _offset_ms(ms: Floats, device: Ints, p2p_ms: float) -> Floats:
-    hop = np.where(np.diff(device) != 0, p2p_ms, 0.0)
-    forward = np.r_[0.0, np.cumsum(ms[0, :-1] + hop)]
-    from_the_end = np.r_[np.cumsum((ms[1, 1:] + hop)[::-1])[::-1], 0.0]
-    return np.array([forward, forward[-1] + ms[0, -1] + from_the_end])
+def _offset_ms(ms: Floats, message_ms: Floats) -> Floats:
+    forward, backward = np.zeros((2, *message_ms.shape[1:]))
+    forward[1:] = np.cumsum(ms[0, :-1] + message_ms[0, 1:], axis=0)
+    backward[:-1] = np.cumsum((ms[1, 1:] + message_ms[1, :-1])[::-1], axis=0)[::-1]
+    return np.array([forward, forward[-1] + ms[0, -1] + backward])
 
 
 def _marked(masks: list[Flags]) -> Ints:
     """(n, most) the places that each mask marks, then -1."""
-    return _padded([np.flatnonzero(mask) for mask in masks], -1)
-
-
-def _padded(rows: list[Ints], value: int) -> Ints:
-    """The rows, filled up with a value to one length, at least 1."""
-    padded = np.full((len(rows), max(1, *map(len, rows))), value, dtype=np.int64)
-    for row, items in zip(padded, rows, strict=True):
+    places = [np.flatnonzero(mask) for mask in masks]
+    marked = np.full((len(places), max(1, *map(len, places))), -1, dtype=np.int64)
+    for row, items in zip(marked, places, strict=True):
         row[: len(items)] = items
-    return padded
+    return marked

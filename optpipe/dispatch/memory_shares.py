@@ -25,7 +25,7 @@ def memory_shares(problem: Problem, more: int, extra: int) -> Ints:
     """
     route = np.array(problem.route(0))
     costs = problem.costs
-    device, activation = costs.device[route], costs.activation[route]
+    device, activation = costs.device[route], costs.activation[route].mean(axis=1)
     again = visits(device) > 0
     remain = len(route) - np.arange(len(route))
     together = np.bincount(device, remain)[device]

@@ -18,7 +18,7 @@ import numpy as np
 from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.lift import lift_table
-from optpipe.model.arrays import Floats, Table
+from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
@@ -57,8 +57,8 @@ class Simulator:
         state = self._run(rules)
         if state is None:
             return None
-        compute, compute_start = self._rows_of(state.start[..., None], COMPUTE)
-        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS)
+        compute, compute_start = self._rows_of(state.start[..., None], COMPUTE, rules.order)
+        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS, rules.order)
         table, start = np.concatenate([compute, transfers]), np.concatenate([compute_start, transfer_start])
         return prune(replace(lift_table(self.problem, table, start, method), rules=rules))
 
@@ -75,10 +75,10 @@ class Simulator:
         state = self.new_state()
         return state if list_ops(self.figures, in_rows(rules), state, NEVER) else None
 
-    def _rows_of(self, start: Floats, kinds: tuple[Kind, ...]) -> tuple[Table, Floats]:
-        """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts."""
+    def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints) -> tuple[Table, Floats]:
+        """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts in the order of entry."""
         started = start < NEVER
         kind, stage, j, part = np.nonzero(started)
         route = np.array(self.problem.route(0))
-        table = np.array([np.array(kinds)[kind], route[stage], j, part, np.zeros_like(j)], dtype=np.int32).T
+        table = np.array([np.array(kinds)[kind], route[stage], order[j], part, np.zeros_like(j)], dtype=np.int32).T
         return table, start[started]

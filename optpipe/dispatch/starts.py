@@ -13,6 +13,7 @@ from optpipe.dispatch.simulate import Simulator
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.model.rules import RECOMPUTED, Rules
 from optpipe.schedule import Schedule
 
@@ -33,15 +34,33 @@ def first_rules(simulator: Simulator, warm_start: Schedule | None = None) -> Ite
     stages, carry = simulator.stages, simulator.choices.carry_ms
     no_wait, all_stay = np.zeros((2, stages)), np.zeros((stages, simulator.problem.microbatches), dtype=np.int64)
     shares = [memory_shares(simulator.problem, *choice) for choice in CHOICES]
-    for in_flight in shares:
-        yield Rules(in_flight, no_wait, all_stay, carry)
     to_the_end = stages - np.arange(stages)
-    for relief in _reliefs(simulator):
-        for share in SHARES:
-            leaves = spread(simulator, relief, np.full(stages, share), 0.0)
-            room_for = np.ceil(shares[0] / max(1 - share, 0.1)).astype(int)
-            for in_flight in (np.minimum(room_for, to_the_end), to_the_end):
-                yield Rules(in_flight, no_wait, leaves, carry)
+    for order in entry_orders(simulator.problem):
+        for in_flight in shares:
+            yield Rules(in_flight, no_wait, all_stay, carry, order)
+        for relief in _reliefs(simulator):
+            for share in SHARES:
+                leaves = spread(simulator, relief, np.full(stages, share), 0.0)
+                room_for = np.ceil(shares[0] / max(1 - share, 0.1)).astype(int)
+                for in_flight in (np.minimum(room_for, to_the_end), to_the_end):
+                    yield Rules(in_flight, no_wait, leaves, carry, order)
+
+
+def entry_orders(problem: Problem) -> Iterator[Ints]:
+    """Yields orders in which micro-batches may enter: that of their numbers first.
+
+    If they differ and the problem does not fix the order, also by their work: rising, falling, and rising to the middle
+    or falling to it, so that light ones fill and empty the pipeline, or heavy ones do.
+    """
+    yield np.arange(problem.microbatches)
+    if problem.fixed_order or problem.costs.alike.max() == 0:
+        return
+    work_ms = problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 1))
+    rising = np.argsort(work_ms, kind="stable")
+    yield rising
+    yield rising[::-1]
+    yield np.concatenate([rising[::2], rising[1::2][::-1]])
+    yield np.concatenate([rising[::-1][::2], rising[::-1][1::2][::-1]])
 
 
 def _reliefs(simulator: Simulator) -> Iterator[Relief]:
@@ -76,6 +95,8 @@ def followed_rules(schedule: Schedule) -> Rules:
     leaves = np.zeros((len(route), schedule.problem.microbatches), dtype=np.int64)
     now_in_flight, in_flight = np.zeros(len(route), dtype=np.int64), np.ones(len(route), dtype=np.int64)
     place = {s: k for k, s in enumerate(route)}
+    order = _entry_order(schedule, route[0])
+    enters = np.argsort(order)
     for program in schedule.programs:
         for op in program.ops():
             k = place[op.stage]
@@ -85,10 +106,18 @@ def followed_rules(schedule: Schedule) -> Rules:
             elif op.kind in BACKWARD:
                 now_in_flight[k] -= 1
             elif op.kind == Kind.O:
-                leaves[k, op.microbatch] = min(leaves[k, op.microbatch] + 1, costs.parts[op.stage])
+                j = enters[op.microbatch]
+                leaves[k, j] = min(leaves[k, j] + 1, costs.parts[op.stage])
             elif op.kind == Kind.C:
-                leaves[k, op.microbatch] = RECOMPUTED
-    return Rules(in_flight, np.zeros((2, len(route))), leaves, carry_ms(costs, np.array(route)))
+                leaves[k, enters[op.microbatch]] = RECOMPUTED
+    return Rules(in_flight, np.zeros((2, len(route))), leaves, carry_ms(costs, np.array(route)), order)
+
+
+def _entry_order(schedule: Schedule, first_stage: int) -> Ints:
+    program = schedule.programs[int(schedule.problem.costs.device[first_stage])]
+    entering = (program.table[:, KIND] == Kind.F) & (program.table[:, STAGE] == first_stage)
+    order: Ints = program.table[entering, MICROBATCH].astype(np.int64)
+    return order
 
 
 def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:
@@ -97,20 +126,22 @@ def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules |
     Times keep their proportion to those of the ops. Where there are more or fewer stages, each one follows the stage at
     the same place of the route.
     """
-    figures, choices, route = simulator.figures, simulator.choices, np.array(problem.route(0))
+    choices, route = simulator.choices, np.array(problem.route(0))
     stages, microbatches = simulator.stages, simulator.problem.microbatches
     if rules.leaves.shape != (len(route), problem.microbatches):
         return None
     source = np.rint(np.linspace(0, len(route) - 1, stages)).astype(int)
     leaves = rules.leaves[source][:, _source_microbatches(problem.microbatches, microbatches)]
     most = np.where(leaves < 0, choices.recomputes[:, None], choices.parts[:, None])
-    old_ms = problem.costs.ms[np.ix_(np.array((Kind.F, Kind.B)), route[source])]
+    old_ms = problem.costs.ms[: Kind.B + 1, route[source]].max(axis=-1)
+    keeps_order = microbatches == problem.microbatches and choices.order_is_free
     old_carry_ms = carry_ms(problem.costs, route[source])
     return Rules(
         in_flight=np.ceil(rules.in_flight[source] * stages / len(route)).clip(1, microbatches).astype(np.int64),
-        wait_ms=_scaled(rules.wait_ms[:, source], old_ms, figures.ms[:2], np.zeros_like(old_ms)),
+        wait_ms=_scaled(rules.wait_ms[:, source], old_ms, choices.patience_ms, np.zeros_like(old_ms)),
         leaves=np.sign(leaves) * np.minimum(np.abs(leaves), most),
         lead_ms=_scaled(rules.lead_ms[source], old_carry_ms, choices.carry_ms, choices.carry_ms),
+        order=rules.order if keeps_order else np.arange(microbatches),
     )
 
 

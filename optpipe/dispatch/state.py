@@ -56,6 +56,10 @@ class State(NamedTuple):
         (links, 3) way, stage and micro-batch of the part on each link; NONE where a link is free.
     link_free_at
         (links,) when the last transfer ends or ended.
+    column
+        (m,) in which column the figures of each micro-batch stand.
+
+    Micro-batches are numbered in the order in which they enter.
     """
 
     start: Floats
@@ -80,11 +84,12 @@ class State(NamedTuple):
     next_to_return: Ints
     carried: Ints
     link_free_at: Floats
+    column: Ints
 
 
 def new_state(figures: Figures, microbatches: int) -> State:
     """Returns room for `list_ops`, which can be used again and again."""
-    stages, parts = figures.part_bytes.shape
+    stages, parts, _ = figures.part_bytes.shape
     devices, links = len(figures.memory), len(figures.stages_on_link)
 
     def ints(*shape: int) -> Ints:
@@ -113,6 +118,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
         next_to_return=ints(stages),
         carried=ints(links, 3),
         link_free_at=np.zeros(links),
+        column=ints(microbatches),
     )
 
 
@@ -147,6 +153,8 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.next_to_return[:] = 0
     state.carried[:] = NONE
     state.link_free_at[:] = 0.0
+    for j in range(microbatches):
+        state.column[j] = figures.alike[rules.order[j]]
 
 
 @compiled_phase

@@ -19,6 +19,7 @@ import numpy as np
 
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import Ints
+from optpipe.model.costs import stored_width
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
@@ -93,7 +94,7 @@ class RowEffects(NamedTuple):
 
 
 class Effects:
-    """The table in one problem's bytes, for whole activations: arrays by kind and stage.
+    """The table in one problem's bytes, for whole activations: arrays by kind, stage and micro-batch.
 
     For an activation that stays on its device until its backward `takes` and `frees` are all there is. For one that is
     recomputed `recomputed` says what F and C do instead. Transfers take and free the bytes of their part (`parts`).
@@ -106,27 +107,31 @@ class Effects:
 
     def _by_kind(self, kept: Ints) -> tuple[Ints, Ints]:
         costs = self.problem.costs
+        arrays = costs.activation, costs.saved_for_weight, kept
+        width = max(map(stored_width, arrays))  # equal micro-batches are computed once
+        activation, saved, kept = (array[:, :width] for array in arrays)
         none = np.zeros_like(kept)
-        sizes = Sizes(costs.activation, costs.saved_for_weight, kept, moved=none, hosted=none)
+        sizes = Sizes(activation, saved, kept, moved=none, hosted=none)
+        shape = len(Kind), *costs.activation.shape
         takes = np.array([TABLE[kind].takes(sizes) for kind in Kind])
         frees = np.array([TABLE[kind].frees(sizes) for kind in Kind])
-        return takes, frees
+        return np.broadcast_to(takes, shape), np.broadcast_to(frees, shape)
 
     @cached_property
     def recomputed(self) -> tuple[Ints, Ints]:
-        """(len(Kind), S) what ops take and free where the activation is recomputed."""
+        """(len(Kind), S, m) what ops take and free where the activation is recomputed."""
         return self._by_kind(kept=self.problem.costs.checkpoint)
 
     @cached_property
-    def parts(self) -> list[list[int]]:
-        """Of each stage the bytes of each part of its activation that can leave."""
+    def parts(self) -> Ints:
+        """(S, m, parts) the bytes of each part of an activation that can leave; 0 beyond a stage's number of parts."""
         costs = self.problem.costs
-        return [
-            costs.part_bytes(np.full(n, s), np.arange(n)).tolist() if total else [0] * n
-            for s, (n, total) in enumerate(zip(costs.parts.tolist(), costs.offload.tolist(), strict=True))
-        ]
+        width = stored_width(costs.offload)
+        stage, j, part = np.ogrid[: len(costs.parts), :width, : costs.parts.max()]
+        nbytes = np.where(part < costs.parts[stage], costs.part_bytes(stage, j, part), 0)
+        return np.broadcast_to(nbytes, (*costs.offload.shape, nbytes.shape[2]))
 
-    def levels(self, stage: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
+    def levels(self, stage: int, microbatch: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
         """What an activation holds while these ops of it run one after the other, such as F, B, W or F, C, BW.
 
         One entry for each start and end at which the level changes; parts that leave in between come off it.
@@ -135,7 +140,10 @@ class Effects:
         levels: list[Level] = []
         held = 0
         for kind in kinds:
-            for ended, change in ((False, int(takes[kind, stage])), (True, -int(frees[kind, stage]))):
+            for ended, change in (
+                (False, int(takes[kind, stage, microbatch])),
+                (True, -int(frees[kind, stage, microbatch])),
+            ):
                 if change:
                     held += change
                     levels.append(Level(kind, ended, held))
@@ -149,17 +157,18 @@ class Effects:
 
     def _sizes(self, rows: Rows, index: Index) -> Sizes:
         costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
-        kept, moved = costs.activation[stage], costs.part_bytes(stage, rows.part)
+        activation, saved = costs.activation[stage, microbatch], costs.saved_for_weight[stage, microbatch]
+        kept, moved = activation, costs.part_bytes(stage, microbatch, rows.part)
         if costs.can_recompute.any():
             again = (index.rows_of(Kind.C) >= 0)[stage, microbatch]
-            kept = np.where(again, costs.checkpoint[stage], kept)
+            kept = np.where(again, costs.checkpoint[stage, microbatch], kept)
         if costs.can_evict.any():
             evicted = rows.of_kinds(Kind.D) & (index.rows_of(Kind.E) >= 0)[stage, microbatch]
-            moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage], moved)
+            moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage, microbatch], moved)
         hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
         leaving = np.flatnonzero(rows.of_kinds(Kind.O))
         np.add.at(hosted, (stage[leaving], microbatch[leaving]), moved[leaving])
-        return Sizes(costs.activation[stage], costs.saved_for_weight[stage], kept, moved, hosted[stage, microbatch])
+        return Sizes(activation, saved, kept, moved, hosted[stage, microbatch])
 
     def _by_row(self, rows: Rows, sizes: Sizes, what: str) -> Ints:
         effects = {kind: getattr(effect, what) for kind, effect in TABLE.items()}

@@ -17,6 +17,7 @@ import numpy as np
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Floats, Ints
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
@@ -56,7 +57,7 @@ def durations(problem: Problem, rows: Rows, ms: Floats | None = None) -> Floats:
     `ms` are the ops' times alone, by default the nominal ones; they may have further dimensions, such as samples.
     """
     if ms is None:
-        ms = problem.costs.ms[rows.kind, rows.stage]
+        ms = problem.costs.ms[rows.kind, rows.stage, rows.microbatch]
     ms[rows.first] = (problem.overlap_factor or 1.0) * (ms[rows.first] + ms[rows.first + 1])
     return ms
 
@@ -136,15 +137,15 @@ class _Collector:
     def add_neighbour_stages(self) -> None:
         """A forward needs that of the stage before it on the route, a backward that of the stage after it."""
         costs = self._problem.costs
-        for kinds, neighbours in (((Kind.F,), costs.before), ((Kind.B, Kind.BW), costs.after)):
+        ways = (((Kind.F,), costs.before, FORWARDS), ((Kind.B, Kind.BW), costs.after, GRADIENTS))
+        for kinds, neighbours, way in ways:
             waiting, targets = self._rows_of(*kinds), self._index.rows_of(*kinds)
             stage, microbatch = self._activations(waiting)
             neighbour = neighbours[costs.route[microbatch], stage]
             inner = neighbour >= 0
             waiting, stage, neighbour = waiting[inner], stage[inner], neighbour[inner]
             self._require(waiting, ACROSS, targets[neighbour, microbatch[inner]], "neighbour stage's op to wait for")
-            same_device = costs.device[neighbour] == costs.device[stage]
-            self.delay_ms[waiting] = np.where(same_device, 0.0, self._problem.p2p_ms)
+            self.delay_ms[waiting] = costs.message_ms[way, stage, microbatch[inner]]
 
     def add_places_in_program(self) -> None:
         """A transfer needs the op on the compute stream after which it stands."""

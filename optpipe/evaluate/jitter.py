@@ -99,7 +99,9 @@ class Noise:
             of_kind = np.flatnonzero(rows.kind == kind)
             part = rows.part[of_kind] if kind in TRANSFERS else 0
             factor[of_kind] = self._factors(kind)[rows.stage[of_kind], rows.microbatch[of_kind], part]
-        return durations(self.problem, rows, self.problem.costs.ms[rows.kind, rows.stage, None] * factor)
+        return durations(
+            self.problem, rows, self.problem.costs.ms[rows.kind, rows.stage, rows.microbatch, None] * factor
+        )
 
     def _draw(self, kind: Kind) -> Floats:
         """(S, m, parts, samples) the factors on the nominal times of this kind's ops."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,6 +23,7 @@ def complaints(problem: Problem, links: Mapping[str, Program], rows: Rows, index
         *_missing(problem, index),
         *_out_of_order(rows, index),
         *_bad_pairs(rows),
+        *_out_of_fixed_order(problem, rows, index),
         *(f"links[{link!r}]: no two devices share such a link" for link in links if link not in problem.shared_links),
     ]
 
@@ -125,6 +127,22 @@ def _out_of_order(rows: Rows, index: Index) -> list[str]:
             for a, b in zip(first[swapped][:MOST], second[swapped], strict=False)
         ]
     return wrong
+
+
+def _out_of_fixed_order(problem: Problem, rows: Rows, index: Index) -> list[str]:
+    """Where the problem fixes the order of micro-batches, the forwards of a route's first stage stand in it."""
+    if not problem.fixed_order:
+        return []
+    costs, forwards = problem.costs, index.rows_of(Kind.F)
+    wrong = []
+    for r, route in enumerate(problem.all_routes):
+        entering = forwards[route[0], costs.route == r]
+        wrong += [
+            f"{rows.op(later)} stands before {rows.op(sooner)}: the problem has fixed_order"
+            for sooner, later in pairwise(entering.tolist())
+            if 0 <= later < sooner
+        ]
+    return wrong[:MOST]
 
 
 def _bad_pairs(rows: Rows) -> list[str]:

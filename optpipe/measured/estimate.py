@@ -186,8 +186,8 @@ def _measurements(
     elif needed is not None:
         budgets = needed
     else:
-        sizes_by_device = [[ample.stages[s].activation_bytes for s in ample.stages_on(d)] for d in devices]
-        budgets = [ample.microbatches * sum(sizes) for sizes in sizes_by_device]
+        held = ample.costs.activation.sum(axis=1)
+        budgets = [int(held[ample.stages_on(d)].sum()) for d in devices]
     problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
     unknown = tuple(_unknown(times, message, needed is not None, len(devices), given))
     if ran.on_host:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints, Table
 from optpipe.model.ops import Kind
-from optpipe.model.records import Device, Stage
+from optpipe.model.records import Device, EachMs, Message, Stage
 
 # The field that says how long an op of each kind takes; drops, accepts and vacates take no time.
 MS_FIELDS: dict[Kind, tuple[str, ...]] = {
@@ -27,23 +29,26 @@ MS_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.P: ("parameters_in_ms",),
 }
 IN_PARTS = (Kind.O, Kind.R)
+FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Costs:
-    """Arrays by stage (length S), by route and stage, or by device (length D).
+    """Arrays by stage (length S) and micro-batch (length m), by route and stage, or by device (length D).
 
-    What a stage cannot do costs 0 and is marked in `can_...`.
+    What a stage cannot do costs 0 and is marked in `can_...`. Figures that are equal for all micro-batches take the
+    memory of one: their arrays are read-only views.
     """
 
     device: Ints  # (S,) the device of each stage
-    ms: Floats  # (len(Kind), S) duration by kind and stage; for O and R of one part
-    activation: Ints  # (S,) bytes
-    saved_for_weight: Ints  # (S,) bytes
-    offload: Ints  # (S,) bytes of all parts
+    ms: Floats  # (len(Kind), S, m) duration by kind, stage and micro-batch; for O and R of one part
+    message_ms: Floats  # (2, S, m) of the message that the F, the backward of each stage waits for; 0 where none comes
+    activation: Ints  # (S, m) bytes
+    saved_for_weight: Ints  # (S, m) bytes
+    offload: Ints  # (S, m) bytes of all parts
     parts: Ints  # (S,)
-    checkpoint: Ints  # (S,) bytes
-    evict: Ints  # (S,) bytes
+    checkpoint: Ints  # (S, m) bytes
+    evict: Ints  # (S, m) bytes
     can_offload: Flags  # (S,)
     can_recompute: Flags  # (S,)
     can_evict: Flags  # (S,)
@@ -63,40 +68,43 @@ class Costs:
         stages: Sequence[Stage],
         routes: Sequence[Sequence[int]],
         microbatch_routes: Sequence[int],
+        p2p_ms: EachMs,
+        messages: Sequence[Message],
     ) -> Costs:
-        ms = np.zeros((len(Kind), len(stages)))
-        for kind, fields in MS_FIELDS.items():
-            for s, stage in enumerate(stages):
-                parts = stage.offload_parts if kind in IN_PARTS else 1
-                ms[kind, s] = sum(getattr(stage, field) or 0.0 for field in fields) / parts
+        m = len(microbatch_routes)
         before = np.full((len(routes), len(stages)), OFF_ROUTE)
         after = before.copy()
         for r, route in enumerate(routes):
             before[r, route] = (NONE, *route[:-1])
             after[r, route] = (*route[1:], NONE)
+        route_of = np.array(microbatch_routes)
         names = [device.link or f"\0{d}" for d, device in enumerate(devices)]  # \0: a link of one's own
         number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        device_of = np.array([stage.device for stage in stages])
 
-        def by_stage(field: str) -> Ints:
-            return np.array([getattr(stage, field) or 0 for stage in stages])
+        def nbytes(field: str) -> Ints:
+            figures: Ints = _by_microbatch([getattr(stage, field) for stage in stages], m, np.int64)
+            return figures
 
         def marked(field: str) -> Flags:
             return np.array([getattr(stage, field) for stage in stages])
 
+        parts = np.array([stage.offload_parts for stage in stages])
         return cls(
-            device=by_stage("device"),
-            ms=ms,
-            activation=by_stage("activation_bytes"),
-            saved_for_weight=by_stage("saved_for_weight_bytes"),
-            offload=by_stage("offload_bytes"),
-            parts=by_stage("offload_parts"),
-            checkpoint=by_stage("checkpoint_bytes"),
-            evict=by_stage("evict_bytes"),
+            device=device_of,
+            ms=_durations_ms(stages, parts, m),
+            message_ms=_message_ms(p2p_ms, messages, device_of, np.array([before[route_of].T, after[route_of].T])),
+            activation=nbytes("activation_bytes"),
+            saved_for_weight=nbytes("saved_for_weight_bytes"),
+            offload=nbytes("offload_bytes"),
+            parts=parts,
+            checkpoint=nbytes("checkpoint_bytes"),
+            evict=nbytes("evict_bytes"),
             can_offload=marked("can_offload"),
             can_recompute=marked("can_recompute"),
             can_evict=marked("can_evict"),
             can_update=marked("can_update"),
-            route=np.array(microbatch_routes),
+            route=route_of,
             before=before,
             after=after,
             activation_budget=np.array([device.activation_budget_bytes for device in devices]),
@@ -105,8 +113,87 @@ class Costs:
             peer=np.array([NONE if device.peer is None else device.peer for device in devices]),
         )
 
-    def part_bytes(self, stage: Table | Ints, part: Table | Ints) -> Ints:
-        """Bytes of one part: equal ones that add up to `offload_bytes` exactly. Arrays of one shape."""
-        n, total = self.parts[stage], self.offload[stage]
+    def part_bytes(self, stage: Table | Ints, microbatch: Table | Ints, part: Table | Ints) -> Ints:
+        """Bytes of one part: equal ones that add up to `offload` exactly. Arrays of one shape."""
+        n, total = self.parts[stage], self.offload[stage, microbatch]
         upto: Ints = total * (part + 1) // n
         return upto - total * part // n
+
+    @cached_property
+    def alike(self) -> Ints:
+        """(m,) the class of each micro-batch: those of one class take one route and have the same figures.
+
+        Only such micro-batches can change places in a schedule.
+        """
+        m = len(self.route)
+        varying = [array.reshape(-1, m) for array in self._figures() if stored_width(array) > 1]
+        if not varying and not self.route.any():
+            return np.zeros(m, np.int64)
+        columns = np.concatenate([self.route[None].astype(np.float64), *varying])
+        _, first, alike = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        by_first = np.argsort(np.argsort(first))  # classes are numbered in the order of their first micro-batches
+        classes: Ints = by_first[alike.reshape(-1)]
+        return classes
+
+    @cached_property
+    def examples(self) -> Ints:
+        """(classes,) the first micro-batch of each class."""
+        return np.unique(self.alike, return_index=True)[1]
+
+    @cached_property
+    def classes(self) -> list[list[int]]:
+        """The micro-batches of each class."""
+        return [np.flatnonzero(self.alike == c).tolist() for c in range(len(self.examples))]
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all micro-batches of a route have the same figures."""
+        return len(self.examples) == len(np.unique(self.route))
+
+    def _figures(self) -> Iterator[Floats | Ints]:
+        """Yield the arrays whose last axis is that of micro-batches."""
+        yield from (self.ms, self.message_ms)
+        yield from (self.activation, self.saved_for_weight, self.offload, self.checkpoint, self.evict)
+
+
+def stored_width(array: Any) -> int:
+    """How many micro-batches an array has numbers for: all of them, or 1 where it has the same for all."""
+    return int(array.shape[-1]) if array.strides[-1] else 1
+
+
+def _by_microbatch(figures: Sequence[Any], microbatches: int, dtype: Any) -> Any:
+    """(S, m) the figures, each a number, a tuple or None: a view of (S, 1) where none is a tuple."""
+    width = microbatches if any(isinstance(figure, tuple) for figure in figures) else 1
+    array = np.zeros((len(figures), width), dtype)
+    for row, figure in zip(array, figures, strict=True):
+        row[:] = figure or 0
+    return np.broadcast_to(array, (len(figures), microbatches))
+
+
+def _durations_ms(stages: Sequence[Stage], parts: Ints, microbatches: int) -> Floats:
+    ms = {
+        field: _by_microbatch([getattr(stage, field) for stage in stages], microbatches, np.float64)
+        for fields in MS_FIELDS.values()
+        for field in fields
+    }
+    width = max(map(stored_width, ms.values()))
+    table = np.zeros((len(Kind), len(stages), width))
+    for kind, fields in MS_FIELDS.items():
+        table[kind] = sum(ms[field][:, :width] for field in fields)
+        if kind in IN_PARTS:
+            table[kind] /= parts[:, None]
+    return np.broadcast_to(table, (len(Kind), len(stages), microbatches))
+
+
+def _message_ms(p2p_ms: EachMs, messages: Sequence[Message], device: Ints, senders: Ints) -> Floats:
+    """(2, S, m) of the messages from the stages `senders` (2, S, m), which are `NONE` where no message comes."""
+    is_one = isinstance(p2p_ms, float) and not messages and (senders == senders[..., :1]).all()
+    width = 1 if is_one else senders.shape[2]
+    sender = senders[:, :, :width]
+    home, from_device = device[None, :, None], device[sender]
+    crosses = (sender >= 0) & (from_device != home)
+    ms = np.where(crosses, np.array(p2p_ms), 0.0)
+    for message in messages:
+        this = crosses & (from_device == message.sender) & (home == message.receiver)
+        ms = np.where(this, np.array(message.ms), ms)
+    return np.broadcast_to(ms, senders.shape)

@@ -3,21 +3,24 @@ can leave and come back while the device computes."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
 
 def offload_ratio(problem: Problem) -> list[float | None]:
     """k of each stage: the round trip of its activation over the time of its F, B and W.
 
-    None if the stage cannot offload; infinity if its transfers take time and its compute takes none. Waiting for other
-    devices on a shared link is not counted.
+    None if the stage cannot offload; infinity if its transfers take time and its compute takes none. Of different
+    micro-batches all count together. Waiting for other devices on a shared link is not counted.
     """
-    ratios: list[float | None] = []
-    for stage in problem.stages:
-        work_ms = stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms
-        away_ms = None if stage.offload_ms is None else stage.offload_ms + (stage.reload_ms or 0.0)
-        ratios.append(away_ms and (away_ms / work_ms if work_ms else float("inf")))
-    return ratios
+    costs = problem.costs
+    work_ms = costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 2)) / problem.microbatches
+    away_ms = costs.ms[[Kind.O, Kind.R]].sum(axis=(0, 2)) * costs.parts / problem.microbatches
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(away_ms > 0, away_ms / work_ms, 0.0).tolist()
+    return [ratio if possible else None for ratio, possible in zip(ratios, costs.can_offload.tolist(), strict=True)]
 
 
 def estimated_offload_ratio(hidden: float, sequence: float, flops: float, bytes_per_s: float) -> float:

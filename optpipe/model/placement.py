@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +13,7 @@ from pydantic import Field, model_validator
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, UPDATE, Document, Items, StageCosts
+from optpipe.model.records import EVICTION, UPDATE, Document, EachBytes, EachMs, Items, StageCosts, each_microbatch
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
@@ -154,40 +155,46 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     whole checkpoint.
     """
 
-    def ms(values: Sequence[float | None]) -> float:
-        return sum(value or 0.0 for value in values) / shares
+    def ms(field: str, of: Sequence[StageCosts]) -> EachMs:
+        joined: EachMs = each_microbatch(lambda *values: sum(values) / shares, *(getattr(c, field) for c in of))
+        return joined
 
-    def size(values: Sequence[int | None]) -> int:
-        return -(-sum(value or 0 for value in values) // shares)
+    def size(values: Sequence[EachBytes]) -> EachBytes:
+        joined: EachBytes = each_microbatch(lambda *values: -(-sum(values) // shares), *values)
+        return joined
 
-    def whole(gone: Sequence[int]) -> int:
-        """The activation of a piece, so that it keeps no less than `costs` keep while the bytes in `gone` are away."""
-        return size(gone) + size([sum(c.activation_bytes for c in costs) - sum(gone)])
+    def whole(away: Sequence[EachBytes]) -> EachBytes:
+        """The activation of a piece, so that it keeps no less than `costs` keep while the bytes in `away` are away."""
+        staying = size([*(c.activation_bytes for c in costs), *(each_microbatch(operator.neg, x) for x in away)])
+        kept: EachBytes = each_microbatch(operator.add, size(away), staying)
+        return kept
 
     leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
     evicting = [c for c in costs if c.can_evict]
     offload, evict = [c.offload_bytes or 0 for c in leaving], [c.evict_bytes or 0 for c in evicting]
-    activation = max(whole(offload), whole(evict))
+    activation = each_microbatch(max, whole(offload), whole(evict))
     fields: dict[str, Any] = {
-        "forward_ms": ms([c.forward_ms for c in costs]),
-        "backward_input_ms": ms([c.backward_input_ms for c in costs]),
-        "backward_weight_ms": ms([c.backward_weight_ms for c in costs]),
+        "forward_ms": ms("forward_ms", costs),
+        "backward_input_ms": ms("backward_input_ms", costs),
+        "backward_weight_ms": ms("backward_weight_ms", costs),
         "activation_bytes": activation,
         "saved_for_weight_bytes": size([c.saved_for_weight_bytes for c in costs]),
     }
     if leaving:
-        fields |= {"offload_ms": ms([c.offload_ms for c in leaving]), "reload_ms": ms([c.reload_ms for c in leaving])}
+        fields |= {name: ms(name, leaving) for name in ("offload_ms", "reload_ms")}
         fields |= {"offload_bytes": size(offload), "offload_parts": min(c.offload_parts for c in leaving)}
     if again:
-        kept = size([c.checkpoint_bytes if c.can_recompute else c.activation_bytes for c in costs])
-        kept = min(activation, max(kept, *(c.checkpoint_bytes or 0 for c in again)))
-        fields |= {"recompute_ms": ms([c.recompute_ms for c in again]), "checkpoint_bytes": kept}
+        kept = size([c.activation_bytes if c.checkpoint_bytes is None else c.checkpoint_bytes for c in costs])
+        kept = each_microbatch(max, kept, kept, *(c.checkpoint_bytes for c in again))
+        fields |= {
+            "recompute_ms": ms("recompute_ms", again),
+            "checkpoint_bytes": each_microbatch(min, activation, kept),
+        }
     if evicting:
-        fields |= {"evict_ms": ms([c.evict_ms for c in evicting]), "load_ms": ms([c.load_ms for c in evicting])}
+        fields |= {name: ms(name, evicting) for name in ("evict_ms", "load_ms")}
         fields |= {"evict_bytes": size(evict)}
-    updating = [c for c in costs if c.can_update]
-    if updating:
-        fields |= {name: ms([getattr(c, name) for c in updating]) for name in UPDATE}
+    if updating := [c for c in costs if c.can_update]:
+        fields |= {name: ms(name, updating) for name in UPDATE}
     return fields
 
 
@@ -206,10 +213,12 @@ def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int,
 
     By the dynamic program of the survey of pipeline parallelism. Among the best cuts it takes the most even one, by the
     sum of squares: next to a heavy layer, which no cut can split, the other stages stay even. If possible, no
-    activation of one stage alone exceeds its device's memory. A layer takes the time of its F, B and W.
+    activation of one stage alone exceeds its device's memory. A layer takes the time of its F, B and W; where
+    micro-batches differ, the sum of these times over all of them, and the largest activation.
     """
-    work = np.array([c.forward_ms + c.backward_input_ms + c.backward_weight_ms for c in layers])
-    held = np.array([float(c.activation_bytes) for c in layers])
+    times = [(c.forward_ms, c.backward_input_ms, c.backward_weight_ms) for c in layers]
+    work = np.array([np.sum(each_microbatch(lambda *ms: sum(ms), *each)) for each in times])
+    held = np.array([float(np.max(c.activation_bytes)) for c in layers])
     upto, holds = (np.concatenate(([0.0], np.cumsum(x))) for x in (work, held))
     lasts = upto - upto[:, None]  # [i, j]: a stage of layers i to j - 1
     lasts[np.tril_indices(len(upto))] = np.inf  # no stage without a layer

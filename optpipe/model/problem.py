@@ -1,4 +1,4 @@
-"""`Problem`: what is to be scheduled, in milliseconds (float) and bytes (int); file format `optpipe.problem/2`."""
+"""`Problem`: what is to be scheduled, in milliseconds (float) and bytes (int); file format `optpipe.problem/3`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
 from optpipe.model.costs import Costs
-from optpipe.model.records import Device, Document, Index, Items, Ms, Stage, StageCosts
+from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, Stage, StageCosts
 
 MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
@@ -35,7 +35,13 @@ class Problem(Document):
     microbatches
         How many micro-batches a batch is cut into.
     p2p_ms
-        How long a message takes between two devices. It occupies neither.
+        How long a message takes between two devices: one time, or a list with one for each micro-batch. It occupies
+        neither.
+    messages
+        Pairs of devices between which messages take another time than `p2p_ms`.
+    fixed_order
+        Whether micro-batches enter in the order of their numbers, as some data loaders ask. They enter in any order
+        otherwise.
     transfer_mode
         Whether a host link carries one transfer at a time, or one in each direction.
     devices
@@ -54,10 +60,12 @@ class Problem(Document):
 
     WHAT = "problem"
 
-    format: Literal["optpipe.problem/2"] = "optpipe.problem/2"
+    format: Literal["optpipe.problem/3"] = "optpipe.problem/3"
     name: Annotated[str, Field(max_length=200)] = ""
     microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
-    p2p_ms: Ms = 0.0
+    p2p_ms: EachMs = 0.0
+    messages: Annotated[Items[Message], Field(max_length=MAX_DEVICES * 4)] | None = None
+    fixed_order: bool = False
     transfer_mode: Literal["half_duplex", "full_duplex"] = "half_duplex"
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1, max_length=MAX_STAGES)]
@@ -68,7 +76,13 @@ class Problem(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Problem:
-        for message in (self._stage_complaint(), self._route_complaint(), self._size_complaint()):
+        for message in (
+            self._list_complaint(),
+            self._stage_complaint(),
+            self._message_complaint(),
+            self._route_complaint(),
+            self._size_complaint(),
+        ):
             if message:
                 raise ValueError(message)
         return self
@@ -89,6 +103,35 @@ class Problem(Document):
         for s, stage in enumerate(self.stages):
             if stage.can_evict and self.devices[stage.device].peer is None:
                 return f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
+        return None
+
+    def _message_complaint(self) -> str | None:
+        pairs = set()
+        for i, message in enumerate(self.messages or ()):
+            for name, device in (("sender", message.sender), ("receiver", message.receiver)):
+                if device >= len(self.devices):
+                    return f"messages[{i}].{name} = {device}: there are {len(self.devices)} devices, numbered from 0"
+            pair = message.sender, message.receiver
+            if message.sender == message.receiver:
+                return f"messages[{i}].receiver = {message.receiver}: a message goes to another device"
+            if pair in pairs:
+                return f"messages[{i}]: messages from device {pair[0]} to device {pair[1]} stand there twice"
+            pairs.add(pair)
+        return None
+
+    def _list_complaint(self) -> str | None:
+        """A list that has not one number for each micro-batch."""
+        lists: list[tuple[str, Any]] = [("p2p_ms", self.p2p_ms)]
+        lists += [(f"messages[{i}].ms", message.ms) for i, message in enumerate(self.messages or ())]
+        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
+            for i, costs in enumerate(records):
+                lists += [(f"{name}[{i}].{field}", figures) for field, figures in costs.lists()]
+        for name, figures in lists:
+            if isinstance(figures, tuple) and len(figures) != self.microbatches:
+                return (
+                    f"{name} has {len(figures)} entries: one number, or one for each of the {self.microbatches} "
+                    "microbatches"
+                )
         return None
 
     def _route_complaint(self) -> str | None:
@@ -132,7 +175,11 @@ class Problem(Document):
                 f"offload_parts = {parts}: times {len(self.stages)} stages and {self.microbatches} "
                 f"microbatches, at most {MAX_PARTS} parts"
             )
-        total = sum(stage.activation_bytes + stage.saved_for_weight_bytes for stage in self.stages) * self.microbatches
+        total = sum(
+            sum(figure) if isinstance(figure, tuple) else figure * self.microbatches
+            for stage in self.stages
+            for figure in (stage.activation_bytes, stage.saved_for_weight_bytes)
+        )
         if total >= 2**62:
             return f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
         return None
@@ -153,9 +200,10 @@ class Problem(Document):
     def with_memory_for(self, activations: float) -> Problem:
         """The problem with other budgets: each device can hold the activations of all its stages so many times.
 
-        One activation is that of one stage and one micro-batch.
+        One activation is that of one stage and one micro-batch; of different micro-batches it is the largest.
         """
-        whole = [sum(self.stages[s].activation_bytes for s in self.stages_on(d)) for d in range(len(self.devices))]
+        largest = self.costs.activation.max(axis=1)
+        whole = [int(largest[self.stages_on(d)].sum()) for d in range(len(self.devices))]
         budgets = [{"activation_budget_bytes": int(activations * nbytes)} for nbytes in whole]
         return self.replace(
             devices=[device.model_copy(update=budget) for device, budget in zip(self.devices, budgets, strict=True)]
@@ -165,7 +213,7 @@ class Problem(Document):
     def costs(self) -> Costs:
         """The figures as numpy arrays."""
         routes = self.microbatch_routes or [0] * self.microbatches
-        return Costs.from_records(self.devices, self.stages, self.all_routes, routes)
+        return Costs.from_records(self.devices, self.stages, self.all_routes, routes, self.p2p_ms, self.messages or ())
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
@@ -190,7 +238,10 @@ class Problem(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a problem file, without fields that are None."""
-        return self.model_dump(mode="json", exclude_none=True)
+        content = self.model_dump(mode="json", exclude_none=True)
+        if not self.fixed_order:
+            del content["fixed_order"]
+        return content
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from optpipe.errors import input_error
+from optpipe.errors import A_LIST, A_NUMBER, InputError, input_error
 
 MOST_MS = 1e12
 Ms = Annotated[float, Field(strict=True, ge=0, le=MOST_MS, allow_inf_nan=False)]
@@ -18,6 +20,38 @@ T = TypeVar("T")
 Items = Annotated[
     tuple[T, ...], Field(fail_fast=True)
 ]  # only the first wrong item is reported: a hostile file has many
+
+
+def _form(value: Any) -> str:
+    return A_LIST if isinstance(value, list | tuple) else A_NUMBER
+
+
+# One for all micro-batches, or a list with one for each.
+EachMs = Annotated[Annotated[Ms, Tag(A_NUMBER)] | Annotated[Items[Ms], Tag(A_LIST)], Discriminator(_form)]
+EachBytes = Annotated[Annotated[Bytes, Tag(A_NUMBER)] | Annotated[Items[Bytes], Tag(A_LIST)], Discriminator(_form)]
+Number = TypeVar("Number", int, float)
+
+
+def of_microbatch(figure: Number | tuple[Number, ...], microbatch: int) -> Number:
+    """The figure of one micro-batch."""
+    return figure[microbatch] if isinstance(figure, tuple) else figure
+
+
+def each_microbatch(combine: Callable[..., Any], *figures: Any) -> Any:
+    """Figures combined for each micro-batch: one number if each of them is one, else a tuple."""
+    lengths = [len(figure) for figure in figures if isinstance(figure, tuple)]
+    if not lengths:
+        return combine(*figures)
+    return tuple(combine(*(of_microbatch(figure, j) for figure in figures)) for j in range(max(lengths)))
+
+
+def one_for_all(figure: Number | tuple[Number, ...]) -> Number:
+    """The figure where all micro-batches have the same one. Raises InputError where they differ."""
+    numbers = set(figure if isinstance(figure, tuple) else (figure,))
+    if len(numbers) > 1:
+        raise InputError("micro-batches differ here: a problem with one number for each figure was expected")
+    return numbers.pop()
+
 
 # Fields that a stage has all of or none of.
 OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
@@ -73,10 +107,27 @@ class Device(Record):
     peer: Index | None = None
 
 
+class Message(Record):
+    """How long messages from one device to another take, where that differs from `p2p_ms`.
+
+    Attributes
+    ----------
+    sender, receiver
+        The devices.
+    ms
+        One time for all micro-batches, or a list with one for each.
+    """
+
+    sender: Index
+    receiver: Index
+    ms: EachMs
+
+
 class StageCosts(Record):
     """What one stage, or one layer, costs per micro-batch. Times in ms, sizes in bytes.
 
-    What is None, the stage cannot do.
+    Each figure is one number for all micro-batches or a list with one for each; what happens once an iteration and
+    `offload_parts` are numbers. What is None, the stage cannot do.
 
     Attributes
     ----------
@@ -99,20 +150,20 @@ class StageCosts(Record):
         activation budget.
     """
 
-    forward_ms: Ms
-    backward_input_ms: Ms
-    backward_weight_ms: Ms
-    activation_bytes: Bytes
-    saved_for_weight_bytes: Bytes
-    offload_ms: Ms | None = None
-    reload_ms: Ms | None = None
-    offload_bytes: Bytes | None = None
+    forward_ms: EachMs
+    backward_input_ms: EachMs
+    backward_weight_ms: EachMs
+    activation_bytes: EachBytes
+    saved_for_weight_bytes: EachBytes
+    offload_ms: EachMs | None = None
+    reload_ms: EachMs | None = None
+    offload_bytes: EachBytes | None = None
     offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
-    recompute_ms: Ms | None = None
-    checkpoint_bytes: Bytes | None = None
-    evict_ms: Ms | None = None
-    load_ms: Ms | None = None
-    evict_bytes: Bytes | None = None
+    recompute_ms: EachMs | None = None
+    checkpoint_bytes: EachBytes | None = None
+    evict_ms: EachMs | None = None
+    load_ms: EachMs | None = None
+    evict_bytes: EachBytes | None = None
     gradient_out_ms: Ms | None = None
     update_ms: Ms | None = None
     parameters_in_ms: Ms | None = None
@@ -144,9 +195,33 @@ class StageCosts(Record):
             return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can be offloaded in parts"
         for name in ("offload_bytes", "checkpoint_bytes", "evict_bytes"):
             value = getattr(self, name)
-            if value is not None and value > self.activation_bytes:
-                return f"{name} = {value}: must be at most activation_bytes = {self.activation_bytes}"
+            if value is not None and (larger := _first_larger(name, value, self.activation_bytes)):
+                return larger
         return None
+
+    def of_microbatch(self, microbatch: int) -> Self:
+        """The costs of one micro-batch, each figure one number."""
+        return self.model_copy(update={name: figures[microbatch] for name, figures in self.lists()})
+
+    def lists(self) -> Iterator[tuple[str, tuple[float, ...]]]:
+        """The names and values of the figures that have a number for each micro-batch."""
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), tuple):
+                yield name, value
+
+
+def _first_larger(name: str, value: Any, activation: Any) -> str | None:
+    """The complaint about the first micro-batch of which more bytes leave than there are."""
+    for j, larger in enumerate(_as_tuple(each_microbatch(operator.gt, value, activation))):
+        if larger:
+            index, whole = (f"[{j}]" * isinstance(figure, tuple) for figure in (value, activation))
+            given, most = of_microbatch(value, j), of_microbatch(activation, j)
+            return f"{name}{index} = {given}: must be at most activation_bytes{whole} = {most}"
+    return None
+
+
+def _as_tuple(figure: Any) -> tuple[Any, ...]:
+    return figure if isinstance(figure, tuple) else (figure,)
 
 
 class Stage(StageCosts):

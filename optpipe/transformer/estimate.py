@@ -11,7 +11,7 @@ from math import ceil
 from optpipe.errors import InputError
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
-from optpipe.model.records import Device, Stage, StageCosts
+from optpipe.model.records import Device, Stage, StageCosts, one_for_all
 from optpipe.transformer.pieces import Piece, Pieces
 from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
 from optpipe.transformer.times import Clock
@@ -162,7 +162,8 @@ class Estimate:
     def busy_ms(self) -> list[float]:
         """How long each device computes for one micro-batch."""
         layers = self.layers
-        whole = [layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms for layer in layers]
+        times = [(layer.forward_ms, layer.backward_input_ms, layer.backward_weight_ms) for layer in layers]
+        whole = [sum(map(one_for_all, each)) for each in times]
         return [sum(whole[i] for i in held) for held in self._held]
 
     @property

@@ -25,16 +25,21 @@ def has_only_known_ops(schedule: Schedule) -> bool:
 
 
 def needs_fused(problem: Problem) -> Flags:
-    """(S,) the stages whose BW needs less memory than B and W: only there it can do what they cannot."""
+    """(S,) the stages whose BW needs less memory than B and W for some micro-batch: only there it can do what they
+    cannot."""
     effects = Effects(problem)
 
     held = (effects.takes - effects.frees)[Kind.F]
 
-    def most(stage: int, *kinds: Kind) -> int:
-        levels = effects.levels(stage, Kind.F, *kinds)
-        return max([int(held[stage]), *(level.bytes for level in levels if level.kind != Kind.F)])
+    def most(stage: int, j: int, *kinds: Kind) -> int:
+        levels = effects.levels(stage, j, Kind.F, *kinds)
+        return max([int(held[stage, j]), *(level.bytes for level in levels if level.kind != Kind.F)])
 
-    return np.array([most(s, Kind.B, Kind.W) > most(s, Kind.BW) for s in range(len(problem.stages))])
+    def saves(stage: int, j: int) -> bool:
+        return most(stage, j, Kind.B, Kind.W) > most(stage, j, Kind.BW)
+
+    examples = problem.costs.examples.tolist()
+    return np.array([any(saves(s, j) for j in examples) for s in range(len(problem.stages))])
 
 
 def deliveries(schedule: Schedule, objective: Objective) -> Floats:

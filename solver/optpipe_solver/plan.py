@@ -98,6 +98,7 @@ SPARE_S = 2.0  # of the time, not given to searches: their processes start and e
 SOLVED = ((4, 0.3), (2, 0.7))  # rounds of searches: the number of candidates, and the share of what is left
 
 # Bounds
+MEMORY_BOUND_PASSES = 4_096  # of unequal micro-batches through stages; with more the bound by memory takes seconds
 WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
 MEASURES = 12  # dual feasible functions that are tried
 MEASURE_STAGES = 256  # stages of a device up to which more than one function is tried

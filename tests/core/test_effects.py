@@ -50,20 +50,20 @@ def test_every_byte_taken_is_freed():
 
 
 def test_parts_add_up_and_transfers_move_them():
-    assert Effects(ONE).parts == [[2, 3]]
+    assert Effects(ONE).parts.tolist() == [[[2, 3]]]
     compiled = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
-    assert compiled.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0]
+    assert compiled.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0, 0].tolist()
 
 
 def test_levels_say_what_an_activation_holds_op_by_op():
     effects = Effects(ONE)
-    assert effects.levels(0, Kind.F, Kind.B, Kind.W) == [
+    assert effects.levels(0, 0, Kind.F, Kind.B, Kind.W) == [
         Level(Kind.F, False, 10),
         Level(Kind.B, True, 4),
         Level(Kind.W, True, 0),
     ]
-    assert effects.levels(0, Kind.F, Kind.BW) == [Level(Kind.F, False, 10), Level(Kind.BW, True, 0)]
-    assert effects.levels(0, Kind.F, Kind.C, Kind.BW, recomputed=True) == [
+    assert effects.levels(0, 0, Kind.F, Kind.BW) == [Level(Kind.F, False, 10), Level(Kind.BW, True, 0)]
+    assert effects.levels(0, 0, Kind.F, Kind.C, Kind.BW, recomputed=True) == [
         Level(Kind.F, False, 10),
         Level(Kind.F, True, 3),
         Level(Kind.C, False, 10),
@@ -77,7 +77,7 @@ def test_a_changed_rule_changes_certificate_levels_and_picture():
     assert certify(ONE, schedule).device[0].bytes == 10 + WORKSPACE
     assert certify(ONE, schedule).device[0].at == "0B0"
     assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + WORKSPACE
-    assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, Kind.F, Kind.B, Kind.W)
+    assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, 0, Kind.F, Kind.B, Kind.W)
 
 
 def test_the_index_finds_every_op():

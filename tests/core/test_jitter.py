@@ -33,7 +33,7 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
     makespans, spans = noise.lengths_ms(schedule), noise.lengths_ms(schedule, "span")
     for sample in (0, noise.samples - 1):
         ms = dict(zip(ops, noise.durations_ms(Rows(alone, rows.device))[:, sample].tolist(), strict=True))
-        seen = clock.run(problem, schedule, ms.__getitem__, lambda op: problem.p2p_ms)
+        seen = clock.run(problem, schedule, ms.__getitem__, lambda op: clock.nominal_message_ms(problem, op))
         assert makespans[sample] == pytest.approx(seen.makespan)
         assert spans[sample] <= makespans[sample] + 1e-9
 
@@ -49,7 +49,7 @@ def test_without_noise_the_percentile_is_the_nominal_length(pair):
 def test_the_time_of_an_op_is_normal_and_cut():
     problem = chain(m=40)
     rows = gpipe(problem).compiled.rows
-    nominal = problem.costs.ms[rows.kind, rows.stage, None]
+    nominal = problem.costs.ms[rows.kind, rows.stage, rows.microbatch, None]
     factors = Noise(problem, 0.05).durations_ms(rows) / nominal
     assert factors.shape == (len(rows), MOST_SAMPLES)
     assert factors.mean() == pytest.approx(1.0, abs=0.001)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from support.strategies import problems
 
-from optpipe import InputError, Kind, Problem
+from optpipe import InputError, Kind, Problem, Schedule, certify, check
 
 
 def content(**changes: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def content(**changes: Any) -> dict[str, Any]:
         "offload_bytes": 50,
     }
     return {
-        "format": "optpipe.problem/2",
+        "format": "optpipe.problem/3",
         "microbatches": 2,
         "devices": [{"activation_budget_bytes": 100}, {"activation_budget_bytes": 100}],
         "stages": [stage, {**stage, "device": 1}],
@@ -100,6 +100,20 @@ WRONG = [
         r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?",
     ),
     (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
+    (
+        with_stage(forward_ms=[1.0]),
+        r"stages\[1\]\.forward_ms has 1 entries: one number, or one for each of the 2 micro",
+    ),
+    (with_stage(forward_ms=[1.0, -3.0]), r"stages\[1\]\.forward_ms\[1\] = -3\.0: input should be greater"),
+    (with_stage(activation_bytes=[50, 1.5]), r"stages\[1\]\.activation_bytes\[1\] = 1\.5"),
+    (
+        with_stage(activation_bytes=[50, 9]),
+        r"stages\[1\]\.offload_bytes = \d+: must be at most activation_bytes\[1\] = 9",
+    ),
+    (content(p2p_ms=[1.0] * 3), r"p2p_ms has 3 entries: one number, or one for each of the 2 microbatches"),
+    (content(messages=[{"sender": 0, "receiver": 2, "ms": 1.0}]), r"messages\[0\]\.receiver = 2: there are 2 devices"),
+    (content(messages=[{"sender": 1, "receiver": 1, "ms": 1.0}]), r"messages\[0\]\.receiver = 1: a message goes to an"),
+    (content(messages=[{"sender": 0, "receiver": 1, "ms": 1.0}] * 2), r"messages\[1\]: .* stand there twice"),
     (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
     (content(microbatches=0), r"microbatches = 0"),
     (content(microbatches=2.0), r"microbatches = 2\.0"),
@@ -111,7 +125,7 @@ WRONG = [
     (content(p2p_ms=-0.5), r"p2p_ms = -0\.5"),
     (content(transfer_mode="duplex"), r"transfer_mode = 'duplex'"),
     (content(format="optpipe.schedule/2"), r"^problem is a schedule, a problem is expected: "),
-    (content(format=["optpipe.problem/2"]), r"format = a list of 1: "),
+    (content(format=["optpipe.problem/3"]), r"format = a list of 1: "),
     (content(devices=[]), r"devices = a list of 0"),
     (content(stages=[]), r"stages = a list of 0"),
     (content(overlap_factor=1.5), r"overlap_factor = 1\.5"),
@@ -182,7 +196,7 @@ def test_files_read_back(problem):
 def test_cached_properties_do_not_affect_equality():
     one, two, other = (Problem.from_dict(content(p2p_ms=ms)) for ms in (1.0, 1.0, 2.0))
     for problem in (one, two, other):
-        assert problem.costs.ms.shape == (len(Kind), 2)
+        assert problem.costs.ms.shape == (len(Kind), 2, problem.microbatches)
         assert problem.shared_links == {}
     assert one == two
     assert one != other
@@ -202,3 +216,42 @@ def test_memory_for_a_number_of_activations():
     stages = [stage | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
     problem = Problem.from_dict(content(stages=stages)).with_memory_for(1.5)
     assert [device.activation_budget_bytes for device in problem.devices] == [211, 105]
+
+
+UNEVEN = with_stage(
+    forward_ms=[1.0, 2.0], activation_bytes=[50, 30], offload_bytes=[50, 30], saved_for_weight_bytes=[20, 5]
+)
+
+
+def test_each_micro_batch_has_its_own_figures():
+    problem = Problem.from_dict(UNEVEN | {"p2p_ms": [0.5, 1.5], "messages": [{"sender": 1, "receiver": 0, "ms": 4.0}]})
+    costs = problem.costs
+    assert costs.ms[Kind.F].tolist() == [[10.0, 10.0], [1.0, 2.0]]
+    assert costs.message_ms.tolist() == [[[0.0, 0.0], [0.5, 1.5]], [[4.0, 4.0], [0.0, 0.0]]]
+    assert costs.activation.tolist() == [[50, 50], [50, 30]]
+    assert not costs.are_equal
+    assert Problem.from_json(problem.to_json()).sha256 == problem.sha256
+
+
+def test_the_peak_is_that_of_the_very_micro_batches():
+    problem = Problem.from_dict(UNEVEN)
+    both, first = [["0F0", "0F1", "0BW1", "0BW0"], ["1F0", "1F1", "1BW1", "1BW0"]], "0F0 0BW0 0F1 0BW1"
+    assert [peak.bytes for peak in certify(problem, Schedule.parse(problem, both)).device] == [100, 80]
+    in_turn = Schedule.parse(problem, [first.split(), first.replace("0F", "1F").replace("0B", "1B").split()])
+    assert [peak.bytes for peak in certify(problem, in_turn).device] == [50, 50]
+
+
+def test_equal_lists_are_equal_micro_batches():
+    """Classes go by figures, whether they are written as one number or as a list."""
+    problem = Problem.from_dict(with_stage(forward_ms=[10.0, 10.0]))
+    assert problem.costs.are_equal
+    assert problem.costs.classes == [[0, 1]]
+
+
+def test_a_fixed_order_is_kept():
+    problem = Problem.from_dict(content(fixed_order=True))
+    swapped = Schedule.parse(problem, [["0F1", "0F0", "0BW0", "0BW1"], ["1F1", "1F0", "1BW0", "1BW1"]])
+    assert check(problem, swapped) == ["0F1 stands before 0F0: the problem has fixed_order"]
+    later = Schedule.parse(problem, [["0F0", "0F1", "0BW0", "0BW1"], ["1F1", "1F0", "1BW0", "1BW1"]])
+    assert check(problem, later) == []
+    assert "fixed_order" not in Problem.from_dict(content()).to_dict()

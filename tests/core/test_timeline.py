@@ -29,7 +29,10 @@ def test_the_timeline_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
     seen = clock.run(
-        problem, schedule, lambda op: float(problem.costs.ms[op.kind, op.stage]), lambda op: problem.p2p_ms
+        problem,
+        schedule,
+        lambda op: float(problem.costs.ms[op.kind, op.stage, op.microbatch]),
+        lambda op: clock.nominal_message_ms(problem, op),
     )
     timeline = simulate(problem, schedule)
     ops = [op for program in schedule.programs for op in program.ops()]

@@ -16,6 +16,7 @@ from support.small_problems import problems_of_every_sort
 from optpipe import Kind, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
+from optpipe.model.records import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -268,14 +269,15 @@ def odd(problem: Problem, sizes: int, chance: random.Random) -> Problem:
     before."""
 
     def costs(stage: Stage) -> Stage:
-        ms = {name: ms * chance.uniform(0.9, 1.1) for name, ms in stage if name.endswith("_ms") and ms is not None}
-        grown = {name: size * sizes for name, size in stage if name.endswith("_bytes") and size}
-        less = {
-            name: size - chance.randint(0, 5)
-            for name, size in grown.items()
-            if name in ("saved_for_weight_bytes", "checkpoint_bytes")
-        }
-        return stage.model_copy(update=ms | grown | less)
+        changed: dict[str, object] = {}
+        for name, figure in stage:
+            if name.endswith("_ms") and figure is not None:
+                factor = chance.uniform(0.9, 1.1)
+                changed[name] = each_microbatch(lambda ms, factor=factor: ms * factor, figure)
+            elif name.endswith("_bytes") and figure:
+                less = chance.randint(0, 5) if name in ("saved_for_weight_bytes", "checkpoint_bytes") else 0
+                changed[name] = each_microbatch(lambda size, less=less: max(0, size * sizes - less), figure)
+        return stage.model_copy(update=changed)
 
     devices = [
         device.model_copy(update={name: size * sizes for name, size in device if name.endswith("_bytes") and size})

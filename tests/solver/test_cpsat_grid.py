@@ -23,8 +23,8 @@ def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: i
     grid = Grid.for_problem(problem)
     assert grid.serial < 2 * LONGEST
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C):
-        assert grid.duration(kind, 0) >= 1
-        assert grid.ms(grid.duration(kind, 0)) >= problem.costs.ms[kind, 0] * (1 - 1e-12)
+        assert grid.duration(kind, 0, 0) >= 1
+        assert grid.ms(grid.duration(kind, 0, 0)) >= problem.costs.ms[kind, 0, 0] * (1 - 1e-12)
 
 
 @given(
@@ -38,12 +38,12 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     )
     grid = Grid.for_problem(problem).relaxed
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
-        assert grid.ms(grid.duration(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)
-    assert grid.ms(grid.p2p) <= p2p
-    assert sum(grid.parts[0]) * grid.grain <= leaves
+        assert grid.ms(grid.duration(kind, 0, 0)) <= problem.costs.ms[kind, 0, 0] * (1 + 1e-12)
+    assert grid.ms(grid.forward_delay(1, 0)) <= p2p
+    assert sum(grid.parts(0, 0)) * grid.grain <= leaves
     exact = Effects(problem)
     for kinds, recomputed in VISITS:
-        levels = [of.levels(0, *kinds, recomputed=recomputed) for of in (grid, exact)]
+        levels = [of.levels(0, 0, *kinds, recomputed=recomputed) for of in (grid, exact)]
         assert all(down.bytes * grid.grain <= level.bytes for down, level in zip(*levels, strict=True))
     assert grid.lossless or grid.down
 
@@ -51,12 +51,12 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
 def test_what_is_whole_stays_so() -> None:
     grid = Grid.for_problem(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
     assert grid.exact
-    assert [grid.duration(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [207, 230, 184]
+    assert [grid.duration(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [9, 10, 8]  # of 1.15 ms
     assert not Grid.for_problem(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
 def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
     grid = Grid.for_problem(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
-    forward, *_ = grid.levels(0, Kind.F, Kind.B, Kind.W)
+    forward, *_ = grid.levels(0, 0, Kind.F, Kind.B, Kind.W)
     assert grid.capacity(0) < forward.bytes < 2**20

@@ -176,7 +176,9 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     """As those of other costs, or of a stranger who made them up."""
     simulator, stages = Simulator(problem), len(other.stages)
     leaves = np.full((stages, other.microbatches), value)
-    rules = Rules(np.full(stages, value), np.full((2, stages), 1e12), leaves, np.full(stages, 1e12))
+    rules = Rules(
+        np.full(stages, value), np.full((2, stages), 1e12), leaves, np.full(stages, 1e12), np.arange(other.microbatches)
+    )
     if found := moved_rules(simulator, rules, other):
         assert (found.in_flight >= 1).all()
         assert ((found.leaves <= simulator.choices.parts[:, None]) & (found.leaves >= -1)).all()
@@ -189,7 +191,7 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
 @pytest.mark.parametrize("leaves", [[[0], [0, 0]], [[], []], [[0]], []])
 def test_rules_on_the_wire_are_of_one_shape(leaves: list[list[int]]) -> None:
     row = [0.0] * min(2, len(leaves) * 2)
-    wrong = {"in_flight": [1] * len(row), "wait_ms": [row, row], "leaves": leaves, "lead_ms": row}
+    wrong = {"in_flight": [1] * len(row), "wait_ms": [row, row], "leaves": leaves, "lead_ms": row, "order": []}
     with pytest.raises(ValueError, match="rows of one length"):
         RulesRecord.model_validate(wrong)
 
@@ -254,7 +256,7 @@ def test_what_is_in_flight_and_waiting_change_the_order():
     waits = none.copy()
     waits[1, 0] = 30.0
     simulator, orders = Simulator(problem), []
-    stay = np.zeros((2, 4), dtype=int), np.zeros(2)
+    stay = np.zeros((2, 4), dtype=int), np.zeros(2), np.arange(4)
     for in_flight, wait_ms in ((4, none), (4, waits), (1, none)):
         schedule = simulator.schedule(Rules(np.full(2, in_flight), wait_ms, *stay), "dispatch")
         assert schedule is not None
@@ -268,7 +270,7 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
     tight = Problem.load(Path(__file__).parents[2] / "examples/problems/fastlink-4x8.json").with_memory_for(1.8)
     simulator = Simulator(tight)
     leaves = spread(simulator, "leaves", np.ones(4), 0.0)
-    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.choices.carry_ms)
+    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.choices.carry_ms, np.arange(8))
     schedule = simulator.schedule(rules, "dispatch")
     assert schedule is not None
     assert not check(tight, schedule)

@@ -38,7 +38,7 @@ def times(schedule: Schedule) -> dict[Op, float]:
 
 def lasting_pairs(problem: Problem, schedule: Schedule) -> bool:
     pairs = [item for program in schedule.programs for item in program if isinstance(item, Pair)]
-    return all(problem.costs.ms[op.kind, op.stage] > 0 for pair in pairs for op in pair)
+    return all(problem.costs.ms[op.kind, op.stage, op.microbatch] > 0 for pair in pairs for op in pair)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
@@ -36,9 +37,9 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
     content = before.to_dict()
     for stage in content["stages"]:
         for name in [name for name in stage if name.endswith("_ms")]:
-            stage[name] *= draw(st.sampled_from([0.0, 0.8, 1.0, 1.3]))
-        grown = draw(st.integers(0, 3))
-        stage["activation_bytes"] += grown
+            factor = draw(st.sampled_from([0.0, 0.8, 1.0, 1.3]))
+            stage[name] = (np.array(stage[name]) * factor).tolist()
+        stage["activation_bytes"] = (np.array(stage["activation_bytes"]) + draw(st.integers(0, 3))).tolist()
         if draw(st.booleans()):
             for name in ("offload_ms", "reload_ms", "offload_bytes", "offload_parts"):
                 stage.pop(name, None)

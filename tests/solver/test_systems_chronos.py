@@ -126,7 +126,7 @@ def blocking(schedule: Any, c: Fraction) -> Fraction:
                 receives = 0 <= before < len(stages) and stages[before].device != d
                 sends = 0 <= behind < len(stages) and stages[behind].device != d
                 start = max(at[d], ended.get(needed, at[d])) + c * receives
-                ended[kind, s, j] = start + Fraction(schedule.problem.costs.ms[kind, s])
+                ended[kind, s, j] = start + Fraction(schedule.problem.costs.ms[kind, s, j])
                 at[d] = ended[kind, s, j] + c * sends
                 del ops[0]
     return max(ended.values())

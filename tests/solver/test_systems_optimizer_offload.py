@@ -42,7 +42,7 @@ def fits_in_bubbles(problem: Problem) -> bool:
     Sufficient, not necessary: they run beside compute, and other devices' drain and fill last longer.
     """
     p = len(problem.stages) // 2
-    ms = problem.costs.ms
+    ms = problem.costs.ms[..., 0]
     step, upload = ms[[Kind.G, Kind.U]].sum(axis=0).max(), ms[Kind.P].max()
     backward, forward = float(ms[Kind.BW].sum()), float(ms[Kind.F].sum())
     return bool(step <= idle_before_shallow(p, backward) + 1e-9 and upload <= idle_before_deep(p, forward) + 1e-9)
@@ -55,8 +55,8 @@ def overlap(schedule: Schedule) -> float:
     without = []
     for program in schedule.programs:
         ops = [op for op in program.ops() if op.kind in OPTIMIZER]
-        inward = sum(float(problem.costs.ms[op.kind, op.stage]) for op in ops if op.kind == Kind.P)
-        outward = sum(float(problem.costs.ms[op.kind, op.stage]) for op in ops if op.kind != Kind.P)
+        inward = sum(float(problem.costs.ms[op.kind, op.stage, op.microbatch]) for op in ops if op.kind == Kind.P)
+        outward = sum(float(problem.costs.ms[op.kind, op.stage, op.microbatch]) for op in ops if op.kind != Kind.P)
         spent = [max(spent[0], inward), max(spent[1], outward)]
         without.append([op for op in program.ops() if op.kind not in OPTIMIZER])
     grown = schedule.makespan_ms - in_order(problem, without).makespan_ms

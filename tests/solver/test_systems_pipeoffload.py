@@ -124,7 +124,7 @@ def fits(d: int, times: tuple[float, float, float]) -> bool:
 
 def bubble(schedule: Schedule) -> float:
     """In slots."""
-    slot = sum(float(schedule.problem.costs.ms[kind, 0]) for kind in (Kind.F, Kind.B, Kind.W))
+    slot = sum(float(schedule.problem.costs.ms[kind, 0, 0]) for kind in (Kind.F, Kind.B, Kind.W))
     return schedule.makespan_ms / slot - schedule.problem.microbatches * len(schedule.problem.stages) / len(
         schedule.problem.devices
     )
@@ -189,7 +189,7 @@ def test_the_block_repeats_without_collisions(d, v):
         block, slot_ms = uniform_block(problem)
         table, start = slots(block, [j * v * slot_ms for j in range(2 * d)])
         assert slot_ms == sum(times)
-        end = start + problem.costs.ms[table[:, 0], table[:, 1]]
+        end = start + problem.costs.ms[table[:, 0], table[:, 1], table[:, 2]]
         assert all(end[a] - start[b] < 1e-9 for a, b in collisions(problem, block, table, start))  # float noise
         way = p2p_ms if d > 1 else 0.0
         for s in range(d * v - 1):

@@ -148,7 +148,7 @@ def test_one_that_does_not_fit_its_stages_says_what_it_lacks():
     PlacementSearch(Request(problem=small, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
     (note,) = (frame.text for frame in frames if isinstance(frame, Note))
     assert note.startswith("2 chunks a device, V-shaped: zb-v gives no schedule: device ")
-    assert note.endswith(" and has 1500")
+    assert note.endswith(" and has 1.5 kB")
     with pytest.raises(InputError, match=r"^method = 'zb-w': the methods are auto, naive, "):
         PlacementSearch(Request(problem=small, method="zb-w", placements="all"), frames.append)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from optpipe import Kind, Op, Pair, Problem, Schedule
+from optpipe.model.records import of_microbatch
 
 BACKWARD = (Kind.B, Kind.BW)
 
@@ -171,6 +173,22 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
     return needs
 
 
+def message_ms(problem: Problem, sender: int, receiver: int, microbatch: int) -> float:
+    """How long a message from one stage to another takes."""
+    devices = problem.stages[sender].device, problem.stages[receiver].device
+    if devices[0] == devices[1]:
+        return 0.0
+    others = {(message.sender, message.receiver): message.ms for message in problem.messages or ()}
+    return of_microbatch(others.get(devices, problem.p2p_ms), microbatch)
+
+
+def nominal_message_ms(problem: Problem, op: Op) -> float:
+    """How long the message takes that an F or a backward waits for; 0 where none comes."""
+    route = problem.route(op.microbatch)
+    at = route.index(op.stage) + (-1 if op.kind == Kind.F else 1)
+    return message_ms(problem, route[at], op.stage, op.microbatch) if 0 <= at < len(route) else 0.0
+
+
 def _message(
     problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Callable[[Op], float]
 ) -> float | None:
@@ -193,7 +211,7 @@ def _record_memory(problem: Problem, schedule: Schedule, clock: Clock, issued: d
     }
     for op in clock.end:
         place = position[op]
-        stage = problem.stages[op.stage]
+        stage: Any = problem.stages[op.stage].of_microbatch(op.microbatch)
         device, host = clock.device_events[stage.device], clock.host_events[stage.device]
         begin, end = issued.get(op, clock.start[op]), clock.end[op]
         recomputed = Op(Kind.C, op.stage, op.microbatch) in clock.end

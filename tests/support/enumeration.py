@@ -7,10 +7,13 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from optpipe import Kind, Op, Problem, Program, Schedule, Stage, certify, simulate
 from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
 from support import problems
+from support.clock import message_ms
 from support.problems import pipeline
 
 
@@ -70,7 +73,7 @@ def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
     if stage.can_recompute:
         found.append((Op(Kind.C, s, j),))
     if stage.can_offload:
-        assert (stage.offload_bytes or 0) % stage.offload_parts == 0
+        assert np.all(np.array(stage.offload_bytes) % stage.offload_parts == 0)
         for count in range(1, stage.offload_parts + 1):
             ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
             found += [
@@ -153,8 +156,8 @@ def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objectiv
     """`effects` are those of the table that is in place, by which programs fit."""
     first = problem.stages[0].device
     candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
-    if problem.routes is None:
-        # Micro-batches are alike, so they may enter the pipeline in order.
+    if problem.routes is None and (problem.fixed_order or not has_lists(problem)):
+        # Equal micro-batches may enter the pipeline in order.
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
     best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
@@ -173,6 +176,12 @@ def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objectiv
                 assert lengths == {"makespan": timeline.makespan_ms, "span": timeline.span_ms}
                 best = {objective: min(ms, best[objective]) for objective, ms in lengths.items()}
     return best, tried
+
+
+def has_lists(problem: Problem) -> bool:
+    """Whether some figure has a number for each micro-batch."""
+    messages = [problem.p2p_ms, *(message.ms for message in problem.messages or ())]
+    return any(isinstance(ms, tuple) for ms in messages) or any(any(stage.lists()) for stage in problem.stages)
 
 
 Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
@@ -223,14 +232,14 @@ def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
             waits += [(back, 0.0) for part in range(stage.offload_parts) if (back := ("R", s, j, part)) in there]
             sender = route[k + 1] if k + 1 < len(route) else None
         if sender is not None:
-            delay = 0.0 if problem.stages[sender].device == device else problem.p2p_ms
+            delay = message_ms(problem, sender, s, j)
             waits.append((("F" if op.kind is Kind.F else "backward", sender, j, 0), delay))
         last[stream] = event_of(op)
-        steps.append(Step(event_of(op), op_ms(stage, op.kind), tuple(waits)))
+        steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind), tuple(waits)))
     return steps
 
 
-def op_ms(stage: Stage, kind: Kind) -> float:
+def op_ms(stage: Any, kind: Kind) -> float:
     """How long an op takes; a transfer of a part, its share."""
     times = {
         Kind.F: stage.forward_ms,

@@ -86,7 +86,7 @@ class PlainListScheduler:
         self.begin = [0.0] * self.microbatches
         self.activations = [
             [
-                Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s].tolist())
+                Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s, :, self.column(j)].tolist())
                 for j in range(self.microbatches)
             ]
             for s in range(self.stages)
@@ -101,6 +101,7 @@ class PlainListScheduler:
             )
         ]
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
+        self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
 
     def run(self) -> bool:
         """Returns whether all compute ops have started."""
@@ -123,6 +124,13 @@ class PlainListScheduler:
         recomputed = self.rules.leaves == RECOMPUTED
         return bool((self.start[:C] < inf).all() and (self.start[C][recomputed] < inf).all())
 
+    def column(self, j: int) -> int:
+        """Where the figures stand of the micro-batch that enters as the j-th."""
+        return int(self.figures.alike[self.rules.order[j]])
+
+    def transfer_ms(self, way: int, activation: Activation) -> float:
+        return float(self.figures.ms[4 + way, activation.stage, self.column(activation.microbatch)])
+
     def device_of(self, s: int) -> Device:
         return self.devices[self.figures.device[s]]
 
@@ -138,7 +146,9 @@ class PlainListScheduler:
         return self.activations[s][: self.started[F, s]]
 
     def needed_at(self, activation: Activation) -> float:
-        return self.begin[activation.microbatch] + float(self.figures.offset_ms[B, activation.stage])
+        return self.begin[activation.microbatch] + float(
+            self.figures.offset_ms[B, activation.stage, self.column(activation.microbatch)]
+        )
 
     # Host links.
 
@@ -171,7 +181,11 @@ class PlainListScheduler:
         candidates = []
         for s in self.stages_served(link, BACK):
             away = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
-            if away is None or not away.has_part_in_host_memory:
+            self.next_to_return.pop(s, None)
+            if away is None:
+                continue
+            self.next_to_return[s] = away
+            if not away.has_part_in_host_memory:
                 continue
             due = self.needed_at(away) - float(self.rules.lead_ms[s])
             if away.back == 0 and due > now:
@@ -181,7 +195,7 @@ class PlainListScheduler:
         return min(candidates, key=self.needed_at, default=None)
 
     def start_reload(self, link: Link, activation: Activation, now: float) -> None:
-        part, end = activation.back, now + float(self.figures.ms[4 + BACK, activation.stage])
+        part, end = activation.back, now + self.transfer_ms(BACK, activation)
         activation.to_leave = activation.sent
         activation.back += 1
         self.device_of(activation.stage).room -= activation.sizes[part]
@@ -201,14 +215,15 @@ class PlainListScheduler:
 
     def forward_end(self, activation: Activation) -> float:
         s = activation.stage
-        return float(self.start[F, s, activation.microbatch] + self.figures.ms[F, s])
+        j = activation.microbatch
+        return float(self.start[F, s, j] + self.figures.ms[F, s, self.column(j)])
 
     def next_to_leave(self, s: int, now: float) -> Activation | None:
         """The oldest activation with a part that is to leave. What would leave in vain stays: once its backward is
         ready or no forward needs its room, unless an older one needs that to come back."""
         device = self.device_of(s)
         forwards_left = any(self.started[F, other] < self.microbatches for other in device.stages)
-        older = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+        older = self.next_to_return.get(s)
         for activation in self.with_forward(s):
             if activation.sent >= activation.to_leave:
                 continue
@@ -225,7 +240,7 @@ class PlainListScheduler:
         activation.sent += 1
         activation.complete_at = inf
         self.device_of(activation.stage).host_room -= activation.sizes[part]
-        self.carry(link, OUT, activation, part, now, now + float(self.figures.ms[4 + OUT, activation.stage]))
+        self.carry(link, OUT, activation, part, now, now + self.transfer_ms(OUT, activation))
 
     def carry(self, link: Link, way: int, activation: Activation, part: int, now: float, end: float) -> None:
         self.moved[way, activation.stage, activation.microbatch, part] = now
@@ -250,7 +265,7 @@ class PlainListScheduler:
             if ready > now:
                 device.look_soon(ready)
             patience = float(self.rules.wait_ms[k, s]) if k in (F, B) else 0.0
-            takes = int(self.figures.takes[k, s]) + (reserved if k == F else 0)
+            takes = int(self.figures.takes[k, s, self.column(j)]) + (reserved if k == F else 0)
             too_many = k == F and j - self.started[B, s] >= self.rules.in_flight[s]
             if ready <= now + patience and takes <= device.room and not too_many:
                 candidates.append((self.rank(k, s, j), ready, k, s, j))
@@ -275,26 +290,29 @@ class PlainListScheduler:
         """For what is to come back or to be computed again next."""
         wanted = []
         for s in device.stages:
-            away = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+            away = self.next_to_return.get(s)
             if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
                 wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
             again = [j for k, stage, j in self.next_ops(device) if k == C and stage == s]
             wanted += [
-                (self.ready[C, s, j], int(self.figures.takes[C, s])) for j in again if self.ready[C, s, j] <= now
+                (self.ready[C, s, j], int(self.figures.takes[C, s, self.column(j)]))
+                for j in again
+                if self.ready[C, s, j] <= now
             ]
         return min(wanted, key=lambda each: each[0], default=(0.0, 0))[1]
 
     def start_op(self, device: Device, k: int, s: int, j: int, now: float) -> None:
-        activation, end = self.activations[s][j], now + float(self.figures.ms[k, s])
+        column = self.column(j)
+        activation, end = self.activations[s][j], now + float(self.figures.ms[k, s, column])
         self.start[k, s, j] = now
         self.started[k, s] += 1
         device.busy, device.free_at, device.look_at = True, end, end
-        device.room -= int(self.figures.takes[k, s])
-        device.frees += int(self.figures.frees[k, s])
+        device.room -= int(self.figures.takes[k, s, column])
+        device.frees += int(self.figures.frees[k, s, column])
         if k in (F, B):
-            self.begin[j] = max(self.begin[j], now - float(self.figures.offset_ms[k, s]))
+            self.begin[j] = max(self.begin[j], now - float(self.figures.offset_ms[k, s, column]))
         if k == F and activation.to_leave == RECOMPUTED:
-            device.frees += int(self.figures.frees_if_recomputed[s] - self.figures.frees[F, s])
+            device.frees += int(self.figures.frees_if_recomputed[s, column] - self.figures.frees[F, s, column])
             activation.complete_at = inf
         if k == B:
             activation.to_leave = min(activation.to_leave, activation.sent)
@@ -310,7 +328,7 @@ class PlainListScheduler:
     def arrive(self, k: int, s: int, j: int, sender: Device, now: float, end: float) -> None:
         """The next stage learns when its input is there."""
         receiver = self.device_of(s)
-        moment = end if receiver is sender else end + self.figures.p2p_ms
+        moment = end if receiver is sender else end + float(self.figures.message_ms[k, s, self.column(j)])
         self.ready[k, s, j] = moment
         if k == B and self.activations[s][j].to_leave == RECOMPUTED:
             moment = max(now, moment - float(self.rules.lead_ms[s]), self.forward_end(self.activations[s][j]))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from optpipe.model.problem import Problem
 from support.enumeration import problem_of, stage
-from support.strategies import problems
+from support.strategies import differing, problems
 
 
 @st.composite
@@ -14,8 +14,8 @@ def problems_of_every_sort(draw: st.DrawFn) -> Problem:
     """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
     problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
     needs = [0] * len(problem.devices)
-    for s in problem.stages:
-        needs[s.device] += max(s.activation_bytes, s.saved_for_weight_bytes)
+    for s, each in enumerate(problem.stages):
+        needs[each.device] += int(max(problem.costs.activation[s].max(), problem.costs.saved_for_weight[s].max()))
     devices = tuple(
         device.model_copy(
             update={
@@ -46,7 +46,8 @@ def short_of_memory(draw: st.DrawFn, most_devices: int = 3, most_microbatches: i
     duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
     links = [{"link": draw(st.sampled_from((None, "bus")))} for _ in range(count)]
     m = draw(st.integers(2, most_microbatches))
-    return problem_of(stages, memory, m, draw(st.sampled_from((0.0, 1.0))), transfer_mode=duplex, devices=links)
+    problem = problem_of(stages, memory, m, draw(st.sampled_from((0.0, 1.0))), transfer_mode=duplex, devices=links)
+    return draw(differing(problem)) if m <= 4 and draw(st.booleans()) else problem
 
 
 @st.composite
@@ -69,6 +70,13 @@ def several_a_device(draw: st.DrawFn, most_microbatches: int = 6) -> Problem:
 
 @st.composite
 def tiny(draw: st.DrawFn) -> Problem:
+    """As `equal_and_tiny`; micro-batches may differ."""
+    problem = draw(equal_and_tiny())
+    return draw(differing(problem)) if draw(st.booleans()) else problem
+
+
+@st.composite
+def equal_and_tiny(draw: st.DrawFn) -> Problem:
     """A few ops on two devices, so that every schedule can be tried: one of them has a choice, or both share a link, or
     micro-batches take two routes."""
     ms, size = st.integers(0, 4), 2 * draw(st.integers(1, 2))

@@ -61,7 +61,7 @@ def problems(
             "routes": [list(range(len(placement))), draw(st.permutations(range(len(placement))))],
             "microbatch_routes": draw(st.lists(st.integers(0, 1), min_size=m, max_size=m)),
         }
-    return Problem(
+    problem = Problem(
         microbatches=m,
         p2p_ms=draw(times),
         transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
@@ -70,6 +70,35 @@ def problems(
         overlap_factor=draw(st.sampled_from([None, 0.75])),
         **routes,
     )
+    return draw(differing(problem)) if draw(st.booleans()) else problem
+
+
+@st.composite
+def differing(draw: Any, problem: Problem) -> Problem:
+    """The problem with other figures for some micro-batches: in some stages, of some kinds, no larger than before."""
+    m = problem.microbatches
+    shares = st.lists(st.sampled_from((0.0, 0.25, 0.5, 1.0)), min_size=m, max_size=m)
+    work, size, message = draw(shares), draw(shares), draw(st.none() | shares)
+
+    def each(stage: Stage, name: str) -> tuple[float, ...]:
+        whole = getattr(stage, name)
+        if name.endswith("_ms"):
+            return tuple(whole * x for x in work)
+        unit = stage.offload_parts if name == "offload_bytes" else 1  # parts stay equal
+        return tuple(int(whole / unit * x) * unit for x in size)
+
+    of_iteration = ("gradient_out_ms", "update_ms", "parameters_in_ms")
+    figures = [n for n in Stage.model_fields if n.endswith(("_ms", "_bytes")) and n not in of_iteration]
+    stages = []
+    for stage in problem.stages:
+        names = [name for name in figures if getattr(stage, name) is not None] if draw(st.integers(0, 3)) else []
+        stages.append(stage.model_copy(update={name: each(stage, name) for name in names}))
+    update: dict[str, Any] = {"stages": stages}
+    if message is not None:
+        update["p2p_ms"] = tuple(problem.p2p_ms * share for share in message)
+        if len(problem.devices) > 1:
+            update["messages"] = [{"sender": 1, "receiver": 0, "ms": draw(times)}]
+    return problem.replace(**update)
 
 
 @st.composite

@@ -46,14 +46,9 @@ def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
 
 def share_offloaded(schedule: Schedule) -> float:
     """The share of all activation bytes that is offloaded."""
-    problem = schedule.problem
-    ops = [op for program in schedule.programs for op in program.ops()]
-    away = sum(
-        (problem.stages[op.stage].offload_bytes or 0) / problem.stages[op.stage].offload_parts
-        for op in ops
-        if op.kind == Kind.O
-    )
-    return away / sum(problem.stages[op.stage].activation_bytes for op in ops if op.kind == Kind.F)
+    compiled = schedule.compiled
+    taken = compiled.effects.takes[compiled.rows.of_kinds(Kind.F)].sum()
+    return float(compiled.effects.takes_on_host.sum() / taken)
 
 
 def alone(problem: Problem) -> Schedule:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage
+from optpipe.model.records import Stage, one_for_all
 from optpipe_runtime.execute.report import StepReport
 
 FIELDS = {
@@ -165,12 +165,13 @@ def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:
     new: dict[Kind, float] = {kind: ms[kind] for kind in ms.keys() & FIELDS.keys()}
     for kind in new.keys() & {Kind.O, Kind.R}:
         new[kind] *= stage.offload_parts
-    fused = stage.backward_input_ms + stage.backward_weight_ms
+    old = {kind: one_for_all(getattr(stage, FIELDS[kind])) for kind in (Kind.F, Kind.B, Kind.W)}
+    fused = old[Kind.B] + old[Kind.W]
     if Kind.BW in ms and Kind.B not in ms:
-        share = stage.backward_input_ms / fused if fused else 1.0
+        share = old[Kind.B] / fused if fused else 1.0
         new |= {Kind.B: share * ms[Kind.BW], Kind.W: (1 - share) * ms[Kind.BW]}
-    if stage.recompute_ms is not None and Kind.C not in ms and Kind.F in ms and stage.forward_ms:
-        new[Kind.C] = stage.recompute_ms * ms[Kind.F] / stage.forward_ms
+    if stage.recompute_ms is not None and Kind.C not in ms and Kind.F in ms and old[Kind.F]:
+        new[Kind.C] = one_for_all(stage.recompute_ms) * ms[Kind.F] / old[Kind.F]
     return {FIELDS[kind]: round(value, 4) for kind, value in new.items()}
 
 
@@ -179,9 +180,9 @@ def drift(old: Problem, new: Problem) -> float:
     of its F + B + W before; or that of a message's time, as a share of a mean stage's."""
     before, after = old.costs, new.costs
     change: Any = (after.ms - before.ms) * np.where(
-        np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None], before.parts, 1
+        np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None, None], before.parts[:, None], 1
     )
     work = before.ms[Kind.F] + before.ms[Kind.BW]
     together = change[Kind.F] + change[Kind.BW]
-    message: float = abs(new.p2p_ms - old.p2p_ms) / max(mean(work.tolist()), 1e-9)
+    message: float = np.abs(after.message_ms - before.message_ms).max() / max(float(work.mean()), 1e-9)
     return max(message, float((np.abs(np.vstack((change, together))) / np.maximum(work, 1e-9)).max()))

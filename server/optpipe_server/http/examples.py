@@ -17,7 +17,7 @@ _STAGE = {
     "offload_bytes": 1000,
 }
 PROBLEM: dict[str, Any] = {
-    "format": "optpipe.problem/2",
+    "format": "optpipe.problem/3",
     "microbatches": 2,
     "devices": [{"activation_budget_bytes": 2000}, {"activation_budget_bytes": 2000}],
     "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],

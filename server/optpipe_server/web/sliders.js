@@ -51,7 +51,7 @@ export function problemOf({ p, m, v, f, b, w, mem, k, p2p }) {
       ? {}
       : { offload_ms: share((k * (f + b + w)) / 2), reload_ms: share((k * (f + b + w)) / 2), offload_bytes: moved };
   return {
-    format: "optpipe.problem/2",
+    format: "optpipe.problem/3",
     name: `workbench-${p}x${m}`,
     microbatches: m,
     p2p_ms: p2p,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, StageCosts
+from optpipe.model.records import MOST_MS, Stage, StageCosts, of_microbatch
 from optpipe.sizes import told_apart
 from optpipe_solver.bounds.choices import all_weights
 from optpipe_solver.bounds.least_memory import without_evictions
@@ -29,30 +30,50 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     leave in equally many parts).
     """
     problem = without_evictions(problem)
-    layers, m, hop = problem.layers or (), problem.microbatches, problem.p2p_ms
+    layers = problem.layers or ()
+    hop = min(np.min(problem.p2p_ms), *(np.min(message.ms) for message in problem.messages or ()), MOST_MS)
     p = len({problem.stages[s].device for s in problem.all_routes[0]})
     if p > len(layers):
         return NEVER  # there is no partition
-    share = problem.overlap_factor or 1.0
-    forward, backward, weight = (
-        share * np.array([getattr(layer, f"{name}_ms") for layer in layers])
-        for name in ("forward", "backward_input", "backward_weight")
-    )
+    kinds = [(j, 1) for j in range(problem.microbatches)] if _differ(layers) else [(0, problem.microbatches)]
+    times = [_layer_times(problem, j) for j, _ in kinds]
+    counts = np.array([count for _, count in kinds])
+    forward, backward, weight = (counts @ np.array(ms) for ms in zip(*times, strict=True))  # of all micro-batches
     whole = forward + backward + weight
+    first, last, final = (np.min(ms, axis=0) for ms in zip(*times, strict=True))  # of any micro-batch at least
     hops = hop * np.arange(p)
-    arrives = np.concatenate(([0.0], np.cumsum(forward)))[:p] + hops
-    leaves = np.concatenate(([0.0], np.cumsum(backward)))[:p] + hops + weight[0]
-    once = forward.sum() + backward.sum() + 2 * hops[-1] + weight[0]
-    held = m * _held(problem, layers, forward, backward, weight)
+    arrives = np.concatenate(([0.0], np.cumsum(first)))[:p] + hops
+    leaves = np.concatenate(([0.0], np.cumsum(last)))[:p] + hops + final[0]
+    once = max(each.forward.sum() + each.backward.sum() + each.weight[0] for each in times) + 2 * hops[-1]
+    held = sum(count * _held(problem, layers, j, each) for (j, count), each in zip(kinds, times, strict=True))
     if objective == "span":
-        return float(max(once, m * whole.max(), m * whole.sum() / p, held / p))
-    inputs = m * (forward + backward).sum() + leaves.sum()
-    on, back = (np.cumsum(ms) - ms for ms in (forward, backward))  # what is passed before a layer
-    one_layer = on + np.maximum(m * whole, m * (forward + backward) + back + weight[0])
-    return float(max(once, one_layer.max(), (max(m * whole.sum(), inputs, held) + arrives.sum()) / p))
+        return float(max(once, whole.max(), whole.sum() / p, held / p))
+    inputs = (forward + backward).sum() + leaves.sum()
+    on, back = (np.cumsum(ms) - ms for ms in (first, last))  # what is passed before a layer
+    one_layer = on + np.maximum(whole, forward + backward + back + final[0])
+    return float(max(once, one_layer.max(), (max(whole.sum(), inputs, held) + arrives.sum()) / p))
 
 
-def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backward: Floats, weight: Floats) -> float:
+class _LayerTimes(NamedTuple):
+    """(L,) the least times of a micro-batch in each layer, in ms; of a pair the share of each op."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+
+
+def _layer_times(problem: Problem, microbatch: int) -> _LayerTimes:
+    share = problem.overlap_factor or 1.0
+    return _LayerTimes(
+        *(
+            share
+            * np.array([of_microbatch(getattr(layer, f"{name}_ms"), microbatch) for layer in problem.layers or ()])
+            for name in ("forward", "backward_input", "backward_weight")
+        )
+    )
+
+
+def _held(problem: Problem, layers: Sequence[StageCosts], microbatch: int, ms: _LayerTimes) -> float:
     """The time that one micro-batch needs of all devices together so that memory, link and compute suffice.
 
     A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three,
@@ -69,31 +90,32 @@ def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backw
     memory, link, compute = all_weights()
     byte = memory / roomiest  # of a byte for a ms
     duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
+    forward, backward, weight = ms
     trips = (forward + backward)[::-1].cumsum()[::-1]
     needed = compute * (forward + backward + weight).sum()
     times = zip(forward, backward, weight, trips, strict=True)
-    for layer, held, (f_ms, b_ms, w_ms, trip_ms) in zip(layers, _layer_bytes(problem), times, strict=True):
+    for layer, held, (f_ms, b_ms, w_ms, trip_ms) in zip(layers, _layer_bytes(problem, microbatch), times, strict=True):
         between = trip_ms - f_ms - b_ms
         ends = held.forward * f_ms + held.backward * b_ms
         choices = [byte * (ends + held.stays * between)]
         if layer.can_offload:
-            carry = (layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)
+            carry = sum(of_microbatch(each or 0.0, microbatch) for each in (layer.offload_ms, layer.reload_ms))
             for k, gone in enumerate(accumulate(sorted(held.parts, reverse=True)), start=1):
                 area = ends + (held.stays - gone) * between + gone * carry / n
                 choices.append(byte * area + duplex * link * carry * k / n)
         if layer.can_recompute:
-            again = layer.recompute_ms or 0.0
+            again = of_microbatch(layer.recompute_ms or 0.0, microbatch)
             area = ends + held.checkpoint * between + (held.recompute - held.checkpoint) * again
             choices.append(byte * area + compute * again)
         needed = needed + np.minimum.reduce(choices) + byte * held.weight * w_ms
     return float(needed.max())
 
 
-def _layer_bytes(problem: Problem) -> list[StageBytes]:
+def _layer_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
     """Return what the activation of each layer holds, as if it were a stage of its own."""
     stages = tuple(Stage(device=0, **layer.model_dump(exclude_none=True)) for layer in problem.layers or ())
     each = {"stages": stages, "layers": None, "routes": None, "microbatch_routes": None}
-    return stage_bytes(problem.model_copy(update=each))
+    return stage_bytes(problem.model_copy(update=each), microbatch)
 
 
 def no_partition_fits(problem: Problem) -> str | None:
@@ -104,16 +126,23 @@ def no_partition_fits(problem: Problem) -> str | None:
     layers = problem.layers or ()
     if len(devices) > len(layers):
         return f"{len(layers)} layers cannot make a stage for each of {len(devices)} devices"
-    held = _layer_bytes(problem)
-    largest = max(range(len(layers)), key=lambda k: held[k].peak)
-    if held[largest].peak > max(memory):
-        needed, most = told_apart(held[largest].peak, max(memory))
-        return f"layers[{largest}] needs {needed} and no device has more than {most}"
-    stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
-    if stays > sum(memory):
-        needed, whole = told_apart(stays, sum(memory))
-        return f"one micro-batch leaves at least {needed} on the devices, and all of them together have {whole}"
+    for j in range(problem.microbatches if _differ(layers) else 1):
+        held = _layer_bytes(problem, j)
+        largest = max(range(len(layers)), key=lambda k: held[k].peak)
+        if held[largest].peak > max(memory):
+            needed, most = told_apart(held[largest].peak, max(memory))
+            return f"layers[{largest}] needs {needed} and no device has more than {most}"
+        stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
+        if stays > sum(memory):
+            which = f"micro-batch {j}" if _differ(layers) else "one micro-batch"
+            needed, whole = told_apart(stays, sum(memory))
+            return f"{which} leaves at least {needed} on the devices, and all of them together have {whole}"
     return None
+
+
+def _differ(layers: Sequence[StageCosts]) -> bool:
+    """Whether layers have a figure for each micro-batch."""
+    return any(True for layer in layers for _ in layer.lists())
 
 
 def _residual(layer: StageCosts, held: StageBytes) -> int:

@@ -9,14 +9,16 @@ there (`relaxed`).
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, StageCosts
+from optpipe.model.records import Stage, StageCosts, each_microbatch
 from optpipe.sizes import told_apart
 from optpipe_solver import plan
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
@@ -71,8 +73,9 @@ def relaxed(costs: Costs) -> Costs:
     """
     if not costs.can_evict:
         return costs
-    stays = costs.activation_bytes - (costs.evict_bytes or 0)
-    kept = stays if costs.checkpoint_bytes is None else min(stays, costs.checkpoint_bytes)
+    kept = each_microbatch(operator.sub, costs.activation_bytes, costs.evict_bytes)
+    if costs.checkpoint_bytes is not None:
+        kept = each_microbatch(min, kept, costs.checkpoint_bytes)
     return costs.model_copy(
         update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None}
     )
@@ -89,40 +92,40 @@ def without_evictions(problem: Problem) -> Problem:
 def least_memory(problem: Problem) -> list[int]:
     """Return (D,) the bytes below which no schedule exists, of each device."""
     problem = without_evictions(problem)
-    held, routes = stage_bytes(problem), used_routes(problem)
-    return [
-        max((_least(problem, held, d, route, limit_host=True) for route in routes), default=0)
-        for d in range(len(problem.devices))
-    ]
+    return [_least_on(problem, d, limit_host=True) for d in range(len(problem.devices))]
 
 
 def infeasibility(problem: Problem) -> str | None:
     """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists."""
     for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
         if needed > device.activation_budget_bytes:
-            relaxation, routes = without_evictions(problem), used_routes(problem)
-            held = stage_bytes(relaxation)
-            without_limit = max(_least(relaxation, held, d, route, limit_host=False) for route in routes)
+            without_limit = _least_on(without_evictions(problem), d, limit_host=False)
             least, budget, host = told_apart(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
             why = f", as its host_memory_bytes = {host} admit no more offload" if without_limit < needed else ""
-            return (
-                f"devices[{d}].activation_budget_bytes = {budget}: one micro-batch at a time needs at least "
-                f"{least}{why}"
-            )
+            which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {_hungriest(problem, d)}"
+            return f"devices[{d}].activation_budget_bytes = {budget}: {which} at a time needs at least {least}{why}"
     return None
 
 
-def reliefs(problem: Problem, route: tuple[int, ...]) -> dict[int, Relief]:
-    """For one micro-batch at a time, choose what to offload or recompute so that every device's memory suffices.
+def _hungriest(problem: Problem, device: int) -> int:
+    """The micro-batch that needs most of a device's memory by itself."""
+    relaxation = without_evictions(problem)
+    examples: list[int] = problem.costs.examples.tolist()
+    return max(examples, key=lambda j: _least(relaxation, device, j, limit_host=True))
+
+
+def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
+    """For a micro-batch alone, choose what to offload or recompute so that every device's memory suffices.
 
     The choice takes the least time. Where a device's memory does not suffice its stages keep everything;
     `infeasibility` says so beforehand.
     """
-    held = stage_bytes(problem)
+    held, route = stage_bytes(problem, microbatch), problem.route(microbatch)
     chosen: dict[int, Relief] = {}
     for d, device in enumerate(problem.devices):
         stages = [s for s in route if problem.stages[s].device == d]
-        states, _ = _search(problem, held, stages, device.host_memory_bytes, device.activation_budget_bytes)
+        limits = device.host_memory_bytes, device.activation_budget_bytes
+        states, _ = _search(problem, microbatch, held, stages, *limits)
         best = min(states, key=lambda state: state.score, default=None)
         chosen |= dict(zip(stages, best.reliefs if best else (Relief(),) * len(stages), strict=True))
     return chosen
@@ -133,17 +136,29 @@ def used_routes(problem: Problem) -> list[tuple[int, ...]]:
     return [problem.all_routes[r] for r in sorted(set(problem.costs.route.tolist()))]
 
 
-def _least(problem: Problem, held: list[StageBytes], device: int, route: tuple[int, ...], limit_host: bool) -> int:
-    stages = [s for s in route if problem.stages[s].device == device]
+def _least_on(problem: Problem, device: int, limit_host: bool) -> int:
+    examples: list[int] = problem.costs.examples.tolist()
+    return max(_least(problem, device, j, limit_host) for j in examples)
+
+
+def _least(problem: Problem, device: int, microbatch: int, limit_host: bool) -> int:
+    stages = [s for s in problem.route(microbatch) if problem.stages[s].device == device]
+    if not stages:
+        return 0
     host = problem.devices[device].host_memory_bytes if limit_host else None
-    states, complete = _search(problem, held, stages, host, None)
+    states, complete = _search(problem, microbatch, stage_bytes(problem, microbatch), stages, host, None)
     if not complete:  # too many choices to try: what no limit of host memory would allow is still a bound
-        return _least(problem, held, device, route, limit_host=False)
+        return _least(problem, device, microbatch, limit_host=False)
     return int(min(state.score for state in states))
 
 
 def _search(
-    problem: Problem, held: list[StageBytes], stages: Sequence[int], host: int | None, memory: int | None
+    problem: Problem,
+    microbatch: int,
+    held: list[StageBytes],
+    stages: Sequence[int],
+    host: int | None,
+    memory: int | None,
 ) -> tuple[list[_State], bool]:
     """Find the choices for stages in route order that no other beats in all respects.
 
@@ -153,9 +168,10 @@ def _search(
     ms of those whose peak it admits.
     """
     states, complete = [_State(0, 0, 0)], True
-    host_is_free = host is None or sum(problem.stages[s].offload_bytes or 0 for s in stages) <= host
+    host_is_free = host is None or int(problem.costs.offload[stages, microbatch].sum()) <= host
     for s in stages:
-        options = list(_options(problem.stages[s], held[s], host_is_free))
+        ms = problem.costs.ms[:, s, microbatch].tolist()
+        options = list(_options(problem.stages[s], ms, held[s], host_is_free))
         if s == stages[-1]:
             options = options[:1]  # nothing else runs on the device before its backward
         following = []
@@ -172,15 +188,14 @@ def _search(
     return states, complete
 
 
-def _options(stage: Stage, held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
+def _options(stage: Stage, ms: Sequence[float], held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
     """Yield a stage's choices; the first is that its activation stays."""
     yield _Option(Relief(), held.peak, held.stays, 0, 0.0)
     if stage.can_recompute:
-        ms = stage.recompute_ms or 0.0
-        yield _Option(Relief(recompute=True), held.recomputed_peak, held.checkpoint, 0, ms)
+        yield _Option(Relief(recompute=True), held.recomputed_peak, held.checkpoint, 0, ms[Kind.C])
     if stage.can_offload:
         sizes, n = held.parts, stage.offload_parts
-        each_ms = (stage.offload_ms or 0.0) / n + (stage.reload_ms or 0.0) / n
+        each_ms = ms[Kind.O] + ms[Kind.R]
         smallest = min(sizes)  # parts differ by a byte where their number does not divide the total
         larger = [part for part in range(n) if sizes[part] > smallest]
         smaller = [part for part in range(n) if sizes[part] == smallest]

@@ -61,24 +61,26 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
     most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
     added (`_unused`, `_idle`). Where whole activations can be counted, all choices for them are (`least_of_all`). The
-    `deferral_bound` holds as well.
+    `deferral_bound` holds as well, and alone where more micro-batches differ than can be looked at.
     """
     problem = without_evictions(problem)
-    paths, ms, held = shortest_paths(problem), shortest_times(problem), stage_bytes(problem)
-    work = _work(problem, (Kind.B, Kind.W))
-    passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
-    passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # route and stage
-    for r, s in paths.round_trip:
-        passes_on[problem.stages[s].device].append((r, s))
-    memory, link, compute = all_weights()
+    paths, work = shortest_paths(problem), _work(problem, (Kind.B, Kind.W))
     bounds = [deferral_bound(problem, objective)]
+    if len(paths.round_trip) > plan.MEMORY_BOUND_PASSES:
+        return bounds[0]
+    ms = {j: shortest_times(problem, j) for j in paths.passing}
+    held = {j: stage_bytes(problem, j) for j in paths.passing}
+    passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # micro-batch and stage
+    for j, s in paths.round_trip:
+        passes_on[problem.stages[s].device].append((j, s))
+    memory, link, compute = all_weights()
     for d in np.flatnonzero(paths.used).tolist():
-        stages = [(held[s], ms[:, s]) for _, s in passes_on[d]]
-        idle, once = _idle(problem, [s for _, s in passes_on[d]], ms)
-        for measure in measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in passes_on[d]]):
+        stages = [(held[j][s], ms[j][:, s]) for j, s in passes_on[d]]
+        idle, once = _idle(problem, [(s, ms[j][:, s]) for j, s in passes_on[d]])
+        for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
             groups = [
-                (passing[r], _choices(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure))
-                for r, s in passes_on[d]
+                (paths.passing[j], _choices(problem, s, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure))
+                for j, s in passes_on[d]
             ]
             needed = work[d] * compute + sum(count * _cheapest(choices) for count, choices in groups)
             unused = _unused(measure, stages, float(needed.max()) / 2)
@@ -125,17 +127,18 @@ def _cheapest(choices: Floats) -> Floats:
     return least
 
 
-def _idle(problem: Problem, stages: Sequence[int], ms: Floats) -> tuple[float, Floats]:
+def _idle(problem: Problem, passes: Sequence[tuple[int, Floats]]) -> tuple[float, Floats]:
     """Return how long a device's link is of no use, and (4,) how much longer in a column if anything leaves.
 
     The first transfer follows a forward, the last one comes before a backward and its weight gradient. Of two links,
     that out is of no use during the last reload, that back during the first offload.
     """
-    leaving = [s for s in stages if problem.stages[s].can_offload]
+    leaving = [times for s, times in passes if problem.stages[s].can_offload]
     if not leaving:
         return 0.0, np.zeros(4)
-    idle = float(ms[Kind.F, leaving].min() + ms[[Kind.B, Kind.W]][:, leaving].sum(axis=0).min())
-    out, back = (float(ms[kind, leaving].min()) for kind in (Kind.O, Kind.R))
+    ms = np.array(leaving).T
+    idle = float(ms[Kind.F].min() + ms[[Kind.B, Kind.W]].sum(axis=0).min())
+    out, back = (float(ms[kind].min()) for kind in (Kind.O, Kind.R))
     return idle, np.array([0.0, back, out, 0.0] if problem.transfer_mode == "full_duplex" else [0.0] * 4)
 
 
@@ -196,29 +199,32 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
     gradient left out as memory can hold (a fractional knapsack), plus the path from s back to the first stage. That
     is a bound on the span, too, where the first stage's device starts at 0; elsewhere there is none, 0.
     """
-    costs, ms, held = problem.costs, shortest_times(problem), stage_bytes(problem)
-    paths = shortest_paths(problem)
-    passing = np.bincount(costs.route, minlength=len(problem.all_routes))
+    costs, paths = problem.costs, shortest_paths(problem)
+    ms = {j: shortest_times(problem, j) for j in paths.passing}
+    held = {j: stage_bytes(problem, j) for j in paths.passing}
     if objective == "span" and not paths.one_entry:
         return 0.0
     after = paths.after if objective == "makespan" else paths.back
     bound = 0.0
     for s in range(len(problem.stages)):
         d = int(costs.device[s])
-        routes = [r for r in range(len(passing)) if passing[r] and s in problem.all_routes[r]]
-        done = -ms[Kind.W, s]
+        passing = [j for j in paths.passing if s in problem.route(j)]
+        if not passing:
+            continue
+        done = -max(ms[j][Kind.W, s] for j in passing)
         gradients: list[tuple[float, int, int]] = []  # ms of one weight gradient, its bytes, how many
-        for r in routes:
-            route, m = problem.all_routes[r], int(passing[r])
+        for j in passing:
+            route, count = problem.route(j), paths.passing[j]
             at = route.index(s)
             for k, other in enumerate(route):
                 if costs.device[other] == d:
-                    done += m * (ms[Kind.F, other] + (ms[[Kind.B, Kind.W], other].sum() if k >= at else 0.0))
+                    gradient_ms = ms[j][[Kind.B, Kind.W], other].sum() if k >= at else 0.0
+                    done += count * (ms[j][Kind.F, other] + gradient_ms)
                     if k >= at:
-                        gradients.append((ms[Kind.W, other], held[other].waiting, m))
-        waiting = _heaviest(gradients, int(costs.activation_budget[d]) - held[s].backward)
-        path_back = min((after[r, s] for r in routes), default=0.0)
-        bound = max(bound, paths.arrives[d] + done - waiting + path_back) if routes else bound
+                        gradients.append((ms[j][Kind.W, other], held[j][other].waiting, count))
+        room = int(costs.activation_budget[d]) - min(held[j][s].backward for j in passing)
+        path_back = min(after[j, s] for j in passing)
+        bound = max(bound, paths.arrives[d] + done - _heaviest(gradients, room) + path_back)
     return float(bound)
 
 
@@ -239,12 +245,13 @@ def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     can come before that forward, no forward after that backward.
     """
     costs, factor = problem.costs, problem.overlap_factor or 1.0
-    passes = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
-    forward, gradient = costs.ms[Kind.F], costs.ms[list(backward)].sum(axis=0)
+    examples = costs.examples
+    passes = (costs.before[costs.route[examples]] != OFF_ROUTE).T  # (S, classes)
+    forward, gradient = costs.ms[Kind.F][:, examples], costs.ms[list(backward)][..., examples].sum(axis=0)
     work = np.zeros(len(problem.devices))
-    np.add.at(work, costs.device, factor * passes * (forward + gradient))
+    np.add.at(work, costs.device, factor * (((forward + gradient) * passes) @ np.bincount(costs.alike)))
     for d in range(len(work)):
-        used = (costs.device == d) & (passes > 0)
+        used = (costs.device == d)[:, None] & passes
         if used.any():
             work[d] += (1 - factor) * (forward[used].min() + gradient[used].min())
     return work

@@ -17,11 +17,11 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.paths import Paths, shortest_paths, shortest_times
 
-Pass = tuple[int, int]  # a route and a stage
+Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a stage
 
 
 class Ops(NamedTuple):
-    """All ops of one kind, stage and route: ms of them together, and at least before and after each one."""
+    """All ops of one kind and stage of equal micro-batches: ms of all together, and at least before and after each."""
 
     ms: float
     before: float
@@ -35,20 +35,21 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
     the op's device and its last one. Where all micro-batches enter on one device, that device starts at 0, so its span
     is its end, and waits for the last input gradient of every other one.
     """
-    paths, ms = shortest_paths(problem), shortest_times(problem)
-    count = np.bincount(problem.costs.route, minlength=len(problem.all_routes))
+    paths = shortest_paths(problem)
+    ms = {j: shortest_times(problem, j) for j in paths.passing}
     passes: list[list[Pass]] = [[] for _ in problem.devices]
-    for r, s in paths.round_trip:
-        passes[problem.stages[s].device].append((r, s))
+    for j, s in paths.round_trip:
+        passes[problem.stages[s].device].append((j, s))
 
     def ops(at: Pass, begin: float, after: float) -> list[Ops]:
         """Of one pass: forwards, input gradients, weight gradients; `after` input gradients."""
-        forward, backward, weight = (float(ms[kind, at[1]]) for kind in (Kind.F, Kind.B, Kind.W))
-        arrives, trip = paths.reaches[at] - begin, paths.round_trip[at]
+        j, s = at
+        forward, backward, weight = (float(ms[j][kind, s]) for kind in (Kind.F, Kind.B, Kind.W))
+        count, arrives, trip = paths.passing[j], paths.reaches[at] - begin, paths.round_trip[at]
         return [
-            Ops(count[at[0]] * forward, arrives, trip - forward + after),
-            Ops(count[at[0]] * backward, arrives + trip - backward, after),
-            Ops(count[at[0]] * weight, arrives + trip, 0.0),
+            Ops(count * forward, arrives, trip - forward + after),
+            Ops(count * backward, arrives + trip - backward, after),
+            Ops(count * weight, arrives + trip, 0.0),
         ]
 
     longest = 0.0
@@ -57,7 +58,9 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
             longest = max(longest, _longest([op for at in each for op in ops(at, 0.0, paths.after[at])]))
             continue
         first = _first_passes(each, paths)
-        own = [op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths, ms))]
+        own = [
+            op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths, ms[at[0]]))
+        ]
         longest = max(longest, _longest(own))
         if paths.one_entry:
             entry = [op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]
@@ -66,15 +69,15 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
 
 
 def _first_passes(passes: list[Pass], paths: Paths) -> Mapping[int, Pass]:
-    """Return for each route the first of a device's passes."""
-    return {r: (r, s) for r, s in sorted(passes, key=lambda at: -paths.reaches[at])}
+    """Return for each class of micro-batches the first of a device's passes."""
+    return {j: (j, s) for j, s in sorted(passes, key=lambda at: -paths.reaches[at])}
 
 
 def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths, ms: Floats) -> float:
     """Return the least ms from an input gradient's end to the end of its device's last op: its own weight gradient, or
     the way back to the first pass of the device, and the weight gradient there."""
-    r, s = at
-    start = first[r]
+    j, s = at
+    start = first[j]
     ends, returns = (paths.reaches[each] + paths.round_trip[each] for each in (at, start))
     return float(max(ms[Kind.W, s], returns - ends + ms[Kind.W, start[1]]))
 

@@ -8,13 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.model.arrays import Flags, Floats
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
 
 class Paths(NamedTuple):
-    """The least times in ms on the paths of micro-batches; dictionaries by route and stage."""
+    """The least times in ms on the paths of micro-batches; dictionaries by the first micro-batch of each class of equal
+    ones, and stage."""
 
+    passing: dict[int, int]  # how many micro-batches each class has
     used: Flags  # (D,) devices that some micro-batch passes
     arrives: Floats  # (D,) until a forward reaches each device
     leaves: Floats  # (D,) from its last input gradient to the end
@@ -27,15 +30,17 @@ class Paths(NamedTuple):
     longest: float  # of one micro-batch through all stages and back
 
 
-def shortest_times(problem: Problem) -> Floats:
-    """Return (len(Kind), S) the least time of each op: of a pair its share, where W may be a part of a paired BW."""
-    ms = problem.costs.ms.copy()
+def shortest_times(problem: Problem, microbatch: int) -> Floats:
+    """Return (len(Kind), S) the least time of a micro-batch's ops: of a pair its share, where W may be a part of a
+    paired BW."""
+    ms = problem.costs.ms[..., microbatch].copy()
     ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
     return ms
 
 
 def shortest_paths(problem: Problem) -> Paths:
-    device, ms = problem.costs.device, shortest_times(problem)
+    costs = problem.costs
+    device, examples = costs.device, costs.examples.tolist()
     arrives = np.full(len(problem.devices), np.inf)
     leaves, returns = arrives.copy(), arrives.copy()
     reaches: dict[tuple[int, int], float] = {}
@@ -43,23 +48,24 @@ def shortest_paths(problem: Problem) -> Paths:
     after: dict[tuple[int, int], float] = {}
     home: dict[tuple[int, int], float] = {}
     longest = 0.0
-    used = sorted(set(problem.costs.route.tolist()))
-    one_entry = len({int(device[problem.all_routes[r][0]]) for r in used}) == 1
-    for r in used:
-        route = problem.all_routes[r]
-        hop = [problem.p2p_ms if device[a] != device[b] else 0.0 for a, b in pairwise(route)]
-        on = list(accumulate((ms[Kind.F, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
-        back = list(accumulate((ms[Kind.B, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
+    one_entry = len({int(device[problem.route(j)[0]]) for j in examples}) == 1
+    for j in examples:
+        route, ms = problem.route(j), shortest_times(problem, j)
+        there_ms, back_ms = (costs.message_ms[way, :, j].tolist() for way in (FORWARDS, GRADIENTS))
+        on = list(accumulate((ms[Kind.F, a] + there_ms[b] for a, b in pairwise(route)), initial=0.0))
+        back = list(accumulate((ms[Kind.B, a] + back_ms[a] for a in route[:-1]), initial=0.0))
         last = ms[Kind.F, route[-1]] + ms[Kind.B, route[-1]]
         rest = 0.0  # after the input gradient of a stage: its weight gradient, or the path back
         for k, s in enumerate(route):
             rest = max(ms[Kind.W, s], rest + (back[k] - back[k - 1] if k else 0.0))
             arrives[device[s]] = min(arrives[device[s]], on[k])
             leaves[device[s]] = min(leaves[device[s]], rest)
-            reaches[r, s] = on[k]
-            after[r, s] = rest
-            home[r, s] = back[k] + ms[Kind.W, route[0]]
-            returns[device[s]] = min(returns[device[s]], home[r, s])
-            round_trip[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
+            reaches[j, s] = on[k]
+            after[j, s] = rest
+            home[j, s] = back[k] + ms[Kind.W, route[0]]
+            returns[device[s]] = min(returns[device[s]], home[j, s])
+            round_trip[j, s] = on[-1] - on[k] + last + back[-1] - back[k]
         longest = max(longest, on[-1] + last + rest)
-    return Paths(np.isfinite(arrives), arrives, leaves, returns, reaches, round_trip, after, home, one_entry, longest)
+    passing = dict(zip(examples, np.bincount(costs.alike).tolist(), strict=True))
+    used = np.isfinite(arrives)
+    return Paths(passing, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry, longest)

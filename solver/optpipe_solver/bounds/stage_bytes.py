@@ -31,11 +31,11 @@ class StageBytes(NamedTuple):
     parts: list[int]  # of each part that can leave
 
 
-def stage_bytes(problem: Problem) -> list[StageBytes]:
-    """Return (S,) the bytes of an activation of each stage."""
+def stage_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
+    """Return (S,) the bytes of a micro-batch's activation of each stage."""
     effects = Effects(problem)
-    takes, frees = effects.takes.tolist(), effects.frees.tolist()
-    again_takes, again_frees = (amounts.tolist() for amounts in effects.recomputed)
+    takes, frees = (amounts[..., microbatch].tolist() for amounts in (effects.takes, effects.frees))
+    again_takes, again_frees = (amounts[..., microbatch].tolist() for amounts in effects.recomputed)
     by_stage = []
     for s, stage in enumerate(problem.stages):
         forward, stays = takes[F][s], takes[F][s] - frees[F][s]
@@ -48,7 +48,6 @@ def stage_bytes(problem: Problem) -> list[StageBytes]:
         again = max(peak, recompute)
         most = max(again if stage.can_recompute else peak, fused, split, waiting_peak)
         backwards = min(split, fused), waiting, min(waiting_peak, fused), waiting_peak
-        by_stage.append(
-            StageBytes(forward, stays, checkpoint, recompute, *backwards, peak, again, most, effects.parts[s])
-        )
+        parts = effects.parts[s, microbatch, : stage.offload_parts].tolist()
+        by_stage.append(StageBytes(forward, stays, checkpoint, recompute, *backwards, peak, again, most, parts))
     return by_stage

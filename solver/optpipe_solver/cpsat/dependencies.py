@@ -31,9 +31,9 @@ def after_messages(v: Variables) -> None:
     """Forwards wait for the stage before, input gradients for the stage after, and for the message (Eq. 5 and 6)."""
     for j in range(v.problem.microbatches):
         for s, t in pairwise(v.problem.route(j)):
-            _starts_after(v, Op(F, s, j), Op(F, t, j), v.grid.delay(s, t))
+            _starts_after(v, Op(F, s, j), Op(F, t, j), v.grid.forward_delay(t, j))
             if v.order != "ranks":
-                _starts_after(v, Op(B, t, j), Op(B, s, j), v.grid.delay(s, t))
+                _starts_after(v, Op(B, t, j), Op(B, s, j), v.grid.gradient_delay(s, j))
 
 
 def backward_after_forward(v: Variables) -> None:
@@ -47,7 +47,7 @@ def recompute_between_forward_and_backward(v: Variables) -> None:
     for (s, j), recomputed in v.recomputed.items():
         _starts_after(v, Op(F, s, j), Op(C, s, j), 0, recomputed)
         _starts_after(v, Op(C, s, j), v.backward(s, j), 0, recomputed)
-        for p in range(len(v.grid.parts[s])):
+        for p in range(len(v.grid.parts(s, j))):
             if (s, j, p) in v.offloaded:
                 v.model.add_implication(v.offloaded[s, j, p], ~recomputed)
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, gcd, lcm
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from optpipe.evaluate.effects import Effects, Level
 from optpipe.model.arrays import Flags
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage
+from optpipe.model.records import EachMs, Stage, each_microbatch, of_microbatch
 from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
@@ -63,15 +66,14 @@ class Grid:
     def for_problem(cls, problem: Problem, finest: int = FINEST) -> Grid:
         """A grid on which every duration is whole, if the busiest device's work on one micro-batch then takes `finest`
         ticks at most; else a coarser one on which it takes that many."""
-        durations = [_durations(stage) for stage in problem.stages]
-        p2p = _exact(problem.p2p_ms)
-        times = [p2p, *(ms for of_stage in durations for ms in of_stage.values())]
+        durations, messages = _durations(problem), _messages(problem)
+        times = [*messages.ravel(), *(ms for of_stage in durations for each in of_stage for ms in each.values())]
         denominator = lcm(*(ms.denominator for ms in times))
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
-        coarsest = max(max(_work(problem, durations)) / finest, _serial(problem, durations, p2p) / LONGEST)
-        lasting = all(ms for of_stage in durations for kind, ms in of_stage.items() if kind in COMPUTE)
+        coarsest = max(_most_work(problem, durations) / finest, _serial(problem, durations, messages) / LONGEST)
+        lasting = all(ms for of_stage in durations for each in of_stage for kind, ms in each.items() if kind in COMPUTE)
         return cls(problem, max(unit, coarsest), exact=unit >= coarsest and lasting)
 
     @cached_property
@@ -85,15 +87,23 @@ class Grid:
         return self.exact and self.grain == max(self._common, 1)
 
     @cached_property
-    def _ticks(self) -> list[dict[Kind, int]]:
-        """By stage. Rounded up, compute takes a tick at least: starts tell no order of ops that take no time."""
+    def _ticks(self) -> list[list[dict[Kind, int]]]:
+        """By stage and class of micro-batches. Rounded up, compute takes a tick at least: starts tell no order of ops
+        that take no time."""
+
+        def ticks(kind: Kind, ms: Fraction) -> int:
+            return max(self._whole(ms), int(kind in COMPUTE and not self.down))
+
         return [
-            {
-                kind: max(self._whole(ms), int(kind in COMPUTE and not self.down))
-                for kind, ms in _durations(stage).items()
-            }
-            for stage in self.problem.stages
+            [{kind: ticks(kind, ms) for kind, ms in each.items()} for each in of_stage]
+            for of_stage in _durations(self.problem)
         ]
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """The class of each micro-batch."""
+        alike: list[int] = self.problem.costs.alike.tolist()
+        return alike
 
     def _whole(self, ms: Fraction) -> int:
         return floor(ms / self.tick) if self.down else ceil(ms / self.tick)
@@ -101,29 +111,45 @@ class Grid:
     @cached_property
     def rounded(self) -> Problem:
         """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks."""
-        stages = [
-            stage.model_copy(
-                update={
-                    "forward_ms": float(ticks[Kind.F]),
-                    "backward_input_ms": float(ticks[Kind.B]),
-                    "backward_weight_ms": float(ticks[Kind.W]),
-                    "offload_ms": float(ticks[Kind.O] * stage.offload_parts) if stage.can_offload else None,
-                    "reload_ms": float(ticks[Kind.R] * stage.offload_parts) if stage.can_offload else None,
-                    "recompute_ms": float(ticks[Kind.C]) if stage.can_recompute else None,
-                }
-            )
-            for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
-        ]
-        return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": float(self.p2p)})
+        stages = []
+        for stage, by_class in zip(self.problem.stages, self._ticks, strict=True):
+            parts = stage.offload_parts
+            fields: dict[str, Any] = {
+                "forward_ms": [ticks[Kind.F] for ticks in by_class],
+                "backward_input_ms": [ticks[Kind.B] for ticks in by_class],
+                "backward_weight_ms": [ticks[Kind.W] for ticks in by_class],
+            }
+            if stage.can_offload:
+                fields["offload_ms"] = [ticks[Kind.O] * parts for ticks in by_class]
+                fields["reload_ms"] = [ticks[Kind.R] * parts for ticks in by_class]
+            if stage.can_recompute:
+                fields["recompute_ms"] = [ticks[Kind.C] for ticks in by_class]
+            stages.append(stage.model_copy(update={name: self._for_each(ticks) for name, ticks in fields.items()}))
 
-    def duration(self, kind: Kind, stage: int) -> int:
+        def rounded(ms: EachMs) -> EachMs:
+            whole: EachMs = each_microbatch(lambda each: float(self._whole(_exact(each))), ms)
+            return whole
+
+        messages = self.problem.messages and tuple(
+            message.model_copy(update={"ms": rounded(message.ms)}) for message in self.problem.messages
+        )
+        p2p_ms = rounded(self.problem.p2p_ms)
+        return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": p2p_ms, "messages": messages})
+
+    def _for_each(self, ticks: list[int]) -> EachMs:
+        """The figure of a problem file: by class one number, or one for each micro-batch where they differ."""
+        if len(set(ticks)) == 1:
+            return float(ticks[0])
+        return tuple(float(ticks[c]) for c in self._alike)
+
+    def duration(self, kind: Kind, stage: int, microbatch: int) -> int:
         """Ticks of F, B, W or C, or of one part for O and R."""
-        return self._ticks[stage][kind]
+        return self._ticks[stage][self._alike[microbatch]][kind]
 
     @cached_property
     def serial(self) -> int:
         """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
-        return _serial(self.problem, self._ticks, self.p2p)
+        return _serial(self.problem, self._ticks, self._message_ticks)
 
     @cached_property
     def needs_fused(self) -> Flags:
@@ -131,12 +157,16 @@ class Grid:
         return needs_fused(self.problem)
 
     @cached_property
-    def p2p(self) -> int:
-        return self._whole(_exact(self.problem.p2p_ms))
+    def _message_ticks(self) -> Any:
+        return np.vectorize(self._whole, otypes=[object])(_messages(self.problem))
 
-    def delay(self, stage: int, other: int) -> int:
-        """Ticks from one stage to another."""
-        return 0 if self.problem.stages[stage].device == self.problem.stages[other].device else self.p2p
+    def forward_delay(self, stage: int, microbatch: int) -> int:
+        """Ticks of the message that a stage's forward waits for."""
+        return int(self._message_ticks[FORWARDS, stage, self._alike[microbatch]])
+
+    def gradient_delay(self, stage: int, microbatch: int) -> int:
+        """Ticks of the message that a stage's backward waits for."""
+        return int(self._message_ticks[GRADIENTS, stage, self._alike[microbatch]])
 
     def ms(self, ticks: int) -> float:
         return float(ticks * self.tick)
@@ -151,14 +181,15 @@ class Grid:
 
     @cached_property
     def _common(self) -> int:
-        stages = range(len(self.problem.stages))
+        examples = self.problem.costs.examples
         levels = (
             level.bytes
-            for s in stages
+            for s in range(len(self.problem.stages))
+            for j in examples.tolist()
             for kinds, recomputed in VISITS
-            for level in self._effects.levels(s, *kinds, recomputed=recomputed)
+            for level in self._effects.levels(s, j, *kinds, recomputed=recomputed)
         )
-        return gcd(*levels, *(size for sizes in self._effects.parts for size in sizes))
+        return gcd(*levels, *self._effects.parts[:, examples].ravel().tolist())
 
     @cached_property
     def _roomiest(self) -> int:
@@ -169,26 +200,37 @@ class Grid:
         return Effects(self.problem)
 
     @cached_property
-    def parts(self) -> list[list[int]]:
-        """By stage the grains of each part that can leave."""
+    def _parts(self) -> list[list[list[int]]]:
+        examples = self.problem.costs.examples.tolist()
         return [
-            [self._grains(size) for size in sizes] if stage.can_offload else []
-            for stage, sizes in zip(self.problem.stages, self._effects.parts, strict=True)
+            [
+                [self._grains(size) for size in self._effects.parts[s, j, : stage.offload_parts].tolist()]
+                if stage.can_offload
+                else []
+                for j in examples
+            ]
+            for s, stage in enumerate(self.problem.stages)
         ]
 
-    def levels(self, stage: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
+    def parts(self, stage: int, microbatch: int) -> list[int]:
+        """The grains of each part of an activation that can leave."""
+        return self._parts[stage][self._alike[microbatch]]
+
+    def levels(self, stage: int, microbatch: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
         """As `Effects.levels`, in grains.
 
         The level that is held after F is the sum of the parts and of what stays, each rounded on its own, so that parts
         can come off it. Other levels are rounded on their own, too; higher ones are no lower than that.
         """
-        held = int(self._effects.takes[Kind.F, stage] - self._effects.frees[Kind.F, stage])
-        rounded = sum(self.parts[stage]) + self._grains(held - sum(self._effects.parts[stage]))
+        takes, frees, parts = self._effects.takes, self._effects.frees, self._effects.parts
+        held = int(takes[Kind.F, stage, microbatch] - frees[Kind.F, stage, microbatch])
+        leaving = int(parts[stage, microbatch].sum())
+        rounded = sum(self.parts(stage, microbatch)) + self._grains(held - leaving)
 
         def grains(size: int) -> int:
             return rounded if size == held else max(self._grains(size), rounded * (size > held))
 
-        levels = self._effects.levels(stage, *kinds, recomputed=recomputed)
+        levels = self._effects.levels(stage, microbatch, *kinds, recomputed=recomputed)
         return [level._replace(bytes=grains(level.bytes)) for level in levels]
 
     def _grains(self, size: int) -> int:
@@ -205,7 +247,7 @@ class Grid:
         most = [0] * len(self.problem.devices)
         for j in range(self.problem.microbatches):
             for s in self.problem.route(j):
-                most[self.problem.stages[s].device] += sum(self._effects.parts[s])
+                most[self.problem.stages[s].device] += int(self._effects.parts[s, j].sum())
         limits = [device.host_memory_bytes for device in self.problem.devices]
         return [
             None if limit is None or size <= limit else limit // self.grain
@@ -233,27 +275,49 @@ def _exact(ms: float) -> Fraction:
     return Fraction(repr(float(ms)))  # what the file says, not its nearest float
 
 
-def _durations(stage: Stage) -> dict[Kind, Fraction]:
+def _durations(problem: Problem) -> list[list[dict[Kind, Fraction]]]:
+    """By stage and class of micro-batches."""
+    return [[_of_microbatch(stage, j) for j in problem.costs.examples.tolist()] for stage in problem.stages]
+
+
+def _of_microbatch(stage: Stage, j: int) -> dict[Kind, Fraction]:
+    def exact(figure: EachMs | None) -> Fraction:
+        return _exact(of_microbatch(figure or 0.0, j))
+
     return {
-        Kind.F: _exact(stage.forward_ms),
-        Kind.B: _exact(stage.backward_input_ms),
-        Kind.W: _exact(stage.backward_weight_ms),
-        Kind.O: _exact(stage.offload_ms or 0.0) / stage.offload_parts,
-        Kind.R: _exact(stage.reload_ms or 0.0) / stage.offload_parts,
-        **({Kind.C: _exact(stage.recompute_ms)} if stage.recompute_ms is not None else {}),
+        Kind.F: exact(stage.forward_ms),
+        Kind.B: exact(stage.backward_input_ms),
+        Kind.W: exact(stage.backward_weight_ms),
+        Kind.O: exact(stage.offload_ms) / stage.offload_parts,
+        Kind.R: exact(stage.reload_ms) / stage.offload_parts,
+        **({Kind.C: exact(stage.recompute_ms)} if stage.can_recompute else {}),
     }
 
 
-def _work(problem: Problem, durations: list[dict[Kind, Number]]) -> list[Number]:
-    """By device: time of compute on one micro-batch."""
-    compute = [times[Kind.F] + times[Kind.B] + times[Kind.W] for times in durations]
-    stages_on = (problem.stages_on(d) for d in range(len(problem.devices)))
-    return [sum((compute[s] for s in stages), 0 * compute[0]) for stages in stages_on]
+def _messages(problem: Problem) -> Any:
+    """(2, S, classes) of the message that the F, the backward of each stage waits for, as exact fractions."""
+    return np.vectorize(_exact, otypes=[object])(problem.costs.message_ms[..., problem.costs.examples])
 
 
-def _serial(problem: Problem, durations: list[dict[Kind, Number]], p2p: Number) -> Number:
+def _most_work(problem: Problem, durations: list[list[dict[Kind, Fraction]]]) -> Fraction:
+    """Time of compute of the busiest device on one micro-batch."""
+    compute = [[times[Kind.F] + times[Kind.B] + times[Kind.W] for times in by_class] for by_class in durations]
+    work = [
+        sum((compute[s][c] for s in problem.stages_on(d)), Fraction(0))
+        for d in range(len(problem.devices))
+        for c in range(len(compute[0]))
+    ]
+    return max(work)
+
+
+def _serial(problem: Problem, durations: list[list[dict[Kind, Number]]], messages: Any) -> Number:
     """Time of everything that could be done, one after the other."""
-    once = 2 * len(durations) * p2p
-    for stage, times in zip(problem.stages, durations, strict=True):
-        once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for kind, time in times.items())
-    return problem.microbatches * once
+    total: Any = 0
+    for c, batches in enumerate(problem.costs.classes):
+        once = messages[:, :, c].sum()
+        for stage, by_class in zip(problem.stages, durations, strict=True):
+            times = by_class[c].items()
+            once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for kind, time in times)
+        total += len(batches) * once
+    serial: Number = total
+    return serial

@@ -79,7 +79,7 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
         done = 0
         for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
             start[half], tail[half] = begin + done, left - done
-            done = grid.duration(half.kind, op.stage) if half.kind == Kind.B else 0
+            done = grid.duration(half.kind, op.stage, op.microbatch) if half.kind == Kind.B else 0
     moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
     allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
     fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)

@@ -60,14 +60,15 @@ def host_memory_within_limit(v: Variables) -> None:
             copies.fits_into(limit)
 
 
-def held_between(grid: Grid, stage: int, recomputed: bool, fused: bool) -> Counter[Between]:
+def held_between(grid: Grid, stage: int, microbatch: int, recomputed: bool, fused: bool) -> Counter[Between]:
     """The grains that an activation holds from one point to another, if no part of it leaves.
 
     They add up to the levels of `Grid.levels`: what is taken last is freed first, and all is counted anew when the
     input gradient ends. The end of a BW is that of its B.
     """
     kinds = (F, *((C,) if recomputed else ()), *((BW,) if fused else (B, W)))
-    level = {(kind, ended): grains for kind, ended, grains in grid.levels(stage, *kinds, recomputed=recomputed)}
+    levels = grid.levels(stage, microbatch, *kinds, recomputed=recomputed)
+    level = {(kind, ended): grains for kind, ended, grains in levels}
     amounts: Counter[Between] = Counter()
     taken: list[tuple[Point, int]] = []  # where, and how many grains of that are still held
     held = 0
@@ -103,10 +104,10 @@ class _Held:
         """What the activation holds with each choice. Of parts that may leave, each is counted on its own: until D, and
         from R on."""
         v, recomputed, fused = self._v, self._v.recomputed.get((s, j), False), self._v.fused.get((s, j), False)
-        leaving = {p: size for p, size in enumerate(v.grid.parts[s]) if (s, j, p) in v.offloaded}
+        leaving = {p: size for p, size in enumerate(v.grid.parts(s, j)) if (s, j, p) in v.offloaded}
         if recomputed is True:
             leaving = {}
-        amounts = {(a, f): held_between(v.grid, s, a, f) for a in _values(recomputed) for f in _values(fused)}
+        amounts = {(a, f): held_between(v.grid, s, j, a, f) for a in _values(recomputed) for f in _values(fused)}
         for (is_recomputed, _), amount in amounts.items():
             amount[Between(FORWARD_START, GRADIENT_END)] -= 0 if is_recomputed else sum(leaving.values())
         for between in dict.fromkeys(between for amount in amounts.values() for between in amount):
@@ -116,7 +117,7 @@ class _Held:
 
     def add_copies(self, s: int, j: int) -> None:
         """Parts in host memory, from O to the end of B."""
-        for p, size in enumerate(self._v.grid.parts[s]):
+        for p, size in enumerate(self._v.grid.parts(s, j)):
             if (s, j, p) in self._v.offloaded:
                 begin, end = self._allocation(Op(O, s, j, p)), self._gradient_end(s, j)
                 self._add(begin, end, size, self._v.offloaded[s, j, p])

@@ -48,8 +48,9 @@ class Answer:
 def order_is_free(problem: Problem, objective: WindowObjective) -> bool:
     """Whether nothing is lost if micro-batches keep their order in all stages.
 
-    Where none may leave or be recomputed they are alike; otherwise it can pay that a later one overtakes. The span is
-    worth an overtaking, too: a device that lets the second overtake the first starts later.
+    Equal ones, that is. Where none may leave or be recomputed nothing tells them apart; otherwise it can pay that a
+    later one overtakes. The span is worth an overtaking, too: a device that lets the second overtake the first starts
+    later.
     """
     return objective == "makespan" and not any(stage.can_offload or stage.can_recompute for stage in problem.stages)
 
@@ -82,6 +83,7 @@ class WindowModel:
         memory.host_memory_within_limit(v)
         symmetry.equal_microbatches_in_order(v)
         symmetry.equal_parts_in_order(v)
+        symmetry.fixed_order_of_entry(v)
         if order == "ranks":
             ranks.ranks_follow_ranks(v)
         if objective == "span":

@@ -1,4 +1,4 @@
-"""A relaxation in which micro-batches have no names: the order "ranks", for lower bounds.
+"""A relaxation in which equal micro-batches have no names: the order "ranks", for lower bounds.
 
 At each stage a route's forwards are numbered as they run, and so are the backwards. Between stages only ranks count:
 the k-th forward waits for the k-th of the stage before, the k-th input gradient for the k-th of the stage after. That
@@ -27,13 +27,16 @@ F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 def ranks_follow_ranks(v: Variables) -> None:
     """The k-th op of a stage waits for the k-th of its neighbour; visits of one stage overtake only for a reason."""
-    for number, route in enumerate(v.problem.all_routes):
-        visits = [j for j in range(v.problem.microbatches) if int(v.problem.costs.route[j]) == number]
+    for visits in v.problem.costs.classes:
+        route = v.problem.route(visits[0])
+        first = visits[0]
         way = 0  # from the end of a stage's forward to the start of its input gradient, at least
         for s, t in reversed([*pairwise(route), (route[-1], route[-1])]):
             if s != t:
-                delay = v.grid.delay(s, t)
-                way += v.duration(Op(F, t, 0)) + v.duration(Op(B, t, 0)) + 2 * delay
+                delay = v.grid.gradient_delay(s, first)
+                way += (
+                    v.duration(Op(F, t, first)) + v.duration(Op(B, t, first)) + v.grid.forward_delay(t, first) + delay
+                )
                 for k in visits:
                     v.model.add(v.start[Op(B, s, k)] >= v.start[Op(B, t, k)] + v.duration(Op(B, t, k)) + delay)
             for j in visits:
@@ -68,7 +71,7 @@ def _new_overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice
     forward, backward = v.compute_end[Op(F, s, j)], v.start[Op(BW, s, j)]
     i_recomputed, j_recomputed = v.recomputed.get((s, i)), v.recomputed.get((s, j))
     reasons: list[Choice] = []
-    for p in range(len(v.grid.parts[s])):
+    for p in range(len(v.grid.parts(s, i))):
         o, r = Op(O, s, i, p), Op(R, s, i, p)
         reason = v.model.new_bool_var("away")
         v.model.add_bool_and(v.offloaded[s, i, p], ~v.offloaded[s, j, p]).only_enforce_if(reason)

@@ -52,7 +52,7 @@ class _StartsAtOnce:
             reasons.append(self._new_reason(v.start[x], 0))
         else:
             before = Op(F, route[route.index(s) - 1], j)
-            arrival = v.compute_end[before] + v.grid.delay(before.stage, s)
+            arrival = v.compute_end[before] + v.grid.forward_delay(s, j)
             reasons.append(self._new_reason(v.start[x], arrival, self.new_literal(before)))
         for y in v.free:
             if y != x and v.device(y) == v.device(x) and y.kind in (*COMPUTE, D):

@@ -1,4 +1,4 @@
-"""Symmetries: micro-batches of one route are alike, and so are equal parts of one activation."""
+"""Symmetries: equal micro-batches of one route can change places, and so can equal parts of one activation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ F, B, W, O, D, R = Kind.F, Kind.B, Kind.W, Kind.O, Kind.D, Kind.R
 
 def equal_microbatches_in_order(v: Variables) -> None:
     """Micro-batches go by number (Eq. 1), where those of the incumbent do: it has to stay a solution."""
-    problem = v.problem
-    for number, route in enumerate(problem.all_routes):
-        batches = [j for j in range(problem.microbatches) if int(problem.costs.route[j]) == number]
+    for batches in v.problem.costs.classes:
+        route = v.problem.route(batches[0])
         _in_order(v, [Op(F, route[0], j) for j in batches])
         if v.order == "stages":
             for s in route:
                 # The W of a BW need not wait for that of a B before it.
                 for kind in (F, B) if v.grid.needs_fused[s] else (F, B, W):
                     _in_order(v, [Op(kind, s, j) for j in batches])
+
+
+def fixed_order_of_entry(v: Variables) -> None:
+    """Where the problem fixes the order of micro-batches, they enter each route in it."""
+    if v.problem.fixed_order:
+        for r, route in enumerate(v.problem.all_routes):
+            entering = [Op(F, route[0], j) for j in range(v.problem.microbatches) if v.problem.costs.route[j] == r]
+            for x, y in pairwise(entering):
+                if x in v.free or y in v.free:
+                    v.model.add(v.start[y] >= v.start[x] + v.duration(x))
 
 
 def _in_order(v: Variables, ops: list[Op]) -> None:
@@ -35,7 +44,7 @@ def _in_order(v: Variables, ops: list[Op]) -> None:
 def equal_parts_in_order(v: Variables) -> None:
     """Equal parts of an activation go by number, too."""
     for s, j in v.passes:
-        parts = v.grid.parts[s]
+        parts = v.grid.parts(s, j)
         for p, q in pairwise(range(len(parts))):
             if parts[p] == parts[q]:
                 _parts_in_order(v, s, j, p, q)

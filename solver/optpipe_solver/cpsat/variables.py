@@ -172,7 +172,7 @@ class Variables:
     def _create_transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
         is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
-        for p in range(len(self.grid.parts[s])):
+        for p in range(len(self.grid.parts(s, j))):
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             if is_open or o in self.incumbent.start:
                 for x in (o, d, r):
@@ -242,7 +242,7 @@ class Variables:
 
     def duration(self, x: Op) -> int:
         """Ticks of an op; of a BW those of B (see `backward`)."""
-        return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage)
+        return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage, x.microbatch)
 
     def presence(self, x: Op) -> Choice:
         """Whether x takes place."""

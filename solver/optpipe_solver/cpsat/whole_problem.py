@@ -141,16 +141,17 @@ class WholeProblemSearch:
 
 
 def number_by_entry(schedule: Schedule) -> Schedule:
-    """The same schedule with the micro-batches of each route numbered as they enter it."""
+    """The same schedule with equal micro-batches numbered as they enter their route."""
     problem = schedule.problem
     tables = [*(program.table for program in schedule.programs), *(order.table for order in schedule.links.values())]
     name = np.arange(problem.microbatches)
-    for r, route in enumerate(problem.all_routes):
+    for c, batches in enumerate(problem.costs.classes):
+        route = problem.route(batches[0])
         program = schedule.programs[problem.stages[route[0]].device].table
         enters = (
             (program[:, KIND] == Kind.F)
             & (program[:, STAGE] == route[0])
-            & (problem.costs.route[program[:, MICROBATCH]] == r)
+            & (problem.costs.alike[program[:, MICROBATCH]] == c)
         )
         entered = program[enters, MICROBATCH]
         name[entered] = np.sort(entered)

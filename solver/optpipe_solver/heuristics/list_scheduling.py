@@ -16,6 +16,7 @@ import numpy as np
 
 from optpipe.evaluate.objective import NEVER
 from optpipe.lift import lift_table
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
@@ -33,7 +34,7 @@ class ListScheduler(SchedulingState):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._can_split = [not takes for takes in self.takes[W]]  # or W might wait for memory forever
+        self._can_split = [not any(takes) for takes in self.takes[W]]  # or W might wait for memory forever
         self.transfers = Transfers(self)
 
     def schedule(self, policy: Policy, method: str, deadline: float = NEVER) -> Schedule | None:
@@ -108,7 +109,7 @@ class ListScheduler(SchedulingState):
             self.reserve.end_backward(stage, j)
             if code == B:
                 self.weights[d].append((stage, j))
-        self.held[d] -= frees[code][stage]
+        self.held[d] -= frees[code][stage][self.alike[j]]
         self.transfers.drop(d)
 
     def _start_best_op(self, d: int) -> None:
@@ -116,7 +117,7 @@ class ListScheduler(SchedulingState):
         if self._start_backward(d) or self._start_forward(d) or not self.weights[d]:
             return
         stage, j = self.weights[d][0]
-        arrivals, patience_ms = self.gradient_arrivals[d], self.policy.patience * self.ms[W][stage]
+        arrivals, patience_ms = self.gradient_arrivals[d], self.policy.patience * self.ms[W][stage][self.alike[j]]
         if not (arrivals and arrivals[0] - self.now < patience_ms):
             self.weights[d].popleft()
             self._start(W, stage, j, 0)
@@ -133,17 +134,17 @@ class ListScheduler(SchedulingState):
         if kind not in (F, B, BW):
             return
         self.note_pace(kind, stage, j)
-        route, k = self.route[j], self.position[j][stage]
+        route, k, ms = self.route[j], self.position[j][stage], self.ms[kind][stage][self.alike[j]]
         if kind == F and k < len(route) - 1:
-            self._send(F, stage, route[k + 1], j, self.ms[F][stage])
+            self._send(F, route[k + 1], j, ms)
         elif kind == F:
-            self._send(B, stage, stage, j, self.ms[F][stage])
+            self._send(B, stage, j, ms)
         elif k > 0:
-            self._send(B, stage, route[k - 1], j, self.ms[kind][stage])
+            self._send(B, route[k - 1], j, ms)
 
-    def _send(self, kind: Kind, stage: int, to: int, j: int, after_ms: float) -> None:
+    def _send(self, kind: Kind, to: int, j: int, after_ms: float) -> None:
         there = self.device[to]
-        arrives = self.now + after_ms + (self.problem.p2p_ms if there != self.device[stage] else 0.0)
+        arrives = self.now + after_ms + self.message_ms(FORWARDS if kind == F else GRADIENTS, to, j)
         self.foresee(arrives, ARRIVAL + kind, to, j)
         if kind == B:
             heapq.heappush(self.gradient_arrivals[there], arrives)
@@ -153,18 +154,19 @@ class ListScheduler(SchedulingState):
         for n, (_, j, stage) in enumerate(self.backwards[d]):
             if self.relief[stage, j].recompute or not self.transfers.is_resident(stage, j):
                 continue
-            split = self.policy.split and self._can_split[stage] and self._fits(d, self.takes[B][stage])
+            split = self.policy.split and self._can_split[stage] and self._fits(d, self.takes[B][stage][self.alike[j]])
             kind = B if split else BW
-            if not self._fits(d, self.takes[kind][stage]):
+            takes = self.takes[kind][stage][self.alike[j]]
+            if not self._fits(d, takes):
                 continue
             del self.backwards[d][n]
             del self.relief[stage, j]
             self.transfers.forget(stage, j)
             self.in_flight[stage] -= 1
-            self._start(kind, stage, j, self.takes[kind][stage])
+            self._start(kind, stage, j, takes)
             return True
         for _, j, stage in self.backwards[d]:
-            takes = self.recomputed_takes[C][stage]
+            takes = self.recomputed_takes[C][stage][self.alike[j]]
             if self.relief[stage, j].recompute and self._fits(d, takes) and self.reserve.lend_for_return(stage, j):
                 self.relief[stage, j] = Relief()
                 self._start(C, stage, j, takes)
@@ -182,7 +184,8 @@ class ListScheduler(SchedulingState):
             if not (is_oldest or self.in_flight[stage] < self.policy.in_flight[stage]):
                 continue
             room = 0 if is_oldest else self.transfers.room_for_return(d)
-            if not self._fits(d, self.takes[F][stage] + room) or not self._settle_relief(stage, j):
+            takes = self.takes[F][stage][self.alike[j]]
+            if not self._fits(d, takes + room) or not self._settle_relief(stage, j):
                 continue
             heapq.heappop(self.forwards[d][stage])
             if self.position[j][stage] == 0:
@@ -190,7 +193,7 @@ class ListScheduler(SchedulingState):
                 self.admitted += 1
             self.in_flight[stage] += 1
             self.forwards_left[d] -= 1
-            self._start(F, stage, j, self.takes[F][stage])
+            self._start(F, stage, j, takes)
             return True
         return False
 
@@ -199,12 +202,12 @@ class ListScheduler(SchedulingState):
 
         Returns False, and decides nothing, if memory admits neither.
         """
-        base = self.base[self.problem.costs.route[j]][stage]
+        base = self.base[self.alike[j]][stage]
         preferred = self.policy.relief(stage, j, self.problem.stages[stage].offload_parts)
-        if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage)):
+        if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage, j)):
             preferred = base
         for relief in dict.fromkeys((preferred, base)):
-            if self.reserve.lend(stage, j, self.reserve.loan(stage, relief)):
+            if self.reserve.lend(stage, j, self.reserve.loan(stage, j, relief)):
                 self.relief[stage, j] = relief
                 return True
         return False

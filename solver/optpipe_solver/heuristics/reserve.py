@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
-from optpipe_solver.bounds.stage_bytes import stage_bytes
+from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 
 class Loan(NamedTuple):
@@ -73,7 +73,7 @@ class Reserve:
     Parameters
     ----------
     base
-        For each route, the relief of every stage with which one micro-batch at a time fits.
+        For each class of micro-batches, the relief of every stage with which one at a time fits.
 
     Attributes
     ----------
@@ -82,20 +82,25 @@ class Reserve:
     """
 
     def __init__(self, problem: Problem, base: Sequence[dict[int, Relief]]) -> None:
-        self._bytes = stage_bytes(problem)
-        self._route: list[int] = problem.costs.route.tolist()
-        self._device: list[int] = problem.costs.device.tolist()
+        costs = problem.costs
+        examples = costs.examples.tolist()
+        self._bytes = [stage_bytes(problem, j) for j in examples]  # by class and stage
+        self._alike: list[int] = costs.alike.tolist()
+        self._device: list[int] = costs.device.tolist()
         self._limits: list[tuple[int, int]] = list(
-            zip(problem.costs.activation_budget.tolist(), problem.costs.host_memory.tolist(), strict=True)
+            zip(costs.activation_budget.tolist(), costs.host_memory.tolist(), strict=True)
         )
         devices = range(len(problem.devices))
-        self._stages_on = [  # by route and device, in the order of the route
-            [[s for s in route if self._device[s] == d] for d in devices] for route in problem.all_routes
+        self._stages_on = [  # by class and device, in the order of the route
+            [[s for s in problem.route(j) if self._device[s] == d] for d in devices] for j in examples
         ]
-        self._base_loan = [{s: self.loan(s, relief) for s, relief in reliefs.items()} for reliefs in base]
+        self._base_loan = [
+            {s: self.loan(s, j, relief) for s, relief in reliefs.items()}
+            for j, reliefs in zip(examples, base, strict=True)
+        ]
         self._stage_peak = [
-            {s: self._bytes[s].recomputed_peak if r.recompute else self._bytes[s].peak for s, r in reliefs.items()}
-            for reliefs in base
+            {s: held[s].recomputed_peak if r.recompute else held[s].peak for s, r in reliefs.items()}
+            for held, reliefs in zip(self._bytes, base, strict=True)
         ]
         self._most_alone = [
             (
@@ -113,7 +118,7 @@ class Reserve:
 
     def begin(self) -> None:
         """Take all loans back."""
-        m = len(self._route)
+        m = len(self._alike)
         self._memory = [
             _Bank(limit, most, m) for (limit, _), (most, _) in zip(self._limits, self._most_alone, strict=True)
         ]
@@ -121,19 +126,24 @@ class Reserve:
             _Bank(limit, most, m) for (_, limit), (_, most) in zip(self._limits, self._most_alone, strict=True)
         ]
         self._loans: dict[tuple[int, int], Loan] = {}  # by stage and micro-batch, also of backwards that have ended
-        self._backwards_left = [[len(stages) for stages in self._stages_on[r]] for r in self._route]  # (m, D)
+        self._backwards_left = [[len(stages) for stages in self._stages_on[c]] for c in self._alike]  # (m, D)
         self.in_flight: list[int] = []
 
-    def loan(self, stage: int, relief: Relief) -> Loan:
-        """Return what an activation settles at."""
-        if relief.recompute:
-            return Loan(self._bytes[stage].checkpoint, 0)
-        away = sum(self._bytes[stage].parts[part] for part in relief.parts)
-        return Loan(self._bytes[stage].stays - away, away)
+    def _held(self, stage: int, microbatch: int) -> StageBytes:
+        return self._bytes[self._alike[microbatch]][stage]
 
-    def recomputes_freely(self, stage: int) -> bool:
+    def loan(self, stage: int, microbatch: int, relief: Relief) -> Loan:
+        """Return what an activation settles at."""
+        held = self._held(stage, microbatch)
+        if relief.recompute:
+            return Loan(held.checkpoint, 0)
+        away = sum(held.parts[part] for part in relief.parts)
+        return Loan(held.stays - away, away)
+
+    def recomputes_freely(self, stage: int, microbatch: int) -> bool:
         """Whether a recompute needs no more than the stage needs anyway."""
-        return self._bytes[stage].recomputed_peak <= self._bytes[stage].peak
+        held = self._held(stage, microbatch)
+        return held.recomputed_peak <= held.peak
 
     def lend(self, stage: int, microbatch: int, loan: Loan) -> bool:
         """Change the loan of an activation, if that is safe; say whether it is."""
@@ -155,7 +165,7 @@ class Reserve:
     def lend_for_return(self, stage: int, microbatch: int) -> bool:
         """Lend what it takes that all of an activation comes back; host memory stays lent until the backward."""
         host = self._loans[stage, microbatch].host
-        return self.lend(stage, microbatch, Loan(self._bytes[stage].stays, host))
+        return self.lend(stage, microbatch, Loan(self._held(stage, microbatch).stays, host))
 
     def lend_for_stay(self, stage: int, microbatch: int, stays: int) -> bool:
         """Lend what it takes that so many bytes of an activation do not leave after all."""
@@ -184,15 +194,15 @@ class Reserve:
     def _device_peak(self, d: int, microbatch: int) -> int:
         """The most that a micro-batch has at once if it finishes alone: while a stage runs, those before it on the
         route hold their loans, or the base relief's."""
-        r = self._route[microbatch]
-        stages = self._stages_on[r][d][: self._backwards_left[microbatch][d]]
+        c = self._alike[microbatch]
+        stages = self._stages_on[c][d][: self._backwards_left[microbatch][d]]
         peak, held = 0, 0
         for s in stages:
-            peak = max(peak, held + self._stage_peak[r][s])
-            held += self._loans.get((s, microbatch), self._base_loan[r][s]).device
+            peak = max(peak, held + self._stage_peak[c][s])
+            held += self._loans.get((s, microbatch), self._base_loan[c][s]).device
         return peak
 
     def _host_peak(self, d: int, microbatch: int) -> int:
-        r = self._route[microbatch]
-        to_come = (self._base_loan[r][s].host for s in self._stages_on[r][d] if (s, microbatch) not in self._loans)
+        c = self._alike[microbatch]
+        to_come = (self._base_loan[c][s].host for s in self._stages_on[c][d] if (s, microbatch) not in self._loans)
         return self._host_memory[d].lent[microbatch] + sum(to_come)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from optpipe.evaluate.effects import Effects
 from optpipe.lift import grain
 from optpipe.model.arrays import OFF_ROUTE
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief, reliefs
@@ -48,13 +48,15 @@ class SchedulingState:
     Attributes
     ----------
     ms, takes, frees, recomputed_takes, recomputed_frees
-        By kind and stage: how long an op takes, and its bytes (`Effects`).
+        By kind, stage and class of micro-batches: how long an op takes, and its bytes (`Effects`).
     parts
-        By stage the bytes of each part of an activation.
+        By stage and class the bytes of each part of an activation.
+    alike
+        (m,) the class of each micro-batch (`Costs.alike`).
     position
         By micro-batch the place of each stage on its route.
     base
-        By route: what becomes of each stage's activation if one micro-batch runs at a time.
+        By class: what becomes of each stage's activation if one micro-batch runs at a time.
     held
         (D,) bytes, those of the running op included.
     busy
@@ -80,19 +82,21 @@ class SchedulingState:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         costs, m = problem.costs, problem.microbatches
-        instant = 10 * grain(np.array([costs.ms.sum() * m]))  # what takes no time takes this, to show what came first
-        self.ms: list[list[float]] = np.maximum(costs.ms, instant).tolist()
+        instant = 10 * grain(np.array([costs.ms.sum()]))  # what takes no time takes this, to show what came first
+        self.alike: list[int] = costs.alike.tolist()
+        examples = costs.examples
+        self.ms: list[list[list[float]]] = np.maximum(costs.ms[..., examples], instant).tolist()
+        self._message_ms: list[list[list[float]]] = costs.message_ms[..., examples].tolist()
         self.device: list[int] = costs.device.tolist()
         effects = Effects(problem)
-        self.takes: list[list[int]] = effects.takes.tolist()
-        self.frees: list[list[int]] = effects.frees.tolist()
-        self.recomputed_takes, self.recomputed_frees = (sizes.tolist() for sizes in effects.recomputed)
-        self.parts = effects.parts
+        self.takes: list[list[list[int]]] = effects.takes[..., examples].tolist()
+        self.frees: list[list[list[int]]] = effects.frees[..., examples].tolist()
+        self.recomputed_takes, self.recomputed_frees = (sizes[..., examples].tolist() for sizes in effects.recomputed)
+        self.parts: list[list[list[int]]] = effects.parts[:, examples].tolist()
         self.route = [problem.route(j) for j in range(m)]
         self.position = [{s: k for k, s in enumerate(route)} for route in self.route]
-        full_speed = {route: self._at_full_speed(route) for route in set(self.route)}
-        self._full_speed = [full_speed[route] for route in self.route]
-        self.base = [reliefs(problem, route) for route in problem.all_routes]
+        self._full_speed = [self._at_full_speed(j) for j in examples.tolist()]
+        self.base = [reliefs(problem, j) for j in examples.tolist()]
         self.memory = [d.activation_budget_bytes for d in problem.devices]
         self.reserve = Reserve(problem, self.base)
         passing = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
@@ -126,22 +130,29 @@ class SchedulingState:
         """Note that an op starts now, and foresee its end."""
         self.rows.append((kind, stage, microbatch, part, 0))
         self.starts.append(self.now)
-        self.foresee(self.now + self.ms[kind][stage], kind, stage, microbatch, part)
+        self.foresee(self.now + self.ms[kind][stage][self.alike[microbatch]], kind, stage, microbatch, part)
 
     def note_pace(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Take note how far a micro-batch has come: its F, or its backward, of this stage starts now."""
-        full_speed = self._full_speed[microbatch]
+        full_speed = self._full_speed[self.alike[microbatch]]
         after = full_speed.forward[stage] if kind == Kind.F else full_speed.backward[stage]
         self.begin_ms[microbatch] = max(self.begin_ms[microbatch], self.now - after)
 
     def backward_expected(self, stage: int, microbatch: int) -> float:
         """The moment at which the backward will be able to start if all goes at full speed from here."""
-        return self.begin_ms[microbatch] + self._full_speed[microbatch].backward[stage]
+        return self.begin_ms[microbatch] + self._full_speed[self.alike[microbatch]].backward[stage]
 
-    def _at_full_speed(self, route: tuple[int, ...]) -> FullSpeed:
-        hop = [self.problem.p2p_ms if self.device[a] != self.device[b] else 0.0 for a, b in pairwise(route)]
-        there = [self.ms[Kind.F][s] + h for s, h in zip(route, [*hop, 0.0], strict=True)]
-        back = [self.ms[Kind.B][s] + h for s, h in zip(reversed(route), [*reversed(hop), 0.0], strict=True)]
-        *starts, _end = accumulate([*there, *back], initial=0.0)
-        n = len(route)
-        return FullSpeed(dict(zip(route, starts[:n], strict=True)), dict(zip(reversed(route), starts[n:], strict=True)))
+    def message_ms(self, way: int, stage: int, microbatch: int) -> float:
+        """How long the message takes that a stage's forward (`FORWARDS`) or backward (`GRADIENTS`) waits for."""
+        return self._message_ms[way][stage][self.alike[microbatch]]
+
+    def _at_full_speed(self, microbatch: int) -> FullSpeed:
+        route, alike = self.route[microbatch], self.alike[microbatch]
+        now, starts = 0.0, FullSpeed({}, {})
+        for s in route:
+            starts.forward[s] = now = now + self.message_ms(FORWARDS, s, microbatch)
+            now += self.ms[Kind.F][s][alike]
+        for s in reversed(route):
+            starts.backward[s] = now = now + self.message_ms(GRADIENTS, s, microbatch)
+            now += self.ms[Kind.B][s][alike]
+        return starts

@@ -65,6 +65,12 @@ class Transfers:
         self._to_drop: list[list[tuple[Activation, int]]] = [[] for _ in devices]
         self._next_look = [float("inf")] * len(self._devices_on)  # when each link will look again
 
+    def _size(self, stage: int, j: int, part: int) -> int:
+        return self._state.parts[stage][self._state.alike[j]][part]
+
+    def _ms(self, kind: Kind, stage: int, j: int) -> float:
+        return self._state.ms[kind][stage][self._state.alike[j]]
+
     def queue_offload(self, stage: int, j: int, parts: tuple[int, ...]) -> None:
         """Queue the parts of an activation whose forward has ended."""
         d = self._state.device[stage]
@@ -94,9 +100,9 @@ class Transfers:
     def drop(self, d: int) -> None:
         """Free what has been offloaded if the device is between two compute ops."""
         if not self._state.busy[d]:
-            for activation, part in self._to_drop[d]:
-                self._away[activation].dropped += 1
-                self._state.held[d] -= self._state.parts[activation[0]][part]
+            for (stage, j), part in self._to_drop[d]:
+                self._away[stage, j].dropped += 1
+                self._state.held[d] -= self._size(stage, j, part)
             self._to_drop[d].clear()
 
     def note_look(self, d: int) -> None:
@@ -108,7 +114,7 @@ class Transfers:
         for stage, j in self._candidates_to_reload(d):
             if self._reload_due(stage, j) <= self._state.now:
                 away = self._away[stage, j]
-                return sum(self._state.parts[stage][part] for part in away.sent[away.reloading :])
+                return sum(self._size(stage, j, part) for part in away.sent[away.reloading :])
         return 0
 
     def start_on(self, d: int) -> None:
@@ -143,7 +149,7 @@ class Transfers:
     def _reload_due(self, stage: int, j: int) -> float:
         """The moment at which an activation should begin to come back."""
         away = self._away[stage, j]
-        reload_ms = (len(away.sent) - away.reloading) * self._state.ms[R][stage]
+        reload_ms = (len(away.sent) - away.reloading) * self._ms(R, stage, j)
         return self._state.backward_expected(stage, j) - self._state.policy.eager * reload_ms
 
     def _start_reload(self, n: int) -> bool:
@@ -163,7 +169,7 @@ class Transfers:
                     due_ms, due_stage = ms, stage
                 continue
             part = away.sent[away.reloading]
-            size = state.parts[stage][part]
+            size = self._size(stage, j, part)
             fits = state.held[d] + size <= state.memory[d]
             if fits and (away.returns or state.reserve.lend_for_return(stage, j)):
                 away.returns = True
@@ -197,11 +203,11 @@ class Transfers:
         """
         state = self._state
         waiting, gone = len(away.waiting), len(away.sent) - away.back
-        transfer_ms = waiting * state.ms[O][stage] + (waiting + gone) * state.ms[R][stage]
+        transfer_ms = waiting * self._ms(O, stage, j) + (waiting + gone) * self._ms(R, stage, j)
         is_back_in_time = state.backward_expected(stage, j) - state.now >= transfer_ms
         if state.forwards_left[state.device[stage]] and is_back_in_time:
             return False
-        stays = sum(state.parts[stage][part] for part in away.waiting)
+        stays = sum(self._size(stage, j, part) for part in away.waiting)
         if not state.reserve.lend_for_stay(stage, j, stays):
             return False
         away.waiting.clear()

@@ -44,7 +44,7 @@ def _all_offloads_fit_on_host(problem: Problem) -> bool:
     for j in range(problem.microbatches):
         for s in problem.route(j):
             if costs.can_offload[s]:
-                pinned[costs.device[s]] += int(costs.offload[s])
+                pinned[costs.device[s]] += int(costs.offload[s, j])
     return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
 
 

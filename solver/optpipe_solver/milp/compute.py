@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 
 from optpipe.evaluate.objective import TOLERANCE, Objective
+from optpipe.model.costs import FORWARDS
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.milp.precedences import microbatches_by_route
+from optpipe_solver.milp.precedences import equal_microbatches
 from optpipe_solver.milp.rows import TRUE
 from optpipe_solver.milp.variables import Variables
 
@@ -52,8 +53,8 @@ def first_forward_at_once(v: Variables) -> None:
     paths, arrivals = v.paths, _first_arrivals(v)
     for x, before in arrivals.items():
         others = [y for y in arrivals if y != x and paths.device[y] == paths.device[x]]
-        p2p = v.problem.p2p_ms * paths.scale if before is not None else 0.0
-        gap = float(paths.time[x]) + p2p
+        _, stage, microbatch, _ = paths.ops[x]
+        gap = float(paths.time[x] + v.costs.message_ms[FORWARDS, stage, microbatch] * paths.scale)
         arrives = [(1.0, v.E[before])] if before is not None else []
         late = max(0.0, v.rows.upper[v.E[x]] - gap)
         v.rows.add([(-1.0, v.E[x]), *arrives], [(late, v.P[y, x]) for y in others], -gap)
@@ -62,7 +63,7 @@ def first_forward_at_once(v: Variables) -> None:
 def _first_arrivals(v: Variables) -> dict[int, int | None]:
     """The forwards that a device may compute first, each with the forward that it waits for."""
     number, arrivals = v.paths.number, dict[int, int | None]()
-    for route, batches in microbatches_by_route(v.problem).items():
+    for route, batches in equal_microbatches(v.problem):
         devices = [v.problem.stages[s].device for s in route]
         for k, s in enumerate(route):
             if devices[k] not in devices[:k]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.model.records import each_microbatch
 from optpipe_solver.milp.precedences import COMPUTE
 
 LEAST_MS = 1e-5  # more than what `lift` takes for one moment
@@ -27,15 +27,16 @@ class Lasting:
     """
 
     def __init__(self, given: Problem) -> None:
-        fields = {Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms"}
-        passes = np.bincount(
-            [s for j in range(given.microbatches) for s in given.route(j)], minlength=len(given.stages)
-        )
-        least = max(LEAST_MS, LEAST * float((given.costs.ms[list(COMPUTE)].sum(axis=0) * passes).sum()))
-        stages, count = [], 0
-        for s, stage in enumerate(given.stages):
-            short = {field: least for field in fields.values() if getattr(stage, field) < least}
-            stages.append(stage.model_copy(update=short) if short else stage)
-            count += len(short) * int(passes[s])
+        passes = np.zeros(given.costs.activation.shape, np.int64)  # (S, m) whether a micro-batch passes a stage
+        for j in range(given.microbatches):
+            passes[list(given.route(j)), j] = 1
+        ms = given.costs.ms[list(COMPUTE)]
+        least = max(LEAST_MS, LEAST * float((ms.sum(axis=0) * passes).sum()))
+        fields = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+        stages = [
+            stage.model_copy(update={f: each_microbatch(lambda x: max(x, least), getattr(stage, f)) for f in fields})
+            for stage in given.stages
+        ]
+        count = int(((ms < least) * passes).sum())
         self.problem = given.model_copy(update={"stages": tuple(stages)}) if count else given
         self.slack_ms = least * count

@@ -45,7 +45,7 @@ class LongestPaths:
     def __init__(self, problem: Problem, horizon: float, scale: float, order: Order, determined: bool) -> None:
         self.ops = compute_ops(problem)
         self.number = {op: x for x, op in enumerate(self.ops)}
-        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage] for op in self.ops]) * scale
+        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage, op.microbatch] for op in self.ops]) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
         self.horizon, self.scale = horizon, scale
         arcs = chain(between_stages(problem), within_stage(problem), fixed_order(problem, order))

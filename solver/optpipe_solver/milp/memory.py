@@ -46,7 +46,7 @@ class _DeviceMemory:
 def activation_budget(v: Variables) -> None:
     """All rows of memory, for each device that could hold too much."""
     effects = Effects(v.problem)
-    columns = tuple(np.array([(op.kind, op.stage) for op in v.paths.ops]).T)
+    columns = tuple(np.array([(op.kind, op.stage, op.microbatch) for op in v.paths.ops]).T)
     takes, leaves = effects.takes[columns].tolist(), (effects.takes - effects.frees)[columns].tolist()
     for d, device in enumerate(v.problem.devices):
         ops = np.flatnonzero(v.paths.device == d).tolist()
@@ -107,7 +107,7 @@ def _memory_of_ops(v: Variables, memory: _DeviceMemory) -> None:
             held = [(memory.leaves[x], v.P[x, y]) for x in memory.ops if x != y]
             for a in memory.leaving:
                 if (a, y) in v.M:
-                    size = int(v.costs.offload[a[0]])
+                    size = int(v.costs.offload[a])
                     held += [(-size, v.M[a, y]), (size, v.N[a, y])]
             sizes_fit(v.rows, held, memory.limit - memory.takes[y])
 
@@ -144,5 +144,5 @@ def _bytes_away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) ->
             v.rows.add_clause(~X, v.L[b, c])
             v.rows.add_clause(~X, ~v.N.get((b, v.number(Kind.F, c)), FALSE))
             v.add_follows(v.A[b], v.O[c], span=v.transfer_span(Kind.O, c), when=(X,))
-            away.append((-int(v.costs.offload[c[0]]), X))
+            away.append((-int(v.costs.offload[c]), X))
     return away

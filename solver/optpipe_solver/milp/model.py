@@ -28,10 +28,10 @@ LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver'
 
 def serial_ms(problem: Problem) -> float:
     """The time of everything one after the other. Started as early as can be, no schedule is longer."""
-    ms = problem.costs.ms
-    moved = ms[[Kind.O, Kind.R]].sum(axis=0) * problem.costs.parts
-    whole = ms[list(COMPUTE)].sum(axis=0) + moved + 2 * problem.p2p_ms
-    return float(sum(whole[s] for j in range(problem.microbatches) for s in problem.route(j)))
+    costs = problem.costs
+    moved = costs.ms[[Kind.O, Kind.R]].sum(axis=0) * costs.parts[:, None]
+    whole = costs.ms[list(COMPUTE)].sum(axis=0) + moved + costs.message_ms.sum(axis=0)
+    return float(sum(whole[s, j] for j in range(problem.microbatches) for s in problem.route(j)))
 
 
 class Model:
@@ -96,11 +96,11 @@ class Model:
         can be."""
         v, costs = self.variables, self.problem.costs
         times = (self.rows.earliest(x) / self.scale).tolist()
-        starts = {op: times[E] - float(costs.ms[op.kind, op.stage]) for op, E in zip(self.paths.ops, v.E, strict=True)}
+        starts = {op: times[E] - float(costs.ms[op[:3]]) for op, E in zip(self.paths.ops, v.E, strict=True)}
         for kind, moments in ((Kind.O, v.O), (Kind.R, v.R)):
             for a, moment in moments.items():
                 if self.rows.holds(v.W[a], x):
-                    part_ms = float(costs.ms[kind, a[0]])
+                    part_ms = float(costs.ms[kind, *a])
                     for part in range(costs.parts[a[0]]):
                         starts[Op(kind, *a, part)] = times[moment] + part * part_ms
         return starts

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
+
 from optpipe.evaluate.objective import length_ms, reaches, shorter
 from optpipe.lift import lift
 from optpipe.model.arrays import Floats
@@ -185,10 +187,11 @@ class _Progress:
 def _common_step_ms(problem: Problem) -> Fraction:
     """The largest step of which every time of the problem is a multiple. Times count as the decimals that they are
     written as."""
-    times = {Fraction(repr(problem.p2p_ms))}
+    figures = [problem.p2p_ms, *(message.ms for message in problem.messages or ())]
     for stage in problem.stages:
-        times |= {Fraction(repr(ms)) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)}
-        times |= {Fraction(repr(ms)) for ms in (stage.offload_ms, stage.reload_ms) if ms is not None}
+        figures += [stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms]
+        figures += [ms for ms in (stage.offload_ms, stage.reload_ms) if ms is not None]
+    times = {Fraction(repr(float(ms))) for figure in figures for ms in np.atleast_1d(figure)}
     positive = [ms for ms in times if ms > 0]
     common = math.lcm(*(ms.denominator for ms in positive))
     return Fraction(math.gcd(*(int(ms * common) for ms in positive)), common)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
-from optpipe_solver.milp.precedences import compute_ops, microbatches_by_route
+from optpipe_solver.milp.precedences import compute_ops, equal_microbatches
 from optpipe_solver.milp.rows import Literal
 from optpipe_solver.milp.variables import Activation, Variables
 
@@ -131,9 +131,9 @@ class _Reading:
             if fused is None or op.kind == Kind.F:
                 intervals[op] = self._interval[op]
             else:
-                middle = fused.start + float(v.costs.ms[Kind.B, op.stage])
+                middle = fused.start + float(v.costs.ms[Kind.B, op.stage, op.microbatch])
                 intervals[op] = Interval(fused.start, middle) if op.kind == Kind.B else Interval(middle, fused.end)
-        for route, batches in microbatches_by_route(v.problem).items():
+        for route, batches in equal_microbatches(v.problem):
             for s in route:
                 F, B, W = ([Op(kind, s, j) for j in batches] for kind in (Kind.F, Kind.B, Kind.W))
                 if v.order != "stages":

@@ -8,7 +8,7 @@ from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.milp.longest_paths import LongestPaths
-from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
+from optpipe_solver.milp.precedences import COMPUTE, equal_microbatches
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
 from optpipe_solver.milp.switches import Switches
 
@@ -95,12 +95,20 @@ class Variables:
                 order = TRUE, FALSE
             elif paths.precedes(y, x):
                 order = FALSE, TRUE
-            elif first.kind == second.kind == Kind.W and first.stage == second.stage and self.order != "none":
+            elif (
+                first.kind == second.kind == Kind.W
+                and first.stage == second.stage
+                and self._follow_gradients(first, second)
+            ):
                 b, c = paths.number[first._replace(kind=Kind.B)], paths.number[second._replace(kind=Kind.B)]
                 order = self.P[b, c], self.P[c, b]
             else:
                 order = self.new_order()
             self.P[x, y], self.P[y, x] = order
+
+    def _follow_gradients(self, first: Op, second: Op) -> bool:
+        """Whether two Ws of a stage stand in the order of their Bs."""
+        return self.order != "none" and self._are_equal(first.microbatch, second.microbatch)
 
     def _create_transfers(self) -> None:
         """W, O, R and A. A transfer that is not made has no length and must not be in the way: it may lie anywhere up
@@ -156,7 +164,7 @@ class Variables:
 
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
         """The length of the whole activation's transfer, all parts together, and whether it is made."""
-        return float(self.costs.ms[kind, a[0]] * self.costs.parts[a[0]] * self.paths.scale), self.W[a]
+        return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.W[a]
 
     def add_follows(
         self, later: int, earlier: int, gap: float = 0.0, span: Span = (0.0, TRUE), when: tuple[Literal, ...] = ()
@@ -169,8 +177,10 @@ class Variables:
     def keep_order(self, a: Activation, b: Activation) -> bool:
         """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well
         where the stage keeps its order in F and in B, as exchanging transfers of equal activations costs nothing."""
-        same_route = self.problem.route(a[1]) == self.problem.route(b[1])
-        return self.order == "stages" and a[0] == b[0] and a[1] < b[1] and same_route
+        return self.order == "stages" and a[0] == b[0] and a[1] < b[1] and self._are_equal(a[1], b[1])
+
+    def _are_equal(self, i: int, j: int) -> bool:
+        return bool(self.costs.alike[i] == self.costs.alike[j])
 
     def is_over_before(self, a: Activation, b: Activation) -> bool:
         """Whether all of a is over before b begins."""
@@ -187,10 +197,10 @@ class Variables:
 def stages_that_may_offload(problem: Problem) -> set[int]:
     """Stages whose activations may have to leave: they can, and their device cannot hold all that could be on it at
     once."""
-    effects, wanted, routes = Effects(problem), [0] * len(problem.devices), microbatches_by_route(problem)
-    for route, batches in routes.items():
+    effects, wanted, classes = Effects(problem), [0] * len(problem.devices), equal_microbatches(problem)
+    for route, batches in classes:
         for s in route:
-            most = max((level.bytes for level in effects.levels(s, *COMPUTE)), default=0)
+            most = max((level.bytes for level in effects.levels(s, batches[0], *COMPUTE)), default=0)
             wanted[problem.costs.device[s]] += len(batches) * most
     tight = [size > limit for size, limit in zip(wanted, problem.costs.activation_budget.tolist(), strict=True)]
-    return {s for route in routes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
+    return {s for route, _ in classes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}

@@ -14,7 +14,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.model.placement import NAMES, Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES, Problem
-from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts
+from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts, one_for_all
 from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.pieces import LEVELS
@@ -139,7 +139,7 @@ class Candidate:
         if estimated.parallelism.chunks > 1:
             return False
         pp, layers = estimated.parallelism.pp, estimated.layers
-        held = [sum(layers[i].activation_bytes for i in pieces) for pieces in estimated.stages]
+        held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in estimated.stages]
         return all(pp * size < memory.budget for size, memory in zip(held, estimated.devices, strict=True))
 
     @cached_property
@@ -159,7 +159,7 @@ class Candidate:
         peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
         stages = []
         for stage in self.problem.stages:
-            ms = self.estimate.clock.message_ms(stage.activation_bytes)
+            ms = self.estimate.clock.message_ms(one_for_all(stage.activation_bytes))
             eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
             stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
         pairs = zip(self.problem.devices, peers, strict=True)

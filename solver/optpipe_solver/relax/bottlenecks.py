@@ -29,17 +29,19 @@ class Bottleneck(NamedTuple):
 
 
 class RoundTrip:
-    """The forwards and input gradients of a micro-batch that waits for nothing, in this order, on route `r`."""
+    """The forwards and input gradients of a micro-batch that waits for nothing, in this order."""
 
-    def __init__(self, problem: Problem, r: int) -> None:
-        route, ms = problem.all_routes[r], shortest_times(problem)
+    def __init__(self, problem: Problem, microbatch: int) -> None:
+        route, ms = problem.route(microbatch), shortest_times(problem, microbatch)
         ops = [(Kind.F, s) for s in route] + [(Kind.B, s) for s in reversed(route)]
         self.device = [problem.stages[s].device for _, s in ops]
         self.ms = [float(ms[op]) for op in ops]
+        there, back = problem.costs.message_ms[:, :, microbatch].tolist()
+        message_ms = [*(there[s] for s in route), *(back[s] for s in reversed(route))]
         self.start: list[float] = []
         now = 0.0
         for i, op_ms in enumerate(self.ms):
-            now += problem.p2p_ms if i and self.device[i] != self.device[i - 1] else 0.0
+            now += message_ms[i]
             self.start.append(now)
             now += op_ms
 

@@ -23,26 +23,26 @@ def searchable_devices(problem: Problem) -> list[int]:
     """Return the devices that a search can tell something about.
 
     These are the devices that micro-batches pass on one stage and one route, and those that they pass on several stages
-    of one route where all activations stay.
+    of one route where all activations stay. Micro-batches are taken to be equal: where they differ there is none.
     """
-    if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES:
+    if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
         return []
     problem = without_evictions(problem)
     return [d for d, passes in enumerate(_passes(problem)) if len(passes) == 1 or _all_stay(problem, passes)]
 
 
 def _passes(problem: Problem) -> list[Passes]:
-    """Return the routes and stages that micro-batches pass on each device."""
+    """Return what micro-batches pass on each device: the first one of each route, and the stage."""
     passes: list[Passes] = [[] for _ in problem.devices]
-    for r, s in shortest_paths(problem).round_trip:
-        passes[problem.stages[s].device].append((r, s))
+    for j, s in shortest_paths(problem).round_trip:
+        passes[problem.stages[s].device].append((j, s))
     return passes
 
 
 def _all_stay(problem: Problem, passes: Passes) -> bool:
     """Whether these are passes on one route, from which no activation can leave or be computed again."""
     stages = [problem.stages[s] for _, s in passes]
-    return len({r for r, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
+    return len({j for j, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
 
 
 def device_bounds(
@@ -56,7 +56,7 @@ def device_bounds(
     """
     problem = without_evictions(problem)
     passes = _passes(problem)[d]
-    microbatches = int((problem.costs.route == passes[0][0]).sum())
+    microbatches = shortest_paths(problem).passing[passes[0][0]]
     expand: Callable[[States, int], float]
     if len(passes) == 1:
         expand = partial(one_stage_search.expand, one_stage_device(problem, *passes[0], microbatches, objective))

@@ -104,10 +104,10 @@ class OneStage(NamedTuple):
     bottlenecks: Floats
 
 
-def one_stage_device(problem: Problem, r: int, s: int, microbatches: int, objective: Objective) -> OneStage:
-    """Return the device of stage s, which so many micro-batches pass on route r."""
-    held, stage = stage_bytes(problem)[s], problem.stages[s]
-    ms = _durations(problem, r, s, objective)
+def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
+    """Return the device of stage s, which so many micro-batches pass like the j-th."""
+    held, stage = stage_bytes(problem, j)[s], problem.stages[s]
+    ms = _durations(problem, j, s, objective)
     budget = problem.devices[stage.device].activation_budget_bytes
     part_bytes = sorted(held.parts, reverse=True) if stage.can_offload else []
     present = np.array([held.stays - away for away in accumulate(part_bytes, initial=0)][::-1], dtype=np.int64)
@@ -128,12 +128,12 @@ def one_stage_device(problem: Problem, r: int, s: int, microbatches: int, object
             present=present,
         ),
         worth=_worth(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
-        bottlenecks=_bottlenecks(problem, r, s),
+        bottlenecks=_bottlenecks(problem, j, s),
     )
 
 
-def _durations(problem: Problem, r: int, s: int, objective: Objective) -> Durations:
-    paths, times = shortest_paths(problem), shortest_times(problem)
+def _durations(problem: Problem, j: int, s: int, objective: Objective) -> Durations:
+    paths, times = shortest_paths(problem), shortest_times(problem, j)
     ms = {kind: float(times[kind, s]) for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R)}
     return Durations(
         forward=ms[Kind.F],
@@ -142,15 +142,15 @@ def _durations(problem: Problem, r: int, s: int, objective: Objective) -> Durati
         recompute=ms[Kind.C],
         offload=ms[Kind.O],
         reload=ms[Kind.R],
-        away=max(0.0, float(paths.round_trip[r, s]) - (ms[Kind.F] + ms[Kind.B])),
-        tail=float(paths.after[r, s]) if objective == "makespan" else ms[Kind.W],
+        away=max(0.0, float(paths.round_trip[j, s]) - (ms[Kind.F] + ms[Kind.B])),
+        tail=float(paths.after[j, s]) if objective == "makespan" else ms[Kind.W],
     )
 
 
-def _bottlenecks(problem: Problem, r: int, s: int) -> Floats:
+def _bottlenecks(problem: Problem, j: int, s: int) -> Floats:
     """Return (2, 2) the device that takes longest for one micro-batch, and the one with most work."""
-    at, last = problem.all_routes[r].index(s), 2 * len(problem.all_routes[r]) - 1
-    devices = RoundTrip(problem, r).bottlenecks(at, last - at)
+    at, last = problem.route(j).index(s), 2 * len(problem.route(j)) - 1
+    devices = RoundTrip(problem, j).bottlenecks(at, last - at)
     chosen = {max(devices), max(devices, key=lambda device: device[::-1])} if devices else set()
     return np.array([*sorted(chosen), *[(0.0, 0.0)] * BOTTLENECKS][:BOTTLENECKS])
 

@@ -17,7 +17,7 @@ from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 from optpipe_solver.relax.bottlenecks import RoundTrip
 
-Passes = list[tuple[int, int]]  # routes and stages of a device, in the order in which micro-batches pass them
+Passes = list[tuple[int, int]]  # of a device: the first micro-batch of a route, and a stage, in the order of passing
 
 
 class WeightGradients(NamedTuple):
@@ -124,7 +124,8 @@ class WeightGradient(NamedTuple):
 def several_stages_device(problem: Problem, passes: Passes, microbatches: int, objective: Objective) -> SeveralStages:
     """Return the device that so many micro-batches pass on these stages of one route."""
     stages, c = [s for _, s in passes], len(passes)
-    times, bytes_of = shortest_times(problem), stage_bytes(problem)
+    first, _ = passes[0]
+    times, bytes_of = shortest_times(problem, first), stage_bytes(problem, first)
     held = [bytes_of[s] for s in stages]
     step_ms = np.array([*times[Kind.F, stages], *times[Kind.B, stages[::-1]]])
     gap_ms = _gaps(problem, passes, step_ms, objective)
@@ -166,13 +167,13 @@ def _gaps(problem: Problem, passes: Passes, step_ms: Floats, objective: Objectiv
     turn = round_trip[-1] - step_ms[c - 1] - step_ms[c]
     back = (-np.diff(round_trip) - np.diff(reaches))[::-1] - step_ms[c + 1 :]
     first = passes[0]
-    tail = paths.after[first] if objective == "makespan" else float(shortest_times(problem)[Kind.W, first[1]])
+    tail = paths.after[first] if objective == "makespan" else float(shortest_times(problem, first[0])[Kind.W, first[1]])
     return np.maximum(0.0, [*there, turn, *back, tail])
 
 
 def _bottlenecks(problem: Problem, passes: Passes) -> Floats:
-    r = passes[0][0]
-    trip, route = RoundTrip(problem, r), problem.all_routes[r]
+    j = passes[0][0]
+    trip, route = RoundTrip(problem, j), problem.route(j)
     there = [route.index(s) for _, s in passes]
     places = [*there, *(2 * len(route) - 1 - at for at in reversed(there))]
     largest = [

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
+
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
@@ -41,25 +44,26 @@ def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
 
 def fills(problem: Problem, tolerance_ms: float) -> list[int]:
     """Count the forwards of each stage before its first backward (steps 1 and 2, lines 6 to 22)."""
-    ms = problem.costs.ms
-    forward, backward = ms[Kind.F].tolist(), ms[Kind.B].tolist()
-    offload = (ms[Kind.O] * problem.costs.parts).tolist()
-    stages, hop = len(problem.stages), problem.p2p_ms
+    ms, messages = problem.costs.ms, problem.costs.message_ms
+    forward = ms[Kind.F].tolist()
+    offload = (ms[Kind.O] * problem.costs.parts[:, None]).tolist()
+    stages = len(problem.stages)
     # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.
-    there = sum(forward) + hop * (stages - 1)
-    starts = [there + sum(backward[s + 1 :]) + hop * (stages - 1 - s) for s in range(stages)]
+    there, back = (ms[Kind.F, :, 0] + messages[FORWARDS, :, 0]).sum(), ms[Kind.B, 1:, 0] + messages[GRADIENTS, :-1, 0]
+    starts = [float(there + back[s:].sum()) for s in range(stages)]
     counts: list[int] = []
     arrived = [0.0] * problem.microbatches  # when F of the stage before has ended, and its message has come
     for s in range(stages):
         done: list[float] = []
         left = 0.0  # when the last activation has left
-        for at in arrived:
-            if done and max(done[-1], left + offload[s]) >= starts[s] + tolerance_ms:
+        for j, at in enumerate(arrived):
+            if done and max(done[-1], left + offload[s][j]) >= starts[s] + tolerance_ms:
                 break
-            done.append(max(done[-1] if done else 0.0, left, at) + forward[s])
-            left = done[-1] + offload[s]
+            done.append(max(done[-1] if done else 0.0, left, at) + forward[s][j])
+            left = done[-1] + offload[s][j]
         counts.append(len(done))
-        arrived = [end + hop for end in done]  # no stage fills further than the one before
+        if s + 1 < stages:  # no stage fills further than the one before
+            arrived = (np.array(done) + messages[FORWARDS, s + 1, : len(done)]).tolist()
     return counts
 
 

@@ -11,6 +11,7 @@ from optpipe.errors import InputError
 from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, STAGE, of_kinds
+from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.order import in_order
@@ -64,7 +65,9 @@ def _lasting(problem: Problem) -> Problem:
     names = ("forward_ms", "backward_input_ms")
     return problem.replace(
         stages=[
-            stage.model_copy(update={name: max(least, getattr(stage, name)) for name in names})
+            stage.model_copy(
+                update={name: each_microbatch(lambda ms: max(least, ms), getattr(stage, name)) for name in names}
+            )
             for stage in problem.stages
         ]
     )

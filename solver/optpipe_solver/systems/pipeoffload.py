@@ -135,7 +135,7 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
     if f + b + w == 0:
         f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
-    h, T = problem.p2p_ms if d > 1 else 0.0, f + b + w
+    h, T = float(problem.costs.message_ms.max()), f + b + w
     n = _whole((f + b + 2 * h) / T)
     there_g, back_g = _intervals(d * (f + h) / T, d * (b + h) / T, n * d)
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))

@@ -64,14 +64,14 @@ def _ways(memory: _Memory, back: list[int], ends: Ends) -> Iterator[list[int]]:
 
 
 class _Memory:
-    """Which share of its memory a repeated block takes."""
+    """Which share of its memory a repeated block takes, if each micro-batch is the largest one."""
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.costs.device
         room = np.array([max(1, device.activation_budget_bytes) for device in problem.devices], dtype=np.float64)
         room = INTERVAL * room[self._device]
-        self._whole: Floats = np.array([stage.activation_bytes for stage in problem.stages]) / room
-        self._rest: Floats = np.array([stage.saved_for_weight_bytes for stage in problem.stages]) / room
+        self._whole: Floats = problem.costs.activation.max(axis=1) / room
+        self._rest: Floats = problem.costs.saved_for_weight.max(axis=1) / room
 
     def share(self, block: Block) -> float:
         """Return that of the fullest device, on average over time; a W without a slot comes right after its B."""
