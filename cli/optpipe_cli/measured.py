@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("activation_bytes", "activation_budget_bytes", "weight_share", "microbatches", "devices", "chunks", "shape"),
+    *("step", "replica"),
 )
 app = typer.Typer(help="Make a problem of what another program has measured.", no_args_is_help=True)
 
@@ -30,7 +31,10 @@ def problem() -> None:
 @app.command(name="from")
 def from_(
     form: Annotated[
-        str, typer.Argument(metavar="torch-trace|primus|megatron-timers|csv", help="The program that wrote the files.")
+        str,
+        typer.Argument(
+            metavar="torch-trace|primus|straggler|megatron-timers|csv", help="The program that wrote the files."
+        ),
     ],
     files: Annotated[
         list[Path],
@@ -62,6 +66,13 @@ def from_(
         str | None,
         typer.Option(help="How the stages of a device are placed: looped or v. Default: as the times of primus tell."),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Take one step, with each micro-batch's own times; straggler: the last."),
+    ] = None,
+    replica: Annotated[
+        int | None, typer.Option(min=0, help="Of which replica, where several were measured. Default: the first.")
+    ] = None,
     output: ProblemOutput = None,
     schedule: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the order that ran here, as a schedule file.")
@@ -89,6 +100,8 @@ def from_(
             devices=devices,
             chunks=chunks,
             shape=shape,
+            step=step,
+            replica=replica,
         )
     except InputError as error:
         raise with_flag(error, OPTIONS) from None

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.measured import csv_file, megatron_timers, primus, torch_trace
+from optpipe.measured import csv_file, megatron_timers, primus, straggler, torch_trace
 from optpipe.measured.estimate import Given, Measurements, estimate, estimate_sums
 from optpipe.measured.recording import SHAPES
 from optpipe.model.problem import read_file, read_text
 
 GZIP = b"\x1f\x8b"  # what every file packed by gzip begins with
-MEASURED = ("torch-trace", "primus", "megatron-timers", "csv")
+MEASURED = ("torch-trace", "primus", "straggler", "megatron-timers", "csv")
 
 
 def problem_from(
@@ -30,6 +30,8 @@ def problem_from(
     devices: int | None = None,
     chunks: int = 1,
     shape: str | None = None,
+    step: int | None = None,
+    replica: int | None = None,
 ) -> Measurements:
     """Makes a problem of what another program has measured.
 
@@ -40,6 +42,7 @@ def problem_from(
     form
         `torch-trace`: Chrome traces of torch.profiler, one file a rank, in which PyTorch's pipelining ran.
         `primus`: the folder that AMD's Primus writes with `dump_pp_data`.
+        `straggler`: a timeline of StragglerAnalysis or ndtimeline, with several steps and replicas.
         `megatron-timers`: Megatron's log with `--timing-log-level 2 --timing-log-option all`.
         `csv`: a table with the columns stage, op, microbatch, and start_ms and end_ms, or duration_ms.
     paths
@@ -57,6 +60,11 @@ def problem_from(
     shape
         How chunks lie, looped or v, where the form does not say it (`primus`, `megatron-timers`). Default: as the times
         of `primus` tell; looped for `megatron-timers`.
+    step
+        The number of one step, of which the problem has each micro-batch's own times. Default: the last whole one for
+        `straggler`; for other forms the medians of all steps.
+    replica
+        The number of a replica where several were measured. Default: the first.
 
     Returns
     -------
@@ -72,6 +80,8 @@ def problem_from(
         [activation_bytes] if isinstance(activation_bytes, int) else activation_bytes,
         activation_budget_bytes,
         weight_share,
+        step,
+        replica,
     )
     run = Run(microbatches, devices, chunks, shape)
     files = [Path(path) for each in paths for path in ([each] if isinstance(each, (str, Path)) else each)]
@@ -97,6 +107,7 @@ def problem_of(form: str, files: Sequence[tuple[str, str]], given: Given, run: R
         read = {
             "torch-trace": lambda: torch_trace.read(files),
             "primus": lambda: primus.read(dict(files), run.shape),
+            "straggler": lambda: straggler.read(text, name),
             "csv": lambda: csv_file.read(text, name),
         }
         return estimate(read[form](), given)
@@ -114,10 +125,12 @@ def _require(form: str, files: int, given: Given, run: Run) -> None:
         raise InputError(
             f"form = {form!r}: one of {', '.join(MEASURED)} is expected{did_you_mean(form, MEASURED, '; ')}"
         )
-    if not files or (files > 1 and form in ("megatron-timers", "csv")):
+    if not files or (files > 1 and form in ("straggler", "megatron-timers", "csv")):
         raise InputError(f"{files} files: {'some are' if form == 'torch-trace' else 'one is'} expected of {form}")
     if given.weight_share is not None and not 0 <= given.weight_share <= 1:
         raise InputError(f"weight_share = {given.weight_share:g}: a share from 0 to 1 is expected")
+    if form == "megatron-timers" and (given.step, given.replica) != (None, None):
+        raise InputError(f"step = {given.step}, replica = {given.replica}: Megatron's log has only sums of its steps")
     if run.shape not in (None, *SHAPES):
         raise InputError(f"shape = {run.shape!r}: one of {', '.join(SHAPES)} is expected")
 

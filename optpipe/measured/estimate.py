@@ -4,21 +4,25 @@ the shortest gaps between ops for messages (`optpipe.measured.messages`)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from optpipe.errors import InputError, ScheduleError
 from optpipe.measured.messages import clocks_ahead, gaps, impossible
 from optpipe.measured.recording import MeasuredOp, Recording
-from optpipe.measured.steps import Step, TrainingSteps, find_training_steps
+from optpipe.measured.steps import Step, TrainingSteps, find_training_steps, listed
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
+from optpipe.model.records import EachMs, each_microbatch, one_for_all
 from optpipe.schedule import Schedule, ScheduleFile, certify
 
 NO_TIME = "a step takes 0 ms: the times of its ops are expected"
+Figures = Mapping[Kind, EachMs]  # of a stage
 FIELDS = {Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms"}
 
 
@@ -43,7 +47,7 @@ class Measurements:
     Attributes
     ----------
     problem
-        It holds the medians.
+        It holds the medians, or of one step each micro-batch's own times.
     stages
         For each stage the times of its F, B, W or BW.
     message
@@ -53,7 +57,8 @@ class Measurements:
     unused
         What was measured or given and is not in the problem, and why, one sentence each: steps, figures, the order.
     schedule
-        What ran: the order of the last whole step; None where it is not known, which `unused` gives the reason for.
+        What ran: the order of the last whole step, or of the one that was asked for; None where it is not known, which
+        `unused` gives the reason for.
     measured_ms
         From the first start to the last end of a step, the median of all steps; None where it is not known.
     """
@@ -95,23 +100,38 @@ class Given(NamedTuple):
     activation_bytes: Sequence[int] | None = None
     activation_budget_bytes: int | None = None
     weight_share: float | None = None
+    step: int | None = None
+    replica: int | None = None
 
 
 def estimate(recording: Recording, given: Given) -> Measurements:
-    """The problem of the whole training steps in a recording.
+    """The problem of the whole training steps in a recording, or of one of them.
 
     Raises InputError if there is no whole step, an op is there twice in a step, or a step takes no time.
     """
-    training = find_training_steps(recording.ops)
+    ops, left_out = _of_replica(recording.ops, given.replica)
+    training = find_training_steps(ops, given.step)
+    is_one_step = given.step is not None or recording.steps_differ
+    if is_one_step:
+        training, others = _one_step(training, {each.step for each in ops})
+        left_out += others
     times = _times(training)
-    ways = [gap.message_ms for gap in gaps(training.steps) if not gap.same_device]
-    message = MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
-    ample = _ample(times, training.where, training.microbatches, message, given)
+    figures: Sequence[Figures] = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
+    if is_one_step:
+        figures = _of_each_microbatch(training, figures)
+    message = _message(training)
+    ample = _ample(figures, training.where, training.microbatches, message, given)
     measured_ms = _step_ms(training)
     if measured_ms == 0:
         raise InputError(NO_TIME)
     order, reasons = _order(training, ample)
-    unused = (*recording.unused, *training.unused, *_unused_times(times, training, given), *reasons)
+    unused = (
+        *recording.unused,
+        *left_out,
+        *training.unused,
+        *_unused_times(times, training, given, is_one_step),
+        *reasons,
+    )
     return _measurements(ample, times, message, Ran(order, measured_ms, unused, recording.on_host), given)
 
 
@@ -120,7 +140,32 @@ def estimate_sums(
 ) -> Measurements:
     """The same where only times by stage are known, and the device of each stage."""
     ran = Ran(None, None, ("the measured order: only sums of times were measured",))
-    return _measurements(_ample(times, where, microbatches, None, given), times, None, ran, given)
+    figures = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
+    return _measurements(_ample(figures, where, microbatches, None, given), times, None, ran, given)
+
+
+def _of_replica(ops: Sequence[MeasuredOp], replica: int | None) -> tuple[Sequence[MeasuredOp], list[str]]:
+    """The ops of one replica, by default the first; and that others are left out, as a sentence."""
+    replicas = sorted({each.replica for each in ops})
+    if not replicas:
+        return ops, []
+    chosen = replicas[0] if replica is None else replica
+    if chosen not in replicas:
+        raise InputError(f"replica = {chosen}: one of the replicas {listed(replicas)} is expected")
+    told = [] if len(replicas) == 1 else [f"{len(replicas) - 1} of {len(replicas)} replicas: this is replica {chosen}"]
+    return [each for each in ops if each.replica == chosen], told
+
+
+def _one_step(training: TrainingSteps, steps: Collection[int]) -> tuple[TrainingSteps, list[str]]:
+    """The last of the steps, and how many are left out, as a sentence."""
+    step = training.steps[-1]
+    told = [] if len(steps) == 1 else [f"{len(steps) - 1} of {len(steps)} steps: this is step {step[0].step}"]
+    return training._replace(steps=(step,)), told
+
+
+def _message(training: TrainingSteps) -> MeasuredTimes | None:
+    ways = [gap.message_ms for gap in gaps(training.steps) if not gap.same_device]
+    return MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
 
 
 class Ran(NamedTuple):
@@ -132,8 +177,31 @@ class Ran(NamedTuple):
     on_host: bool = False
 
 
+def _of_each_microbatch(training: TrainingSteps, medians: Sequence[Figures]) -> list[Figures]:
+    """By stage, the times of each micro-batch's ops in the only step; one number where they are equal.
+
+    Where some micro-batches have B and W apart and one has them fused, its backward divides as the medians do.
+    """
+    (step,) = training.steps
+    ms = {each.op: round(each.ms, 4) for each in step}
+    figures: list[Figures] = []
+    for s, median_ms in enumerate(medians):
+        apart = {Kind.B, Kind.W} <= median_ms.keys()
+        b_and_w = sum(one_for_all(median_ms[kind]) for kind in (Kind.B, Kind.W)) if apart else 0.0
+        of_stage: dict[Kind, EachMs] = {}
+        for kind in (Kind.F, Kind.B, Kind.W) if apart else (Kind.F, Kind.BW):
+            share = one_for_all(median_ms[kind]) / b_and_w if b_and_w else 0.5
+            each = tuple(
+                ms[op] if (op := Op(kind, s, j)) in ms else round(share * ms[Op(Kind.BW, s, j)], 4)
+                for j in range(training.microbatches)
+            )
+            of_stage[kind] = each if len(set(each)) > 1 else each[0]
+        figures.append(of_stage)
+    return figures
+
+
 def _ample(
-    times: Sequence[Mapping[Kind, MeasuredTimes]],
+    figures: Sequence[Figures],
     where: Sequence[int],
     microbatches: int,
     message: MeasuredTimes | None,
@@ -141,9 +209,9 @@ def _ample(
 ) -> Problem:
     """The problem, with more memory than anything needs."""
     sizes = given.activation_bytes or [1]
-    if len(sizes) not in (1, len(times)):
-        raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(times)} stages")
-    if not any(each.ms for by_kind in times for each in by_kind.values()):
+    if len(sizes) not in (1, len(figures)):
+        raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(figures)} stages")
+    if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
         raise InputError(NO_TIME)
     return Problem.from_dict(
         {
@@ -158,7 +226,7 @@ def _ample(
                     "activation_bytes": size,
                     "saved_for_weight_bytes": size,
                 }
-                for by_kind, device, size in zip(times, where, [*sizes] * (len(times) // len(sizes)), strict=True)
+                for by_kind, device, size in zip(figures, where, [*sizes] * (len(figures) // len(sizes)), strict=True)
             ],
         }
     )
@@ -206,11 +274,13 @@ def _times(training: TrainingSteps) -> list[dict[Kind, MeasuredTimes]]:
     ]
 
 
-def _unused_times(times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, given: Given) -> list[str]:
+def _unused_times(
+    times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, given: Given, is_one_step: bool
+) -> list[str]:
     """What of the times and of what is given is not in the problem, or counts otherwise than it ran."""
     said = []
     fused = [s for s, by_kind in enumerate(times) if {Kind.B, Kind.W, Kind.BW} <= by_kind.keys()]
-    if fused:
+    if fused and not is_one_step:
         said.append(
             f"the times of BW on stage {fused[0]}{' and others' if fused[1:] else ''}: B and W were measured apart, "
             "and a BW takes the sum of the two"
@@ -236,16 +306,16 @@ def _overlapping_ops(step: Step) -> tuple[Op, Op] | None:
     return None
 
 
-def _ms(times: Mapping[Kind, MeasuredTimes], weight_share: float | None) -> dict[str, float]:
+def _ms(figures: Figures, weight_share: float | None) -> dict[str, EachMs]:
     """The fields of a stage. Where B and W were measured, a fused backward among them does not count."""
-    if not {Kind.B, Kind.W} <= times.keys():
-        share, both = weight_share or 0.0, times[Kind.BW].ms
-        return {
-            "forward_ms": times[Kind.F].ms,
-            "backward_input_ms": (1 - share) * both,
-            "backward_weight_ms": share * both,
-        }
-    return {field: times[kind].ms for kind, field in FIELDS.items()}
+    if {Kind.B, Kind.W} <= figures.keys():
+        return {field: figures[kind] for kind, field in FIELDS.items()}
+    share, both = weight_share or 0.0, figures[Kind.BW]
+    return {
+        "forward_ms": figures[Kind.F],
+        "backward_input_ms": each_microbatch(lambda ms: (1 - share) * ms, both),
+        "backward_weight_ms": each_microbatch(lambda ms: share * ms, both),
+    }
 
 
 def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, list[str]]:

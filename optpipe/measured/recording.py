@@ -58,11 +58,14 @@ class Recording(NamedTuple):
         What stands in the files and was not used, and why, one sentence each.
     on_host
         Whether the times are those of the host, though ops run on a device.
+    steps_differ
+        Whether a problem is made of one step, with each micro-batch's own times, though none was asked for.
     """
 
     ops: Sequence[MeasuredOp]
     unused: tuple[str, ...] = ()
     on_host: bool = False
+    steps_differ: bool = False
 
 
 def stage_of(device: int, chunk: int, devices: int, shape: str) -> int:

@@ -33,8 +33,8 @@ class TrainingSteps(NamedTuple):
         return [each for step in self.steps for each in step]
 
 
-def find_training_steps(ops: Sequence[MeasuredOp]) -> TrainingSteps:
-    """The whole training steps of these ops.
+def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> TrainingSteps:
+    """The whole training steps of these ops, which are of one replica; or the one with the number `only`.
 
     Raises InputError if there is none, if an op is there twice in a step, or if stages and devices have gaps.
     """
@@ -49,6 +49,10 @@ def find_training_steps(ops: Sequence[MeasuredOp]) -> TrainingSteps:
         unused.append(f"{_of_steps(evaluations, len(steps))} forwards only, as in an evaluation: left out")
     training, renumbered = _numbered_from_0(training)
     unused += renumbered
+    if only is not None:
+        if only not in training:
+            raise InputError(f"step = {only}: one of the training steps {listed(training)} is expected")
+        training, unused = {only: training[only]}, renumbered
     missing = {n: op for n, step in training.items() if (op := _missing_op(step, len(where))) is not None}
     whole = [step for n, step in training.items() if n not in missing]
     if missing:
@@ -202,6 +206,12 @@ def _missing_op(step: Step, stages: int) -> Op | None:
             if missing := [op for op in expected if op not in present]:
                 return missing[0]
     return None
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """The numbers with commas between, of many only the first and the last one."""
+    first, last = list(numbers)[:20], list(numbers)[20:]
+    return ", ".join(map(str, first)) + (f", ..., {last[-1]}" if last else "")
 
 
 def _of_steps(some: int, all_steps: int) -> str:

@@ -201,6 +201,8 @@ class MeasuredBody(Record):
     devices: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] | None = None
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] = 1
     shape: Literal["looped", "v"] | None = None
+    step: Annotated[int, Field(strict=True, ge=0)] | None = None
+    replica: Annotated[int, Field(strict=True, ge=0)] | None = None
 
 
 def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedule:

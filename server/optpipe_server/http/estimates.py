@@ -59,7 +59,7 @@ def _estimated(sent: EstimateBody) -> dict[str, Any]:
 
 @router.post("/problem-from/{form}", dependencies=[READ], response_model=schemas.Measured)
 async def problem_from(form: str, sent: MeasuredBody, context: Context) -> Response:
-    """The problem of what another program has measured: torch-trace, primus, megatron-timers or csv."""
+    """The problem of what another program has measured: torch-trace, primus, straggler, megatron-timers, csv."""
     return await context.computed(context.service.checks, lambda: _measured(form, sent))
 
 
@@ -67,7 +67,7 @@ def _measured(form: str, sent: MeasuredBody) -> dict[str, Any]:
     measured = problem_of(
         form,
         [(file.name, file.text) for file in sent.files],
-        Given(sent.activation_bytes, sent.activation_budget_bytes, sent.weight_share),
+        Given(sent.activation_bytes, sent.activation_budget_bytes, sent.weight_share, sent.step, sent.replica),
         MeasuredRun(sent.microbatches, sent.devices, sent.chunks, sent.shape),
     )
     if (stages := len(measured.problem.stages)) > MOST_STAGES:

@@ -143,7 +143,11 @@ TABLE = "stage,op,microbatch,duration_ms\n"
 @pytest.mark.parametrize(
     ("form", "text", "message"),
     [
-        ("cvs", "", "form = 'cvs': one of torch-trace, primus, megatron-timers, csv is expected; did you mean csv?"),
+        (
+            "cvs",
+            "",
+            "form = 'cvs': one of torch-trace, primus, straggler, megatron-timers, csv is expected; did you mean csv?",
+        ),
         ("csv", "stage,op\n", "f, line 1: no column microbatch"),
         pytest.param(
             "csv",

@@ -1,0 +1,148 @@
+"""Timelines of StragglerAnalysis and ndtimeline (https://github.com/ByteDance-Seed/StragglerAnalysis).
+
+A Chrome trace, whole or only its list of events: a process is a replica ("DP rank [3]"), a thread a stream of a rank
+("PP rank 1, TP rank 0, compute"). `forward-compute` and `backward-compute` are ops; their `args` have the step, the
+model chunk and the micro-batch. Times are in us, and all ranks have one clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+from optpipe.errors import InputError
+from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import parse_json
+
+KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
+MOST = 10**9  # no step, rank or micro-batch has a larger number
+_REPLICA, _RANK = re.compile(r"DP rank \[?(\d{1,9})\]?"), re.compile(r"PP rank (\d{1,9}), TP rank (\d{1,9})")
+
+
+class Rank(NamedTuple):
+    """What runs the ops of a thread."""
+
+    replica: int
+    pipeline: int
+    tensor: int
+
+
+class ChunkOp(NamedTuple):
+    """An op of a rank's chunk, whose stage depends on how many ranks there are."""
+
+    kind: Kind
+    rank: Rank
+    step: int
+    chunk: int
+    microbatch: int
+    start_ms: float
+    ms: float
+
+
+def read(text: str, path: str) -> Recording:
+    """All ops of all steps and replicas; of tensor parallel ranks those of the first one.
+
+    Raises InputError that names the event, its field, and what would be right.
+    """
+    events = parse_json(text, path)
+    if isinstance(events, dict):
+        events = events.get("traceEvents")
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise InputError(f"{path}: no timeline: a list of events, or an object with traceEvents, is expected")
+    ranks = _ranks(events, path)
+    ops = [
+        _chunk_op(event, ranks, f"{path}: event {n}")
+        for n, event in enumerate(events)
+        if event.get("ph") == "X" and event.get("name") in KINDS
+    ]
+    if not ops:
+        raise InputError(f"{path}: no op: events of the name forward-compute and backward-compute are expected")
+    first = min(op.rank.tensor for op in ops)
+    unused = list(_unused(events))
+    if others := sum(op.rank.tensor != first for op in ops):
+        unused.append(f"{others} ops of other tensor parallel ranks than {first}: all compute the same ops")
+    return Recording(_on_stages([op for op in ops if op.rank.tensor == first]), tuple(unused), steps_differ=True)
+
+
+def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> dict[tuple[Any, Any], Rank]:
+    """The rank of each process and thread that has a name."""
+    replicas: dict[Any, int] = {}
+    threads: dict[tuple[Any, Any], tuple[int, int]] = {}
+    for event in events:
+        args = event.get("args")
+        name = str(args.get("name", "")) if event.get("ph") == "M" and isinstance(args, dict) else ""
+        process, thread = str(event.get("pid")), str(event.get("tid"))
+        if event.get("name") == "process_name" and (match := _REPLICA.search(name)):
+            replicas[process] = int(match[1])
+        elif event.get("name") == "thread_name" and (match := _RANK.search(name)):
+            threads[process, thread] = int(match[1]), int(match[2])
+    if not threads:
+        raise InputError(f"{path}: no thread has a rank: names such as 'PP rank 0, TP rank 0, compute' are expected")
+    unnamed = sorted({process for process, _ in threads} - replicas.keys())
+    if unnamed and replicas:
+        raise InputError(f"{path}: process {unnamed[0]} has no name such as 'DP rank [0]', other processes have one")
+    if unnamed:  # replicas in the order of their processes
+        unnamed.sort(key=lambda process: (len(process), process))
+        replicas = {process: n for n, process in enumerate(unnamed)}
+    return {(process, thread): Rank(replicas[process], *rank) for (process, thread), rank in threads.items()}
+
+
+def _chunk_op(event: Mapping[str, Any], ranks: Mapping[tuple[Any, Any], Rank], what: str) -> ChunkOp:
+    thread = str(event.get("pid")), str(event.get("tid"))
+    if thread not in ranks:
+        name = "PP rank 0, TP rank 0, compute"
+        raise InputError(f"{what}: thread {thread[1]:.40} of process {thread[0]:.40} has no name such as {name!r}")
+    args = event.get("args")
+    if not isinstance(args, dict):
+        raise InputError(f"{what}: args is missing: step and mb_id are expected in it")
+    start_us, us = _time(event, "ts", what), _time(event, "dur", what)
+    if us < 0:
+        raise InputError(f"{what}: dur = {us:g}: no less than 0 is expected")
+    chunk = _count(args, "model_chunk", what) if "model_chunk" in args else 0
+    step, microbatch = _count(args, "step", what), _count(args, "mb_id", what)
+    return ChunkOp(KINDS[event["name"]], ranks[thread], step, chunk, microbatch, start_us / 1e3, us / 1e3)
+
+
+def _count(args: Mapping[str, Any], name: str, what: str) -> int:
+    value = args.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
+        raise InputError(f"{what}: args.{name} = {value!r:.40}: a number from 0 is expected")
+    return value
+
+
+def _time(event: Mapping[str, Any], name: str, what: str) -> float:
+    value = event.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise InputError(f"{what}: {name} = {value!r:.40}: a time in us is expected")
+    return float(value)
+
+
+def _on_stages(ops: Sequence[ChunkOp]) -> list[MeasuredOp]:
+    """The ops on their stages: chunks lie looped, as Megatron's do."""
+    devices, chunks = 1 + max(op.rank.pipeline for op in ops), 1 + max(op.chunk for op in ops)
+    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
+    return [
+        MeasuredOp(
+            Op(op.kind, stage_of(op.rank.pipeline, op.chunk, devices, "looped"), op.microbatch),
+            device=op.rank.pipeline,
+            step=op.step,
+            ms=op.ms,
+            start_ms=op.start_ms,
+            rank=op.rank.pipeline,
+            replica=op.rank.replica,
+        )
+        for op in ops
+    ]
+
+
+def _unused(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a sentence on what else was measured."""
+    others = Counter(str(event.get("name")) for event in events if event.get("ph") == "X")
+    counted = [f"{count} {name:.40}" for name, count in sorted(others.items()) if name not in KINDS]
+    if counted:
+        more = f" and {len(counted) - 20} others" if len(counted) > 20 else ""
+        yield f"what is no op: {', '.join(counted[:20])}{more}"

@@ -1,0 +1,161 @@
+"""Timelines of StragglerAnalysis: several steps and replicas, each micro-batch with its own times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import problems
+
+from optpipe import InputError, Problem, Schedule, problem_from
+from optpipe.model.ops import Kind
+
+NAMES = {Kind.F: "forward-compute", Kind.BW: "backward-compute"}
+ORDERS = (["0F0 0F1 0BW0 0F2 0BW1 0BW2", "1F0 1BW0 1F1 1BW1 1F2 1BW2"], ["0F2 0F0 0BW2 0BW0 0F1 0BW1"] * 2)
+ORDERS[1][1] = "1F2 1BW2 1F0 1BW0 1F1 1BW1"
+STEPS = (16, 40)
+
+
+def posed(step: int, replica: int, chunks: int = 1) -> Problem:
+    """Two devices and three micro-batches that all differ, by step and replica, too."""
+    stages = [
+        problems.stage((0, 0, 0), device=s % 2)
+        | {
+            "forward_ms": [3.0 + s + j + replica for j in range(3)],
+            "backward_input_ms": [5.0 + s + 2 * j + step for j in range(3)],
+        }
+        for s in range(2 * chunks)
+    ]
+    return problems.pipeline(2, 3, 100, stages, p2p_ms=0.5)
+
+
+def ran(step: int, replica: int) -> Schedule:
+    return Schedule.parse(posed(step, replica), [program.split() for program in ORDERS[replica]])
+
+
+def timeline() -> list[dict[str, Any]]:
+    """Two steps of two replicas; the replicas' processes have other numbers than they have."""
+    events: list[dict[str, Any]] = []
+    for replica in range(2):
+        pid = 7 - replica
+        events.append(named("process_name", pid, 0, f"DP rank [{replica}]"))
+        events += [named("thread_name", pid, 10 * d, f"PP rank {d}, TP rank 0, compute") for d in range(2)]
+        events += [event for n, step in enumerate(STEPS) for event in ops(ran(step, replica), pid, step, 1e6 * n)]
+    other = {**events[-1], "name": "optimizer", "args": {"step": 16, "mb_id": -1, "model_chunk": -1, "seq_id": 0}}
+    return [*reversed(events), other]
+
+
+def named(name: str, pid: int, tid: int, text: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": text}}
+
+
+def ops(schedule: Schedule, pid: int, step: int, begin_us: float) -> Iterator[dict[str, Any]]:
+    table = schedule.timeline
+    for (kind, stage, j, *_), start, end in zip(
+        table.table.tolist(), table.start.tolist(), table.end.tolist(), strict=True
+    ):
+        yield {
+            "name": NAMES[Kind(kind)],
+            "ph": "X",
+            "pid": pid,
+            "tid": 10 * (stage % 2),
+            "ts": begin_us + 1e3 * start,
+            "dur": 1e3 * (end - start),
+            "args": {"step": step, "model_chunk": stage // 2, "mb_id": j, "seq_id": j},
+        }
+
+
+def saved(content: Any, folder: Path) -> Path:
+    path = folder / "timeline.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_each_step_of_each_replica_gives_its_own_problem_and_order_back(step: int, replica: int, tmp_path: Path):
+    made = problem_from("straggler", saved(timeline(), tmp_path), step=step, replica=replica)
+    expected = ran(step, replica)
+    assert made.problem.costs.ms.tolist() == expected.problem.costs.ms.tolist()
+    assert made.problem.p2p_ms == 0.5
+    assert made.schedule is not None
+    assert [program.texts() for program in made.schedule.programs] == [each.texts() for each in expected.programs]
+    assert made.measured_ms == pytest.approx(made.replayed_ms)
+    assert made.replayed_ms == expected.makespan_ms
+
+
+def test_by_default_the_last_step_of_the_first_replica_counts_and_what_else_is_there_is_told(tmp_path: Path):
+    made = problem_from("straggler", saved({"traceEvents": timeline()}, tmp_path))
+    assert made.replayed_ms == ran(40, 0).makespan_ms
+    assert made.unused == (
+        "what is no op: 1 optimizer",
+        "1 of 2 replicas: this is replica 0",
+        "1 of 2 steps: this is step 40",
+    )
+
+
+def test_chunks_lie_looped_and_of_tensor_parallel_ranks_the_first_counts(tmp_path: Path):
+    programs = ["0F0 2F0 0F1 2F1 2BW0 0BW0 2BW1 0BW1 0F2 2F2 2BW2 0BW2", "1F0 3F0 1F1 3F1 3BW0 1BW0 3BW1 1BW1 1F2 3F2"]
+    schedule = Schedule.parse(posed(0, 0, 2), [programs[0].split(), [*programs[1].split(), "3BW2", "1BW2"]])
+    names = [named("thread_name", 0, 10 * d, f"PP rank {d}, TP rank 0, compute") for d in range(2)]
+    second = [{**event, "tid": 99, "dur": 1e9} for event in ops(schedule, 0, 0, 0) if event["tid"] == 10]
+    content = [*names, named("thread_name", 0, 99, "PP rank 1, TP rank 3"), *ops(schedule, 0, 0, 0), *second]
+    made = problem_from("straggler", saved(content, tmp_path))
+    assert [stage.device for stage in made.problem.stages] == [0, 1, 0, 1]
+    assert made.replayed_ms == schedule.makespan_ms
+    assert made.unused == ("12 ops of other tensor parallel ranks than 0: all compute the same ops",)
+
+
+def test_one_step_of_another_form_has_its_own_times_too(tmp_path: Path):
+    path = tmp_path / "ops.csv"
+    lines = [f"0,F,{j},{(1 + j) * (1 + step)},{step}\n0,BW,{j},4,{step}\n" for step in range(3) for j in range(2)]
+    path.write_text("stage,op,microbatch,duration_ms,step\n" + "".join(lines))
+    made = problem_from("csv", path, step=1, weight_share=0.25)
+    (stage,) = made.problem.stages
+    assert (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms) == ((2, 4), 3, 1)
+    assert "2 of 3 steps: this is step 1" in made.unused
+
+
+def _change(**fields: Any) -> Callable[[list[dict[str, Any]]], Any]:
+    """Changes the first op; fields of `args` in a dict."""
+
+    def change(events: list[dict[str, Any]]) -> Any:
+        first = next(event for event in events if event["ph"] == "X")
+        args = fields.get("args", {})
+        first.update(fields | {"args": args if args is None else first["args"] | args})
+        return events
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "message"),
+    [
+        (lambda events: {"events": events}, {}, "no timeline: a list of events, or an object with traceEvents"),
+        (lambda events: [*events, 3], {}, "no timeline: a list of events"),
+        (lambda events: [event for event in events if event["ph"] == "M"], {}, "no op: events of the name forward-"),
+        (lambda events: [event for event in events if event["ph"] == "X"], {}, "no thread has a rank: names such as"),
+        (_change(tid=11), {}, "event 0: thread 11 of process 6 has no name such as 'PP rank 0"),
+        (_change(ts=None), {}, "event 0: ts = None: a time in us is expected"),
+        (_change(dur="3"), {}, "event 0: dur = '3': a time in us is expected"),
+        (_change(dur=-3), {}, "event 0: dur = -3: no less than 0 is expected"),
+        (_change(args=None), {}, "event 0: args is missing: step and mb_id are expected"),
+        (_change(args={"mb_id": -1}), {}, "event 0: args.mb_id = -1: a number from 0 is expected"),
+        (_change(args={"step": 10**9}), {}, "event 0: args.step = 1000000000: a number from 0"),
+        (_change(args={"model_chunk": 5000}), {}, "10002 stages: a problem has 1 to 4096"),
+        (_change(name="forward-compute", args={"mb_id": 0}), {"replica": 1}, "1F0 is there twice in step 40"),
+        (list, {"step": 17}, "^step = 17: one of the training steps 16, 40 is expected$"),
+        (list, {"replica": 2}, "^replica = 2: one of the replicas 0, 1 is expected$"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(change: Any, given: dict[str, int], message: str, tmp_path: Path):
+    with pytest.raises(InputError, match=message):
+        problem_from("straggler", saved(change(timeline()), tmp_path), **given)
+
+
+def test_sums_have_no_single_steps(tmp_path: Path):
+    with pytest.raises(InputError, match="step = 3, replica = None: Megatron's log has only sums"):
+        problem_from("megatron-timers", saved([], tmp_path), microbatches=2, step=3)
