@@ -185,4 +185,4 @@ def drift(old: Problem, new: Problem) -> float:
     work = before.ms[Kind.F] + before.ms[Kind.BW]
     together = change[Kind.F] + change[Kind.BW]
     message: float = np.abs(after.message_ms - before.message_ms).max() / max(float(work.mean()), 1e-9)
-    return max(message, float((np.abs(np.vstack((change, together))) / np.maximum(work, 1e-9)).max()))
+    return max(message, float((np.abs(np.concatenate((change, together[None]))) / np.maximum(work, 1e-9)).max()))
