@@ -1,0 +1,6 @@
+"""A schedule for every step: its micro-batches' costs, their replicas, their order. No torch is needed."""
+
+from optpipe.steps.memory import StepMemoryError
+from optpipe.steps.scheduler import PlannedStep, StepScheduler
+
+__all__ = ["PlannedStep", "StepMemoryError", "StepScheduler"]

@@ -1,0 +1,162 @@
+"""`StepScheduler`: a certified schedule for each step's own micro-batches, soon, and a better one until it begins.
+
+A first answer takes a counted amount of search and no clock: all ranks that ask for one step compute the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+
+from optpipe.dispatch.descents import Step, compile_descents, descents
+from optpipe.dispatch.simulate import Simulator
+from optpipe.errors import InputError, ScheduleError
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.model.problem import Problem
+from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.schedule import Schedule, check
+from optpipe.steps.memory import require_room
+
+METHOD = "step"
+# Ops that are simulated for a first answer: some tries cost, however short each is, as does each op.
+FIRST_OPS, FIRST_TRIES = 15_000, 900
+LONGEST_SEARCH_S = 60.0  # after that a search that nobody has ended ends by itself
+
+
+class PlannedStep:
+    """A step that has a schedule, for which a thread looks for a shorter one until `best` is asked for.
+
+    Attributes
+    ----------
+    problem
+        The step's own: a figure for each micro-batch.
+    first
+        The first schedule: valid and certified, the same in each process that plans this step.
+    """
+
+    def __init__(self, problem: Problem, improve: bool) -> None:
+        self.problem = problem
+        require_room(problem)
+        self._simulator = Simulator(problem)
+        self._steps = self._start()
+        self._best: Step | None = None
+        self._search(FIRST_OPS + FIRST_TRIES * self._simulator.ops)
+        self.first = self._schedule()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True, name="step schedules")
+        if improve:
+            self._thread.start()
+
+    def ready(self) -> bool:
+        """Whether the search has ended by itself: `best` cannot become shorter by waiting."""
+        return not self._thread.is_alive()
+
+    def best(self) -> Schedule:
+        """End the search, which takes some ms. Returns the shortest schedule, certified; `first` if none is shorter.
+
+        How far the search came depends on the clock: ranks take the one that one of them has chosen.
+        """
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        better = self._schedule(self.first)
+        return better if shorter(better.makespan_ms, self.first.makespan_ms) else self.first
+
+    def _start(self) -> Iterator[Step]:
+        """The search among rules; where none that share memory lead to a schedule, from one micro-batch at a time."""
+        steps = descents(self._simulator, "makespan", 0)
+        first = next((step for step in steps if step.ms < NEVER), None)
+        if first is not None:
+            return chain([first], steps)
+        for rules in _one_at_a_time(self._simulator):
+            schedule = self._simulator.schedule(rules, METHOD)
+            if schedule is not None and not check(self.problem, schedule):
+                return descents(self._simulator, "makespan", 0, schedule)
+        raise ScheduleError(
+            f"no order is known in which the {self.problem.microbatches} micro-batches of this step fit the activation "
+            "budgets and host memory"
+        )
+
+    def _search(self, most_ops: float) -> None:
+        """Simulate about so many ops, unless the search is over."""
+        ops = 0
+        while ops < most_ops and (step := next(self._steps, None)):
+            if self._best is None or shorter(step.ms, self._best.ms):
+                self._best = step
+            ops += step.tried * self._simulator.ops
+
+    def _go_on(self) -> None:
+        end = time.monotonic() + LONGEST_SEARCH_S
+        while not self._over.is_set() and time.monotonic() < end:
+            self._search(1)
+
+    def _schedule(self, otherwise: Schedule | None = None) -> Schedule:
+        """The schedule of the best rules, if it is valid."""
+        assert self._best is not None
+        schedule = self._simulator.schedule(self._best.rules, METHOD)
+        if schedule is not None and not check(self.problem, schedule):
+            return schedule
+        if otherwise is not None:
+            return otherwise
+        raise ScheduleError("the first schedule of this step is not valid: please report its problem file")
+
+
+class StepScheduler:
+    """Schedules steps whose micro-batches differ.
+
+    Parameters
+    ----------
+    template
+        Devices, links and stages as in each step; figures that no step gives are the template's. It has one route.
+    """
+
+    def __init__(self, template: Problem) -> None:
+        if len(template.all_routes) > 1:
+            raise InputError(
+                f"routes has {len(template.all_routes)} entries: a schedule for every step needs one route"
+            )
+        self.template = template
+
+    def prepare(self) -> None:
+        """Compile what schedules steps: some seconds the first time on a machine, later a moment."""
+        compile_at_once()
+        compile_descents(Simulator(self.template))
+        PlannedStep(self.template, improve=False)
+
+    def plan(self, step: Problem, improve: bool = True) -> PlannedStep:
+        """A first schedule of a step; a thread then looks for shorter ones.
+
+        Parameters
+        ----------
+        step
+            The template with the step's own number of micro-batches and figures.
+        improve
+            Whether the search goes on after the first schedule, on one core.
+
+        Raises
+        ------
+        StepMemoryError
+            If a micro-batch does not fit by itself; it names the micro-batch.
+        ScheduleError
+            If no schedule is found for another reason.
+        """
+        devices = [stage.device for stage in self.template.stages]
+        if [stage.device for stage in step.stages] != devices or step.all_routes != self.template.all_routes:
+            raise InputError("stages: a step has the stages of its template, on the same devices")
+        return PlannedStep(step, improve)
+
+
+def _one_at_a_time(simulator: Simulator) -> Iterator[Rules]:
+    """Yields rules with one micro-batch in flight: all stays, or what can leave does."""
+    choices, m = simulator.choices, simulator.problem.microbatches
+    stays = np.zeros(simulator.stages, dtype=np.int64)
+    recomputed = RECOMPUTED * choices.recomputes
+    leaving = np.where(choices.parts > 0, choices.parts, recomputed)
+    for leaves in (stays, leaving, np.where(choices.recomputes > 0, recomputed, choices.parts)):
+        each = np.repeat(leaves[:, None], m, axis=1)
+        yield Rules(stays + 1, np.zeros((2, simulator.stages)), each, choices.carry_ms, np.arange(m))

@@ -1,0 +1,92 @@
+"""A schedule for every step (`optpipe.steps`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.enumeration import best_of_all
+from support.problems import pipeline, stage
+
+from optpipe import InputError, Problem, certify, check
+from optpipe.steps import StepMemoryError, StepScheduler
+
+
+def step_of(devices: int, weights: list[float], memory: int, **more: Any) -> Problem:
+    """A step whose micro-batches cost their weight times (2, 2, 1) ms and 100 bytes on each device."""
+    one = stage((2, 2, 1), (100, 40), **more)
+
+    def each(value: Any, name: str) -> Any:
+        if not name.endswith(("_ms", "_bytes")):
+            return value
+        return tuple((int if name.endswith("_bytes") else float)(value * weight) for weight in weights)
+
+    fields = {name: each(value, name) for name, value in one.items()}
+    return pipeline(devices, len(weights), memory, fields, p2p_ms=0.5)
+
+
+def random_step(devices: int, microbatches: int, seed: int = 0, memory: float = 2.0) -> Problem:
+    weights = np.random.default_rng(seed).lognormal(0.0, 0.4, microbatches)
+    return step_of(devices, weights.tolist(), int(memory * 100 * weights.max()))
+
+
+@pytest.mark.parametrize("weights", [[1, 3], [3, 1], [2, 2], [1, 7]])
+@pytest.mark.parametrize("memory", [400, 1200])
+def test_a_first_schedule_is_as_short_as_any_of_a_tiny_step(weights: list[float], memory: int) -> None:
+    problem = step_of(2, weights, memory) if max(weights) * 100 <= memory else step_of(2, weights, max(weights) * 100)
+    planned = StepScheduler(problem).plan(problem, improve=False)
+    assert planned.first.makespan_ms == pytest.approx(best_of_all(problem, "makespan")[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("memory", [1.0, 1.3, 4.0])
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (2, 5), (4, 8)])
+def test_schedules_are_valid_and_only_become_shorter(devices: int, microbatches: int, memory: float) -> None:
+    problem = random_step(devices, microbatches, 1, memory)
+    planned = StepScheduler(problem).plan(problem)
+    best = planned.best()
+    assert best.makespan_ms <= planned.first.makespan_ms
+    for schedule in (planned.first, best):
+        assert not check(problem, schedule)
+        assert certify(problem, schedule).fits
+    assert planned.best().makespan_ms == best.makespan_ms
+    assert planned.ready()
+
+
+def test_a_first_schedule_is_the_same_on_all_ranks() -> None:
+    problem = random_step(4, 8)
+    first, again = (StepScheduler(problem).plan(problem, improve=False).first for _ in range(2))
+    assert first.programs == again.programs
+
+
+def test_steps_may_have_other_numbers_of_micro_batches_than_the_template() -> None:
+    scheduler = StepScheduler(random_step(2, 4))
+    for microbatches in (1, 3, 9):
+        step = random_step(2, microbatches)
+        assert not check(step, scheduler.plan(step, improve=False).first)
+
+
+@pytest.mark.parametrize(
+    "relief", [{"recompute": (2, 10)}, {"offload": (1, 1, 90)}, {"offload": (1, 1, 90), "offload_parts": 2}]
+)
+def test_what_fits_only_if_activations_leave_is_scheduled(relief: dict[str, Any]) -> None:
+    chunks = [stage((2, 2, 1), (100, 40), device=d, **relief) for d in (0, 1, 0, 1)]
+    problem = pipeline(2, 3, 150, chunks)
+    problem = problem.replace(stages=[s.model_copy(update={"forward_ms": (2.0, 3.0, 1.0)}) for s in problem.stages])
+    assert not check(problem, StepScheduler(problem).plan(problem, improve=False).first)
+
+
+@pytest.mark.parametrize("first_stage", [0, 1])
+def test_a_micro_batch_without_room_is_named_before_the_step(first_stage: int) -> None:
+    devices = [first_stage, 1 - first_stage, first_stage]
+    chunks = [stage((2, 2, 1), (0, 0), device=d) | {"activation_bytes": (100, 260, 90)} for d in devices]
+    problem = pipeline(2, 3, 500, chunks)
+    scheduler = StepScheduler(problem)
+    with pytest.raises(StepMemoryError, match="micro-batch 1 by itself needs at least 520 B") as error:
+        scheduler.plan(problem)
+    assert (error.value.microbatch, error.value.device) == (1, first_stage)
+
+
+def test_a_step_has_the_stages_of_its_template() -> None:
+    with pytest.raises(InputError, match="same devices"):
+        StepScheduler(random_step(2, 4)).plan(random_step(3, 4))
