@@ -20,10 +20,11 @@ from optpipe.errors import InputError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.memory import Certificate
 from optpipe.evaluate.timeline import Timeline
-from optpipe.model.ops import MARKS, Kind
+from optpipe.model.arrays import Ints
+from optpipe.model.ops import MARKS, OPTIMIZER, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, read_file, write_file
-from optpipe.model.program import Program, parse_programs
+from optpipe.model.program import MICROBATCH, Program, of_kinds, parse_programs
 from optpipe.model.records import Document, Items, Record, TotalMs
 from optpipe.model.rules import Rules
 from optpipe.show.page import Picture, plot, still
@@ -85,6 +86,23 @@ class Schedule:
     def on(self, problem: Problem) -> Schedule:
         """The same programs for another problem; itself where it is the same."""
         return self if problem is self.problem else replace(self, problem=problem)
+
+    def renumbered(self, problem: Problem, name: Ints) -> Schedule:
+        """The same order of ops with other micro-batches: what was number j is `name[j]` of the problem."""
+
+        def renamed(program: Program) -> Program:
+            table = program.table.copy()
+            of_microbatch = ~of_kinds(table, *OPTIMIZER)
+            table[of_microbatch, MICROBATCH] = name[table[of_microbatch, MICROBATCH]]
+            return Program(table)
+
+        return replace(
+            self,
+            problem=problem,
+            programs=tuple(renamed(program) for program in self.programs),
+            links={link: renamed(order) for link, order in self.links.items()},
+            rules=self.rules and self.rules._replace(order=name[self.rules.order]),
+        )
 
     @property
     def timeline(self) -> Timeline:

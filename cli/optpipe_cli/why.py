@@ -23,7 +23,7 @@ def best_published(problem: Problem) -> Schedule | None:
     """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
     from optpipe.comparison import OWN
     from optpipe.errors import OptPipeError
-    from optpipe_solver.systems import SYSTEMS, generate
+    from optpipe_solver.systems import SYSTEMS, in_best_order
 
     best = None
     if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
@@ -32,7 +32,7 @@ def best_published(problem: Problem) -> Schedule | None:
         if method in OWN:
             continue
         try:
-            schedule = generate(method, problem)
+            schedule = in_best_order(method, problem)
         except OptPipeError:
             continue
         if not schedule.compiled.complaints and (best is None or schedule.makespan_ms < best.makespan_ms):

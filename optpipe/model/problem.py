@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -207,6 +208,24 @@ class Problem(Document):
         budgets = [{"activation_budget_bytes": int(activations * nbytes)} for nbytes in whole]
         return self.replace(
             devices=[device.model_copy(update=budget) for device, budget in zip(self.devices, budgets, strict=True)]
+        )
+
+    def entering(self, order: Sequence[int]) -> Problem:
+        """The problem with its micro-batches numbered anew: number k is the one that is `order[k]` in this problem."""
+
+        def moved(figures: Any) -> Any:
+            return tuple(figures[j] for j in order) if isinstance(figures, tuple) else figures
+
+        def costs_moved(records: Sequence[StageCosts] | None) -> Any:
+            update = ({name: moved(figures) for name, figures in costs.lists()} for costs in records or ())
+            return records and [costs.model_copy(update=lists) for costs, lists in zip(records, update, strict=True)]
+
+        return self.replace(
+            p2p_ms=moved(self.p2p_ms),
+            messages=self.messages and [each.model_copy(update={"ms": moved(each.ms)}) for each in self.messages],
+            microbatch_routes=moved(self.microbatch_routes),
+            stages=costs_moved(self.stages),
+            layers=costs_moved(self.layers),
         )
 
     @cached_property

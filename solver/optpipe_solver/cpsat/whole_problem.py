@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from optpipe.evaluate.objective import raises, reaches
 from optpipe.lift import lift
 from optpipe.model.ops import Kind
-from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.process.protocol import Bound, Frame, Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
@@ -143,7 +142,6 @@ class WholeProblemSearch:
 def number_by_entry(schedule: Schedule) -> Schedule:
     """The same schedule with equal micro-batches numbered as they enter their route."""
     problem = schedule.problem
-    tables = [*(program.table for program in schedule.programs), *(order.table for order in schedule.links.values())]
     name = np.arange(problem.microbatches)
     for c, batches in enumerate(problem.costs.classes):
         route = problem.route(batches[0])
@@ -155,9 +153,4 @@ def number_by_entry(schedule: Schedule) -> Schedule:
         )
         entered = program[enters, MICROBATCH]
         name[entered] = np.sort(entered)
-    renamed = [table.copy() for table in tables]
-    for table in renamed:
-        table[:, MICROBATCH] = name[table[:, MICROBATCH]]
-    programs = tuple(Program(table) for table in renamed[: len(schedule.programs)])
-    links = dict(zip(schedule.links, (Program(table) for table in renamed[len(programs) :]), strict=True))
-    return replace(schedule, programs=programs, links=links)
+    return schedule.renumbered(problem, name)

@@ -74,8 +74,14 @@ def descend(
 
 
 def _neighbour(policy: Policy, aspects: Mapping[str, Sequence[Any]], random: Random) -> Policy:
-    """Another choice of one aspect; if it differs from stage to stage, for some neighbouring stages."""
+    """Another choice of one aspect: of the order of entry, two other micro-batches change places; of what differs from
+    stage to stage, some neighbouring stages have it."""
     aspect = random.choice([name for name, choices in aspects.items() if len(choices) > 1])
+    if aspect == "order":
+        order = list(policy.order or sorted(aspects[aspect][-1]))
+        i, j = random.sample(range(len(order)), 2)
+        order[i], order[j] = order[j], order[i]
+        return replace(policy, order=tuple(order))
     choice, before = random.choice(aspects[aspect]), getattr(policy, aspect)
     if isinstance(before, tuple):
         begin, end = sorted(random.sample(range(len(before) + 1), 2))

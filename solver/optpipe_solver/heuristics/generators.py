@@ -11,6 +11,7 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from optpipe.dispatch.memory_shares import CHOICES, memory_shares
+from optpipe.dispatch.starts import entry_orders
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.problem import Problem
@@ -38,7 +39,7 @@ def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER)
     Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
     handcrafted ZB-H1 and ZB-H2 where these fit.
     """
-    aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0)}
+    aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "order": _orders(problem)}
     descent = descend(problem, objective, _starts(problem, [_all_stay(problem)]), aspects, "zb-auto", deadline)
     yield from _with_published(descent, ("zb-h1", "zb-h2"), problem, objective, deadline)
 
@@ -69,6 +70,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
         "in_flight": _limits(problem),
         "patience": (0.0, 0.5, 1.0),
         "eager": (1.0, 1.5, 2.5),
+        "order": _orders(problem),
     }
     descent = descend(problem, objective, _starts(problem, starts or [all_stay]), aspects, "adaoffload", deadline)
     yield from _with_published(descent, ("po-h", "po-f"), problem, objective, deadline)
@@ -94,7 +96,7 @@ def _with_published(
         for name in names:
             if monotonic() < deadline:
                 with suppress(InputError):  # it does not apply to these stages
-                    schedule = replace(systems.generate(name, problem), method=first.method)
+                    schedule = replace(systems.in_best_order(name, problem, "keep", objective), method=first.method)
                     if certify(problem, schedule).fits:
                         shortest = min(shortest, schedule, key=lambda each: length_ms(each, objective))
         if shortest is not first:
@@ -111,10 +113,17 @@ def _all_stay(problem: Problem) -> Policy:
 def _starts(problem: Problem, policies: list[Policy]) -> list[Policy]:
     """Return the policies that a descent begins with.
 
-    Where ops may run in pairs fused backwards come in as well, since a forward finds more to run with in them.
+    Where micro-batches differ, the first one comes in all orders of entry. Where ops may run in pairs fused backwards
+    come in as well, since a forward finds more to run with in them.
     """
+    ordered = [replace(policies[0], order=order) for order in _orders(problem)[1:]]
     fused = [replace(policies[0], split=False)] if problem.overlap_factor is not None else []
-    return [*policies, *fused]
+    return [*policies, *ordered, *fused]
+
+
+def _orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of entry to try, that of the numbers, which is empty, first."""
+    return ((), *(tuple(order.tolist()) for order in islice(entry_orders(problem), 1, None)))
 
 
 class _Place(NamedTuple):

@@ -203,7 +203,7 @@ class ListScheduler(SchedulingState):
         Returns False, and decides nothing, if memory admits neither.
         """
         base = self.base[self.alike[j]][stage]
-        preferred = self.policy.relief(stage, j, self.problem.stages[stage].offload_parts)
+        preferred = self.policy.relief(stage, self.place[j], self.problem.stages[stage].offload_parts)
         if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage, j)):
             preferred = base
         for relief in dict.fromkeys((preferred, base)):

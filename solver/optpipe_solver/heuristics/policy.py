@@ -26,6 +26,8 @@ class Policy:
         A weight gradient waits for a backward that comes within this share of the weight gradient's time.
     eager
         A reload begins this many reload times before its backward is expected.
+    order
+        The micro-batches in the order in which they enter; empty for that of their numbers.
     """
 
     in_flight: tuple[int, ...]
@@ -34,17 +36,18 @@ class Policy:
     split: bool = True
     patience: float = 0.0
     eager: float = 1.5
+    order: tuple[int, ...] = ()
 
-    def relief(self, stage: int, microbatch: int, parts: int) -> Relief:
+    def relief(self, stage: int, place: int, parts: int) -> Relief:
         """Return what should become of one activation of a stage whose activations leave in so many parts.
 
-        Shares are spread evenly over the micro-batches, and over the parts of each.
+        Shares are spread evenly over the micro-batches, by their place in the order, and over the parts of each.
         """
-        if leaving := _evenly(self.offload[stage] * parts, microbatch):
+        if leaving := _evenly(self.offload[stage] * parts, place):
             return Relief(tuple(range(leaving)))
-        return Relief(recompute=_evenly(self.recompute[stage], microbatch) > 0)
+        return Relief(recompute=_evenly(self.recompute[stage], place) > 0)
 
 
-def _evenly(each: float, microbatch: int) -> int:
+def _evenly(each: float, place: int) -> int:
     """How many the micro-batch gets if each gets so many, a fraction, on average."""
-    return int((microbatch + 1) * each + TOLERANCE) - int(microbatch * each + TOLERANCE)
+    return int((place + 1) * each + TOLERANCE) - int(place * each + TOLERANCE)

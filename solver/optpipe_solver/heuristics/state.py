@@ -67,6 +67,8 @@ class SchedulingState:
         By device, backwards whose gradient is there: rank, micro-batch and stage, sorted.
     gradient_arrivals
         By device a heap of the moments when gradients arrive that are under way.
+    place
+        (m,) the place of each micro-batch in the policy's order.
     rank
         (m,) the order in which micro-batches were admitted.
     forwards_left
@@ -113,7 +115,8 @@ class SchedulingState:
         self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]
         self.backwards: list[list[tuple[int, int, int]]] = [[] for _ in range(devices)]
         self.gradient_arrivals: list[list[float]] = [[] for _ in range(devices)]
-        self.rank = [m + j for j in range(m)]
+        self.place = np.argsort(policy.order).tolist() if policy.order else list(range(m))
+        self.rank = [m + place for place in self.place]
         self.forwards_left = self._forwards.copy()
         self.begin_ms = [0.0] * m
         self.relief: dict[tuple[int, int], Relief] = {}

@@ -84,7 +84,7 @@ def frames_of(name: str, request: CompareRequest, bounds_ms: dict[str, float]) -
 def _schedule(name: str, request: CompareRequest) -> Schedule:
     """A heuristic stays on the problem's own stages and within memory; a system does not ask for either."""
     if name not in HEURISTICS:
-        return systems.generate(name, request.problem, request.placements)
+        return systems.in_best_order(name, request.problem, request.placements, request.objective)
     if reason := infeasibility(request.problem):
         raise InputError(reason)
     return replace(heuristics.generate(name, request.problem, request.objective), method=name)

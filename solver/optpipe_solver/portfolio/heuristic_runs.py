@@ -18,7 +18,7 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.methods import ENGINES, HEURISTICS
 from optpipe_solver.portfolio.search_state import Emit, SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
-from optpipe_solver.systems import generate
+from optpipe_solver.systems import in_entry_orders
 from optpipe_solver.systems.variants import variants
 
 Streams = dict[str, Iterator[Schedule]]
@@ -166,7 +166,8 @@ class HeuristicRuns:
         """
         for method in variants(self._request.problem):
             try:
-                self._state.offer(generate(method, self._request.problem))
+                for schedule in in_entry_orders(method, self._request.problem):
+                    self._state.offer(schedule)
             except OptPipeError:
                 pass
             except Exception as error:  # as above

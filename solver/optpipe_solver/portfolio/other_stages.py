@@ -9,7 +9,7 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import Objective, length_ms, shorter
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check
-from optpipe_solver.systems import SYSTEMS, generate
+from optpipe_solver.systems import SYSTEMS, in_best_order
 
 
 def shorter_on_other_stages(problem: Problem, objective: Objective, best_ms: float, until: float) -> str | None:
@@ -26,7 +26,7 @@ def shorter_on_other_stages(problem: Problem, objective: Objective, best_ms: flo
         with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
             if system.placement(problem, "all") is None:
                 continue
-            schedule = generate(name, problem, "all")
+            schedule = in_best_order(name, problem, "all", objective)
             ms = length_ms(schedule, objective)
             if shorter(ms, shortest_ms) and not check(schedule.problem, schedule):
                 shortest, shortest_ms = schedule, ms

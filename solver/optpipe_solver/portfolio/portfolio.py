@@ -21,7 +21,7 @@ from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.other_stages import shorter_on_other_stages
 from optpipe_solver.portfolio.search_state import Emit, SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
-from optpipe_solver.systems import generate
+from optpipe_solver.systems import in_best_order
 from optpipe_solver.systems.variants import is_system
 
 
@@ -43,7 +43,11 @@ class Portfolio:
 
     def __init__(self, request: Request, emit: Emit) -> None:
         self.request, self.emit = request, emit
-        system = generate(request.method, request.problem) if is_system(request.method) else None
+        system = (
+            in_best_order(request.method, request.problem, "keep", request.objective)
+            if is_system(request.method)
+            else None
+        )
         self.limit = TimeLimit(request)
         self.state = SearchState(request, emit)
         self.heuristics = HeuristicRuns(request, system, self.state, self.limit, emit)

@@ -6,13 +6,17 @@ They do not ask whether memory suffices, nor how long ops take, unless the paper
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-from optpipe.errors import InputError, did_you_mean
+from optpipe.dispatch.starts import entry_orders
+from optpipe.errors import InputError, ScheduleError, did_you_mean
+from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_solver.systems import (
     adaoffload,
     bpipe,
@@ -27,7 +31,7 @@ from optpipe_solver.systems import (
 )
 from optpipe_solver.systems.system import System
 
-__all__ = ["SYSTEMS", "System", "generate", "parse"]
+__all__ = ["SYSTEMS", "System", "generate", "in_best_order", "in_entry_orders", "parse"]
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -75,7 +79,7 @@ def parse(method: str) -> tuple[str, dict[str, int]]:
 
 
 def generate(method: str, problem: Problem, placements: Placements = "keep") -> Schedule:
-    """Make the schedule of a system.
+    """Make the schedule of a system, micro-batches in the order of their numbers.
 
     Parameters
     ----------
@@ -96,3 +100,37 @@ def generate(method: str, problem: Problem, placements: Placements = "keep") -> 
     placed = placement.apply(problem) if placement else problem
     keywords: dict[str, Any] = dict(parameters)
     return replace(system.build(placed, **keywords), method=method, placement=placement)
+
+
+def in_entry_orders(method: str, problem: Problem, placements: Placements = "keep") -> Iterator[Schedule]:
+    """Yield a system's schedule for each order in which micro-batches may enter, that of their numbers first.
+
+    Raises InputError as `generate` does.
+    """
+    schedule = generate(method, problem, placements)
+    yield schedule
+    placed = schedule.problem
+    for order in islice(entry_orders(placed), 1, None):
+        yield replace(
+            generate(method, placed.entering(order.tolist())).renumbered(placed, order), placement=schedule.placement
+        )
+
+
+def in_best_order(
+    method: str, problem: Problem, placements: Placements = "keep", objective: Objective = "makespan"
+) -> Schedule:
+    """A system's schedule in the best order in which micro-batches may enter: the shortest of those that fit.
+
+    Where none fits, the shortest. Raises InputError as `generate` does.
+    """
+    schedules = list(in_entry_orders(method, problem, placements))
+    if len(schedules) == 1:
+        return schedules[0]
+
+    def rank(schedule: Schedule) -> tuple[bool, float]:
+        try:
+            return bool(check(schedule.problem, schedule)), length_ms(schedule, objective)
+        except ScheduleError:  # it cannot run
+            return True, NEVER
+
+    return min(schedules, key=rank)
