@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -139,21 +138,22 @@ def _require_sayable(schedule: Schedule, offloads: bool) -> None:
 def _numbered_as_losses(schedule: Schedule) -> Schedule:
     """The schedule with its micro-batches numbered in the order of the last stage's forwards.
 
-    PyTorch finds the loss of micro-batch j as the j-th one that was computed. Micro-batches of one route are alike, so
-    the schedule stays the same.
+    PyTorch finds the loss of micro-batch j as the j-th one that was computed. Equal micro-batches change names, and the
+    schedule stays the same. Raises InputError if others would have to.
     """
-    last = len(schedule.problem.stages) - 1
-    table = schedule.programs[schedule.problem.stages[last].device].table
+    problem = schedule.problem
+    last = len(problem.stages) - 1
+    table = schedule.programs[problem.stages[last].device].table
     order = table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == last), MICROBATCH]
-    number = np.argsort(order)
-
-    def numbered(program: Program) -> Program:
-        changed = program.table.copy()
-        changed[:, MICROBATCH] = number[changed[:, MICROBATCH]]
-        return Program(changed)
-
-    links = {link: numbered(transfers) for link, transfers in schedule.links.items()}
-    return replace(schedule, programs=tuple(map(numbered, schedule.programs)), links=links)
+    alike = problem.costs.alike
+    differs = np.flatnonzero(alike[order] != alike)
+    if differs.size:
+        k = int(differs[0])
+        raise InputError(
+            f"stage {last} computes micro-batch {order[k]} where PyTorch finds the loss of {k}, and the two differ: "
+            "number the micro-batches in the order in which the last stage computes them (Problem.entering)"
+        )
+    return schedule.renumbered(problem, np.argsort(order))
 
 
 def _text(item: Op | Pair) -> str:

@@ -131,6 +131,15 @@ def test_what_the_rows_cannot_say_is_refused_with_the_op() -> None:
         export_schedule(SPLIT, "torch_csv")
 
 
+def test_only_equal_micro_batches_change_names_for_the_losses_of_torch() -> None:
+    swapped = "0F1 0F0 0F2 0BW1 0BW0 0BW2"
+    alike = problems.pipeline(1, 3, 100, problems.stage() | {"forward_ms": [1.0, 1.0, 2.0]})
+    assert export_schedule(schedule(alike, swapped), "torch-csv").strip() == "0F0,0F1,0F2,0B0,0B1,0B2"
+    differing = problems.pipeline(1, 3, 100, problems.stage() | {"activation_bytes": [10, 20, 10]})
+    with pytest.raises(InputError, match=r"^stage 0 computes micro-batch 1 where PyTorch finds the loss of 0, and"):
+        export_schedule(schedule(differing, swapped), "torch-csv")
+
+
 def test_without_offload_the_activations_stay() -> None:
     """The micro-batches are numbered as the last stage's forwards are: here as they were."""
     left = leave_out_offload(OFFLOADED)

@@ -125,6 +125,19 @@ def test_times_of_all_ranks_are_combined() -> None:
     assert found.devices == PROBLEM.devices
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"p2p_ms": [1.0] * PROBLEM.microbatches},
+        {"messages": [{"sender": 0, "receiver": 1, "ms": 2.0}]},
+        {"stages": [each.model_copy(update={"offload_ms": (1.0,) * PROBLEM.microbatches}) for each in PROBLEM.stages]},
+    ],
+)
+def test_times_by_micro_batch_are_not_replaced_by_one(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="figures by micro-batch or by pair"):
+        retimed(PROBLEM.replace(**changes), [])
+
+
 @pytest.mark.parametrize("apart_ms", [0.0, 1234.5, -0.7])
 def test_messages_that_were_waited_for_are_timed_whatever_the_clocks_say(apart_ms: float) -> None:
     """Two steps on two ranks whose clocks are so far apart. Messages take 3 ms, those back 5 ms, and in the second step

@@ -26,7 +26,7 @@ LAYER = {
 }
 
 
-def layered(**changes: float) -> Problem:
+def layered(**changes: Any) -> Problem:
     """Six layers in two stages of three; the first layer changed."""
     stage = {name: 3 * value for name, value in LAYER.items()}
     stages = [{"device": d, **stage} for d in range(2)]
@@ -55,6 +55,10 @@ def test_the_examples_are_what_their_layers_make(path: Path) -> None:
             {"saved_for_weight_bytes": 101},
             "layers: their saved_for_weight_bytes add up to 1606, those of the stages to 1806; ",
         ),
+        (
+            {"forward_ms": [1.25, 0.1, 2.4]},
+            "layers: their forward_ms of micro-batch 1 add up to 6.35, those of the stages to 7.5; ",
+        ),
     ],
 )
 def test_layers_of_another_model_are_no_partition(changes: dict[str, Any], told: str) -> None:
@@ -77,7 +81,9 @@ def test_layers_count_only_where_placements_are_searched() -> None:
     assert optpipe.solve(layered(**others), time_limit_s=60.0).status == "optimal"
 
 
-@pytest.mark.parametrize("changes", [{}, {"forward_ms": 1.3}, {"activation_bytes": 1003}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"forward_ms": 1.3}, {"forward_ms": [1.3, 1.25, 1.2]}, {"activation_bytes": 1003}]
+)
 def test_what_was_measured_apart_may_differ_a_little(changes: dict[str, Any]) -> None:
     assert mismatch(layered(**changes)) is None
 

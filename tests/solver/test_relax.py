@@ -193,6 +193,9 @@ def test_a_device_with_two_routes_or_with_two_stages_that_leave_is_left_to_other
     ) == [0, 1]
     assert searchable_devices(EXHAUSTIVE["two directions"]) == []
     assert searchable_devices(problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8)) == []
+    differing = problems.pipeline(2, 2, 20, problems.stage() | {"forward_ms": [1.0, 2.0]})
+    assert searchable_devices(differing) == []
+    assert "differ" in (ENGINE.unsupported(differing) or "")
 
 
 def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(monkeypatch: pytest.MonkeyPatch) -> None:

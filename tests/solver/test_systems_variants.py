@@ -186,7 +186,7 @@ def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
         monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
         raise InputError("too late")
 
-    monkeypatch.setattr(heuristic_runs, "generate", slow)
+    monkeypatch.setattr(heuristic_runs, "in_entry_orders", slow)
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
     assert len(made) == 1

@@ -120,7 +120,14 @@ class Profiler:
 
 
 def retimed(problem: Problem, by_rank: Sequence[Seen]) -> Problem:
-    """The problem with these times; `by_rank` is what each has seen. Of inner peers the slowest counts."""
+    """The problem with these times; `by_rank` is what each has seen. Of inner peers the slowest counts.
+
+    Raises InputError if micro-batches or pairs of devices differ: times are learnt by stage.
+    """
+    if problem.messages or isinstance(problem.p2p_ms, tuple) or any(any(stage.lists()) for stage in problem.stages):
+        raise InputError(
+            "the problem has figures by micro-batch or by pair of devices: steps show one time for each stage"
+        )
     of_stage: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
     for times, _ in by_rank:
         for (s, kind), ms in times.items():

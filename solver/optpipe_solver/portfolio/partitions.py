@@ -33,8 +33,9 @@ def partition_of_stages(problem: Problem) -> Placement | None:
         None,
     )
     layers, ends = problem.layers or (), [0]
-    reached = [np.zeros(4), *accumulate(_figures(layer) for layer in layers)]
-    for total in accumulate(_figures(stage) for stage in stages):
+    m = problem.microbatches
+    reached = [np.zeros((4, m)), *accumulate(_figures(layer, m) for layer in layers)]
+    for total in accumulate(_figures(stage, m) for stage in stages):
         end = next((k for k in range(ends[-1] + 1, len(reached)) if np.allclose(reached[k], total, rtol=1e-6)), None)
         if end is None:
             return None
@@ -45,23 +46,27 @@ def partition_of_stages(problem: Problem) -> Placement | None:
 
 
 def mismatch(problem: Problem) -> str | None:
-    """Say where layers and stages do not add up to the same model; None if they do."""
+    """Say where layers and stages do not add up to the same model for some micro-batch; None if they do."""
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "saved_for_weight_bytes")
     for name in names:
         layers, stages = (
-            sum(getattr(costs, name) for costs in these) for these in (problem.layers or (), problem.stages)
+            np.sum([np.broadcast_to(getattr(costs, name), problem.microbatches) for costs in these], axis=0)
+            for these in (problem.layers or (), problem.stages)
         )
         rounded = len(problem.stages) if name.endswith("_bytes") else 0
-        if abs(layers - stages) > ROUNDING * max(layers, stages) + rounded:
-            sums = f"{layers:.6g}, those of the stages to {stages:.6g}"
-            return f"layers: their {name} add up to {sums}; the stages given must be made of these layers"
+        differs = np.flatnonzero(abs(layers - stages) > ROUNDING * np.maximum(layers, stages) + rounded)
+        if differs.size:
+            j = int(differs[0])
+            of_one = "" if np.ptp(layers) == np.ptp(stages) == 0 else f" of micro-batch {j}"
+            sums = f"{layers[j]:.6g}, those of the stages to {stages[j]:.6g}"
+            return f"layers: their {name}{of_one} add up to {sums}; the stages given must be made of these layers"
     return None
 
 
-def _figures(costs: StageCosts) -> Floats:
-    return np.array(
-        [costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes], dtype=float
-    )
+def _figures(costs: StageCosts, microbatches: int) -> Floats:
+    """(4, m) what tells layers apart."""
+    figures = costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes
+    return np.array([np.broadcast_to(figure, microbatches) for figure in figures], dtype=float)
 
 
 class PartitionDescent:

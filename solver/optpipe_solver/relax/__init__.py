@@ -28,6 +28,8 @@ class RelaxEngine:
             return "it knows no pairs"
         if problem.microbatches > MOST_MICROBATCHES:
             return f"of more than {MOST_MICROBATCHES} micro-batches its states do not suffice"
+        if not problem.costs.are_equal:
+            return "it counts micro-batches, which differ here"
         return "it needs a device with one stage on one route, or with several whose activations can only stay"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float:
