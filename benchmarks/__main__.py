@@ -30,6 +30,7 @@ BENCHMARKS = {
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),
+    "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
     "protocol": Benchmark("training.protocol", "the paper's experiment, end to end"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),

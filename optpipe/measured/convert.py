@@ -87,7 +87,7 @@ def problem_from(
     files = [Path(path) for each in paths for path in ([each] if isinstance(each, (str, Path)) else each)]
     _require(form, len(files), given, run)
     files = list(_files(form, files))
-    return problem_of(form, [(str(path), _text(path)) for path in files], given, run)
+    return problem_of(form, [(str(path), read_packed(path)) for path in files], given, run)
 
 
 class Run(NamedTuple):
@@ -155,7 +155,7 @@ def _files(form: str, paths: Sequence[Path]) -> Iterator[Path]:
         yield from traces or [path]
 
 
-def _text(path: Path) -> str:
+def read_packed(path: Path) -> str:
     """The text of a file, which may be packed by gzip, whatever its name is."""
     content = read_file(path)
     if not content.startswith(GZIP):

@@ -1,0 +1,175 @@
+"""Public timelines of real jobs: each step replayed with its own times, and what better schedules gain on them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from benchmarks.results_file import Results, ResultsPath
+from benchmarks.tables import head, line
+from optpipe.errors import InputError
+from optpipe.measured import straggler
+from optpipe.measured.convert import read_packed
+from optpipe.measured.estimate import Given, estimate
+from optpipe.measured.messages import gaps
+from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.model.problem import Problem
+from optpipe.options import SearchOptions
+from optpipe.reuse.by_rules import by_rules
+from optpipe.schedule import Schedule, check
+from optpipe_solver.bounds import lower_bound
+
+GAINS = ("SE",)  # the job whose micro-batches differ
+WORK = 50_000  # ops that a search of one replica simulates
+HALVES = 0.5  # W's share of a backward, which the timelines have whole
+FURTHER_ACTIVATIONS = (0, 1)  # a device, beside what the order that ran holds
+CURES = {"order": ("best order of micro-batches", 0.0), "split": ("best order, backward split in halves", HALVES)}
+ERRORS = ("trace", "steps", "replicas", "a message: ms", "a step: ms", "mean error", "worst")
+COLUMNS = ("against 1F1B as it ran", "in the memory that ran", "no more than", "one activation more", "no more than")
+
+Row = dict[str, Any]
+Step = Sequence[Sequence[MeasuredOp]]  # by replica
+
+
+class Replica(NamedTuple):
+    """What one replica ran in a step: by its own times, with messages of one time."""
+
+    problem: Problem
+    schedule: Schedule
+    measured_ms: float
+
+
+def traces(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder of timelines (*.json, *.json.gz). Default: print the results again.")
+    ] = None,
+    gains: Annotated[
+        list[str] | None, typer.Option(help="Traces on which schedules are searched; repeatable. Default: SE.")
+    ] = None,
+    results: ResultsPath = None,
+) -> None:
+    """Replay each step of timelines of StragglerAnalysis with the times of its own ops, and compare with what was
+    measured: the step of the slowest replica. Then search better schedules for each replica of some traces, and prove
+    how much better one can be at most. Searches count what they simulate, so that a table is the same on every
+    machine."""
+    inside = folder.iterdir() if folder and folder.is_dir() else ()
+    files = sorted(path for path in inside if path.name.endswith((".json", ".json.gz")))
+    if folder and not files:
+        raise InputError(f"{folder}: no timelines: files named .json or .json.gz are expected")
+    if unknown := sorted(set(gains or ()) - {_name(path) for path in files}):
+        raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(_name, files)) or 'a folder'}")
+    kept = Results(results, "traces", ("trace", "step"), SearchOptions(), work=WORK)
+    for path in files:
+        for row in _measured_rows(path, gains or GAINS, kept):
+            kept.add(row)
+    by_trace: dict[str, list[Row]] = defaultdict(list)
+    for row in kept.rows:
+        by_trace[row["trace"]].append(row)
+    typer.echo(head(ERRORS, "l" + "r" * (len(ERRORS) - 1)))
+    for name, rows in by_trace.items():
+        typer.echo(_errors(name, rows))
+    for name, rows in by_trace.items():
+        if searched := [row for row in rows if "gains" in row]:
+            typer.echo(f"\n{name}, {len(searched)} steps, median (least to most):\n")
+            typer.echo(head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
+            for text in _gains(searched):
+                typer.echo(text)
+
+
+def _name(path: Path) -> str:
+    return path.name.partition(".")[0].removeprefix("timeline-")
+
+
+def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[Row]:
+    """Yields a row for each step of a timeline that has none yet."""
+    name = _name(path)
+    recording = straggler.read(read_packed(path), str(path))
+    steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
+    for each in recording.ops:
+        steps[each.step][each.replica].append(each)
+    ways = [gap.message_ms for step in steps.values() for gap in gaps(step.values()) if not gap.same_device]
+    message_ms = round(max(0.0, median(ways)), 4) if ways else 0.0
+    for number, by_replica in sorted(steps.items()):
+        if kept.find(name, number):
+            continue
+        step = list(by_replica.values())
+        ran = [_replica(recording, ops, message_ms) for ops in step]
+        row = {
+            "trace": name,
+            "step": number,
+            "replicas": len(ran),
+            "message_ms": message_ms,
+            "measured_ms": round(max(each.measured_ms for each in ran), 4),
+            "replayed_ms": round(max(each.schedule.makespan_ms for each in ran), 4),
+        }
+        yield row | {"gains": _searched(recording, step, message_ms)} if name in gains else row
+
+
+def _replica(recording: Recording, ops: Sequence[MeasuredOp], message_ms: float, weight_share: float = 0.0) -> Replica:
+    made = estimate(recording._replace(ops=ops), Given(weight_share=weight_share))
+    if made.schedule is None or made.measured_ms is None:
+        raise InputError(f"step {ops[0].step} of replica {ops[0].replica} is not replayed: {'; '.join(made.unused)}")
+    problem = made.problem.replace(p2p_ms=message_ms)
+    return Replica(problem, made.schedule.on(problem), made.measured_ms)
+
+
+def _searched(recording: Recording, step: Step, message_ms: float) -> dict[str, Any]:
+    """By cure, for each number of further activations: the slowest replica's ms, and what none falls below; beside them
+    the mean work of the busiest stage."""
+    found: dict[str, Any] = {}
+    for name, (_, weight_share) in CURES.items():
+        ran = [_replica(recording, ops, message_ms, weight_share) for ops in step]
+        found[name] = [
+            [round(max(each(replica, further) for replica in ran), 4) for each in (_best_ms, _bound_ms)]
+            for further in FURTHER_ACTIVATIONS
+        ]
+    stages = 1 + max(each.op.stage for each in step[0])
+    work = [sum(each.ms for ops in step for each in ops if each.op.stage == s) for s in range(stages)]
+    return {**found, "work_ms": round(max(work) / len(step), 4)}
+
+
+def _best_ms(ran: Replica, further: int) -> float:
+    problem = _with_further(ran.problem, further)
+    schedule = by_rules(problem, ran.schedule.on(problem), "makespan", WORK)
+    if schedule is None or check(problem, schedule):
+        return ran.schedule.makespan_ms
+    return min(schedule.makespan_ms, ran.schedule.makespan_ms)
+
+
+def _bound_ms(ran: Replica, further: int) -> float:
+    return lower_bound(_with_further(ran.problem, further))
+
+
+def _with_further(problem: Problem, activations: int) -> Problem:
+    """The problem with room for further activations on each device; one counts as 1 byte."""
+    budgets = [device.activation_budget_bytes + activations for device in problem.devices]
+    return problem.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
+
+
+def _errors(name: str, rows: Sequence[Row]) -> str:
+    errors = [abs(row["replayed_ms"] / row["measured_ms"] - 1) for row in rows]
+    step_ms = median(row["measured_ms"] for row in rows)
+    cells = (name, len(rows), rows[0]["replicas"], f"{rows[0]['message_ms']:.2f}", f"{step_ms:.0f}")
+    return line((*cells, f"{mean(errors):.2%}", f"{max(errors):.2%}"))
+
+
+def _gains(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the lines of a table of gains: how many times faster a step is than what ran, by the same times."""
+    for name, (cure, _) in CURES.items():
+        texts = [
+            _spread([row["replayed_ms"] / row["gains"][name][n][column] for row in rows])
+            for n in range(len(FURTHER_ACTIVATIONS))
+            for column in range(2)
+        ]
+        yield line((cure, *texts))
+    ceiling = _spread([row["replayed_ms"] / row["gains"]["work_ms"] for row in rows])
+    yield line(("micro-batches spread over replicas", "–", ceiling, "–", ceiling))
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
