@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
     "cache": Benchmark("cache", "how soon the cache finds what is similar, and what a fresh install has"),
     "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),
+    "steps": Benchmark("steps", "how soon each step has a schedule and each replica its micro-batches, and how good"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),

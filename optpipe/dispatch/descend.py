@@ -70,26 +70,26 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
     devices, chunks = len(figures.memory), int(choices.visits.max()) + 1
     relief_possible = choices.parts.max() > 0 or choices.recomputes.max() > 0
     while True:
-        if choices.order_is_free and _draw(progress) < 0.5:
+        if choices.order_is_free and draw(progress) < 0.5:
             _move_microbatch(rules, progress)
-            if _draw(progress) < 0.7:
+            if draw(progress) < 0.7:
                 return
-        first = _below(devices, progress)
+        first = below(devices, progress)
         end = first + 1 + int(_exponential(progress) * devices / 4.0)
-        if _draw(progress) < 0.15:
+        if draw(progress) < 0.15:
             first, end = 0, devices
-        chunk = _below(chunks + 1, progress) + ALL_CHUNKS
-        other = _below(chunks + 1, progress) + ALL_CHUNKS
+        chunk = below(chunks + 1, progress) + ALL_CHUNKS
+        other = below(chunks + 1, progress) + ALL_CHUNKS
         chosen = _mask(figures, choices, first, end, chunk)
-        if relief_possible and _draw(progress) < 0.6:
+        if relief_possible and draw(progress) < 0.6:
             _change_relief(choices, rules, chosen, progress)
-        elif _draw(progress) < 0.5:
+        elif draw(progress) < 0.5:
             if ALL_CHUNKS in (chunk, other) or chunk == other:
                 other = NO_CHUNK
             _change_in_flight(rules, chosen, _mask(figures, choices, first, end, other), progress)
         else:
             _change_waiting(choices, rules, chosen, progress)
-        if _draw(progress) < 0.7:
+        if draw(progress) < 0.7:
             return
 
 
@@ -105,7 +105,7 @@ def _mask(figures: Figures, choices: Choices, first: int, end: int, chunk: int) 
 @compiled_part
 def _change_in_flight(rules: Rules, chosen: Flags, others: Flags, progress: Floats) -> None:
     """One micro-batch more in flight at the chosen stages and one less at the others, or the other way round."""
-    step = 2 * _below(2, progress) - 1
+    step = 2 * below(2, progress) - 1
     stages, microbatches = rules.leaves.shape
     for s in range(stages):
         in_flight = rules.in_flight[s] + step * (int(chosen[s]) - int(others[s]))
@@ -115,8 +115,8 @@ def _change_in_flight(rules: Rules, chosen: Flags, others: Flags, progress: Floa
 @compiled_part
 def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Wait for forwards or backwards for a share of what they last, or not at all."""
-    kind, share = _below(2, progress), _draw(progress)
-    share = (0.0, 0.3 * share, share)[_below(3, progress)]
+    kind, share = below(2, progress), draw(progress)
+    share = (0.0, 0.3 * share, share)[below(3, progress)]
     for s in range(len(chosen)):
         if chosen[s]:
             rules.wait_ms[kind, s] = share * choices.patience_ms[kind, s]
@@ -127,18 +127,18 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
     """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
     sends = choices.parts.max() > 0
     if sends and choices.recomputes.max() > 0:
-        sends = _draw(progress) < 0.5
+        sends = draw(progress) < 0.5
     most = choices.parts if sends else choices.recomputes
     unit = 1 if sends else RECOMPUTED
-    draw = _draw(progress)
-    if draw < 0.2:
-        factor = (0.0, 1.0, 1.5, 4.0 * _draw(progress))[_below(4, progress)]
+    what = draw(progress)
+    if what < 0.2:
+        factor = (0.0, 1.0, 1.5, 4.0 * draw(progress))[below(4, progress)]
         for s in range(len(chosen)):
             if chosen[s]:
                 rules.lead_ms[s] = factor * choices.carry_ms[s]  # as many times what bringing it back takes
-    elif draw < 0.4:
+    elif what < 0.4:
         _spread_evenly(rules, chosen, most, unit, progress)
-    elif draw < 0.6:
+    elif what < 0.6:
         _swap_neighbours(rules, chosen, progress)
     else:
         _change_some(rules, chosen, most, unit, progress)
@@ -147,9 +147,9 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
 @compiled_part
 def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
     """A share of the chosen stages' activations leaves or is computed again, evenly spread over micro-batches."""
-    share, eighths = _draw(progress), (1.0 + _below(7, progress)) / 8.0
-    share = (0.0, 1.0, share, eighths)[_below(4, progress)]
-    phase = _draw(progress)
+    share, eighths = draw(progress), (1.0 + below(7, progress)) / 8.0
+    share = (0.0, 1.0, share, eighths)[below(4, progress)]
+    phase = draw(progress)
     for s in range(len(chosen)):
         if chosen[s]:
             for j in range(rules.leaves.shape[1]):
@@ -159,8 +159,8 @@ def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress:
 @compiled_part
 def _move_microbatch(rules: Rules, progress: Floats) -> None:
     """A micro-batch enters at another place, or two change places; what leaves of each activation goes with it."""
-    microbatches, swaps = len(rules.order), _draw(progress) < 0.5
-    a, b = _below(microbatches, progress), _below(microbatches, progress)
+    microbatches, swaps = len(rules.order), draw(progress) < 0.5
+    a, b = below(microbatches, progress), below(microbatches, progress)
     step = 1 if a < b else -1
     while a != b:
         other = b if swaps else a + step
@@ -174,8 +174,8 @@ def _move_microbatch(rules: Rules, progress: Floats) -> None:
 def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
     """A micro-batch does what the one before or after it does, and the other way round."""
     microbatches = rules.leaves.shape[1]
-    j = _below(microbatches, progress)
-    other = j + 2 * _below(2, progress) - 1
+    j = below(microbatches, progress)
+    other = j + 2 * below(2, progress) - 1
     if 0 <= other < microbatches:
         for s in range(len(chosen)):
             if chosen[s]:
@@ -186,10 +186,10 @@ def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
 def _change_some(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
     """Some micro-batches in a row leave or are computed again, or no longer do."""
     microbatches = rules.leaves.shape[1]
-    first = _below(microbatches, progress)
+    first = below(microbatches, progress)
     end = min(microbatches, first + 1 + int(_exponential(progress)))
     for s in range(len(chosen)):
-        parts = _below(most[s] + 1, progress)
+        parts = below(most[s] + 1, progress)
         if chosen[s]:
             for j in range(first, end):
                 rules.leaves[s, j] = unit * parts
@@ -209,7 +209,7 @@ def _copy(source: Rules, target: Rules) -> None:
 
 
 @compiled_part
-def _draw(progress: Floats) -> float:
+def draw(progress: Floats) -> float:
     """The next random number between 0 and 1 (Park and Miller 1988, with the factor of 1993): the same whether compiled
     or not."""
     progress[RANDOM] = (48_271.0 * progress[RANDOM]) % MODULUS
@@ -217,12 +217,12 @@ def _draw(progress: Floats) -> float:
 
 
 @compiled_part
-def _below(n: int, progress: Floats) -> int:
+def below(n: int, progress: Floats) -> int:
     """A random number of 0, 1, ..., n - 1."""
-    return int(n * _draw(progress))
+    return int(n * draw(progress))
 
 
 @compiled_part
 def _exponential(progress: Floats) -> float:
     """A random number with the mean 1."""
-    return float(-np.log(1.0 - _draw(progress)))
+    return float(-np.log(1.0 - draw(progress)))

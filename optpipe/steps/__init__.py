@@ -1,6 +1,7 @@
 """A schedule for every step: its micro-batches' costs, their replicas, their order. No torch is needed."""
 
+from optpipe.steps.assign import Assignment, assign, of_microbatches
 from optpipe.steps.memory import StepMemoryError
 from optpipe.steps.scheduler import PlannedStep, StepScheduler
 
-__all__ = ["PlannedStep", "StepMemoryError", "StepScheduler"]
+__all__ = ["Assignment", "PlannedStep", "StepMemoryError", "StepScheduler", "assign", "of_microbatches"]

@@ -20,6 +20,7 @@ from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.rules import RECOMPUTED, Rules
 from optpipe.schedule import Schedule, check
+from optpipe.steps.assign import assign
 from optpipe.steps.memory import require_room
 
 METHOD = "step"
@@ -123,10 +124,11 @@ class StepScheduler:
         self.template = template
 
     def prepare(self) -> None:
-        """Compile what schedules steps: some seconds the first time on a machine, later a moment."""
+        """Compile what schedules and assigns: some seconds the first time on a machine, later a moment."""
         compile_at_once()
         compile_descents(Simulator(self.template))
         PlannedStep(self.template, improve=False)
+        assign(self.template, 1)
 
     def plan(self, step: Problem, improve: bool = True) -> PlannedStep:
         """A first schedule of a step; a thread then looks for shorter ones.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from support.enumeration import best_of_all
 from support.problems import pipeline, stage
 
 from optpipe import InputError, Problem, certify, check
-from optpipe.steps import StepMemoryError, StepScheduler
+from optpipe.steps import StepMemoryError, StepScheduler, assign, of_microbatches
 
 
 def step_of(devices: int, weights: list[float], memory: int, **more: Any) -> Problem:
@@ -90,3 +92,63 @@ def test_a_micro_batch_without_room_is_named_before_the_step(first_stage: int) -
 def test_a_step_has_the_stages_of_its_template() -> None:
     with pytest.raises(InputError, match="same devices"):
         StepScheduler(random_step(2, 4)).plan(random_step(3, 4))
+
+
+def partitions(microbatches: list[int], counts: list[int]) -> Iterator[list[tuple[int, ...]]]:
+    """All ways to put micro-batches on replicas, in all orders."""
+    for order in permutations(microbatches):
+        ends = np.cumsum(counts).tolist()
+        yield [order[end - n : end] for n, end in zip(counts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("weights", [[1, 9, 2, 3, 5], [4, 4, 4, 1, 1], [1, 2, 3, 4, 8]])
+@pytest.mark.parametrize("counts", [[3, 2], [2, 3]])
+def test_no_other_assignment_of_a_tiny_batch_is_faster_by_much(weights: list[float], counts: list[int]) -> None:
+    batch, scheduler = step_of(2, weights, 2000), StepScheduler(step_of(2, weights, 2000))
+    assignment = assign(batch, 2, counts)
+
+    def slowest_ms(parts: list[tuple[int, ...]]) -> float:
+        return max(lengths_ms[frozenset(part)] for part in parts)
+
+    sets = {frozenset(part) for parts in partitions(list(range(5)), counts) for part in parts}
+    lengths_ms = {
+        each: scheduler.plan(of_microbatches(batch, sorted(each)), improve=False).first.makespan_ms for each in sets
+    }
+    shortest = min(map(slowest_ms, partitions(list(range(5)), counts)))
+    assert [len(each) for each in assignment.microbatches] == counts
+    assert sorted(sum(assignment.microbatches, ())) == list(range(5))
+    assert slowest_ms(list(assignment.microbatches)) <= 1.03 * shortest
+
+
+@pytest.mark.parametrize("memory", [1.0, 4.0])
+@pytest.mark.parametrize("free", [False, True])
+def test_replicas_end_close_to_the_mean_work(free: bool, memory: float) -> None:
+    batch = random_step(2, 32, 3, memory)
+    assignment = assign(batch, 4, free=free)
+    assert sorted(sum(assignment.microbatches, ())) == list(range(32))
+    assert all(assignment.microbatches)
+    assert free or {len(each) for each in assignment.microbatches} == {8}
+    assert assignment.floor_ms <= assignment.slowest_ms <= (1.1 if memory > 1 else 2.2) * assignment.floor_ms
+    for microbatches, ms in zip(assignment.microbatches, assignment.ms, strict=True):
+        step = of_microbatches(batch, microbatches)
+        assert StepScheduler(step).plan(step, improve=False).first.makespan_ms <= ms * (1 + 1e-9)
+
+
+def test_micro_batches_are_assigned_where_activations_must_leave() -> None:
+    chunks = [stage((2, 2, 1), (100, 40), device=d, recompute=(2, 10)) for d in (0, 1, 0, 1)]
+    batch = pipeline(2, 6, 150, chunks)
+    assert len(assign(batch, 2).microbatches) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"replicas": 5}, "replicas = 5: 8 micro-batches cannot be divided equally"),
+        ({"replicas": 9}, "replicas = 9: from 1 to the 8"),
+        ({"replicas": 2, "counts": [4, 5]}, "sum 8"),
+        ({"replicas": 2, "counts": [8, 0]}, "at least 1"),
+    ],
+)
+def test_numbers_of_replicas_that_do_not_match_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        assign(random_step(2, 8), **arguments)
