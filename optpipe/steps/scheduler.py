@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -21,6 +21,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.rules import RECOMPUTED, Rules
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
+from optpipe.steps.cost_model import CostModel
 from optpipe.steps.memory import require_room
 
 METHOD = "step"
@@ -114,14 +115,16 @@ class StepScheduler:
     ----------
     template
         Devices, links and stages as in each step; figures that no step gives are the template's. It has one route.
+    costs
+        What figures follow from, where steps are given as features of micro-batches.
     """
 
-    def __init__(self, template: Problem) -> None:
+    def __init__(self, template: Problem, costs: CostModel | None = None) -> None:
         if len(template.all_routes) > 1:
             raise InputError(
                 f"routes has {len(template.all_routes)} entries: a schedule for every step needs one route"
             )
-        self.template = template
+        self.template, self.costs = template, costs
 
     def prepare(self) -> None:
         """Compile what schedules and assigns: some seconds the first time on a machine, later a moment."""
@@ -130,23 +133,29 @@ class StepScheduler:
         PlannedStep(self.template, improve=False)
         assign(self.template, 1)
 
-    def plan(self, step: Problem, improve: bool = True) -> PlannedStep:
+    def plan(self, step: Problem | Sequence[Mapping[str, float]], improve: bool = True) -> PlannedStep:
         """A first schedule of a step; a thread then looks for shorter ones.
 
         Parameters
         ----------
         step
-            The template with the step's own number of micro-batches and figures.
+            The features of each micro-batch; or the template with the step's own number of micro-batches and figures.
         improve
             Whether the search goes on after the first schedule, on one core.
 
         Raises
         ------
+        InputError
+            If the step does not match the template, or a feature is missing.
         StepMemoryError
             If a micro-batch does not fit by itself; it names the micro-batch.
         ScheduleError
             If no schedule is found for another reason.
         """
+        if not isinstance(step, Problem):
+            if self.costs is None:
+                raise InputError("costs is missing: a step that is given by features needs a cost model")
+            step = self.costs.problem(self.template, step)
         devices = [stage.device for stage in self.template.stages]
         if [stage.device for stage in step.stages] != devices or step.all_routes != self.template.all_routes:
             raise InputError("stages: a step has the stages of its template, on the same devices")
