@@ -15,13 +15,15 @@ from benchmarks.tables import head, line
 from optpipe.errors import InputError
 from optpipe.measured import straggler
 from optpipe.measured.convert import read_packed
-from optpipe.measured.estimate import Given, estimate
+from optpipe.measured.estimate import FIELDS, Given, estimate
 from optpipe.measured.messages import gaps
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
 from optpipe.options import SearchOptions
 from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import Schedule, check
+from optpipe.steps.assign import assign, of_microbatches
 from optpipe_solver.bounds import lower_bound
 
 GAINS = ("SE",)  # the job whose micro-batches differ
@@ -29,6 +31,7 @@ WORK = 50_000  # ops that a search of one replica simulates
 HALVES = 0.5  # W's share of a backward, which the timelines have whole
 FURTHER_ACTIVATIONS = (0, 1)  # a device, beside what the order that ran holds
 CURES = {"order": ("best order of micro-batches", 0.0), "split": ("best order, backward split in halves", HALVES)}
+SPREAD = "spread, "  # before the name of a cure with which micro-batches change replicas
 ERRORS = ("trace", "steps", "replicas", "a message: ms", "a step: ms", "mean error", "worst")
 COLUMNS = ("against 1F1B as it ran", "in the memory that ran", "no more than", "one activation more", "no more than")
 
@@ -119,8 +122,7 @@ def _replica(recording: Recording, ops: Sequence[MeasuredOp], message_ms: float,
 
 
 def _searched(recording: Recording, step: Step, message_ms: float) -> dict[str, Any]:
-    """By cure, for each number of further activations: the slowest replica's ms, and what none falls below; beside them
-    the mean work of the busiest stage."""
+    """By cure, for each number of further activations: the slowest replica's ms, and what none falls below."""
     found: dict[str, Any] = {}
     for name, (_, weight_share) in CURES.items():
         ran = [_replica(recording, ops, message_ms, weight_share) for ops in step]
@@ -128,9 +130,38 @@ def _searched(recording: Recording, step: Step, message_ms: float) -> dict[str, 
             [round(max(each(replica, further) for replica in ran), 4) for each in (_best_ms, _bound_ms)]
             for further in FURTHER_ACTIVATIONS
         ]
-    stages = 1 + max(each.op.stage for each in step[0])
-    work = [sum(each.ms for ops in step for each in ops if each.op.stage == s) for s in range(stages)]
-    return {**found, "work_ms": round(max(work) / len(step), 4)}
+        found[SPREAD + name] = [_spread_ms(ran, further) for further in FURTHER_ACTIVATIONS]
+    return found
+
+
+def _spread_ms(ran: Sequence[Replica], further: int) -> list[float]:
+    """The slowest replica's ms where micro-batches may change replicas, and the mean work of the busiest stage."""
+    batch = _with_further(_joined([each.problem for each in ran]), further)
+    assignment = assign(batch, len(ran))
+    slowest_ms = 0.0
+    for microbatches in assignment.microbatches:
+        problem = of_microbatches(batch, microbatches)
+        schedule = by_rules(problem, None, "makespan", WORK)
+        if schedule is None or check(problem, schedule):
+            raise InputError(f"no schedule of the micro-batches {microbatches} was found")
+        slowest_ms = max(slowest_ms, schedule.makespan_ms)
+    return [round(slowest_ms, 4), round(assignment.floor_ms, 4)]
+
+
+def _joined(problems: Sequence[Problem]) -> Problem:
+    """The problem of all micro-batches of some replicas, in the budgets of the first one."""
+    first, stages = problems[0], []
+    for s, stage in enumerate(first.stages):
+        each = {
+            field: tuple(
+                of_microbatch(getattr(problem.stages[s], field), j)
+                for problem in problems
+                for j in range(problem.microbatches)
+            )
+            for field in FIELDS.values()
+        }
+        stages.append(stage.model_copy(update=each))
+    return first.replace(microbatches=sum(problem.microbatches for problem in problems), stages=stages)
 
 
 def _best_ms(ran: Replica, further: int) -> float:
@@ -160,16 +191,16 @@ def _errors(name: str, rows: Sequence[Row]) -> str:
 
 def _gains(rows: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of a table of gains: how many times faster a step is than what ran, by the same times."""
-    for name, (cure, _) in CURES.items():
+    titles = {name: cure for name, (cure, _) in CURES.items()}
+    titles |= {SPREAD + name: f"micro-batches spread over replicas, {cure}" for name, cure in titles.items()}
+    for name, title in titles.items():
         texts = [
-            _spread([row["replayed_ms"] / row["gains"][name][n][column] for row in rows])
+            _range([row["replayed_ms"] / row["gains"][name][n][column] for row in rows])
             for n in range(len(FURTHER_ACTIVATIONS))
             for column in range(2)
         ]
-        yield line((cure, *texts))
-    ceiling = _spread([row["replayed_ms"] / row["gains"]["work_ms"] for row in rows])
-    yield line(("micro-batches spread over replicas", "–", ceiling, "–", ceiling))
+        yield line((title, *texts))
 
 
-def _spread(values: Sequence[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
