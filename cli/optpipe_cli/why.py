@@ -67,5 +67,5 @@ def why(before: Schedule, after: Schedule) -> str:
         for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
         if share(before, kind) != share(after, kind)
     ]
-    waiting = f"its devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
-    return "within the same memory it " + ", ".join(facts) + (", and " if facts else "") + waiting
+    waiting = f"devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
+    return "within the same memory " + (f"it {', '.join(facts)}, and its " if facts else "its ") + waiting

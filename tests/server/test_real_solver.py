@@ -71,5 +71,5 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
     with client.stream("GET", f"{job['url']}/events") as response:
         [end] = [json.loads(event["data"]) for event in events(response)]
     assert end["state"] == "infeasible"
-    assert "1000" in end["reason"]
+    assert "at least 1 kB" in end["reason"]
     assert "999" in end["reason"]

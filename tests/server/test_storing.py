@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.chain import chain
-from support.jobs import submit
+from support.jobs import A, submit
 from support.service import running, settings_in
 from typer.testing import CliRunner
 
@@ -21,6 +21,7 @@ from optpipe.errors import InputError
 from optpipe_cli.app import app
 from optpipe_server import Settings
 from optpipe_server.database import Database, sqlite_file
+from optpipe_server.database.job_queries import JobQueries
 from optpipe_server.http import service
 from optpipe_server.http.service import Service
 
@@ -94,6 +95,19 @@ def test_a_hard_link_is_the_same_database(sqlite_url: str) -> None:
         Database(f"sqlite:///{other}")
     database.close()
     Database(f"sqlite:///{other}").close()
+
+
+def test_a_log_without_its_file_is_never_emptied(sqlite_url: str) -> None:
+    """`optpipe keys list` beside a service whose file was moved must not make a new one, whose log is the service's."""
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    database, elsewhere = Database(sqlite_url), file.with_name("elsewhere")
+    job = submit(database)
+    file.rename(elsewhere)
+    with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
+        Database(sqlite_url, secondary=True)
+    elsewhere.rename(file)
+    assert JobQueries(database).job(A, job) is not None
+    database.close()
 
 
 @pytest.fixture

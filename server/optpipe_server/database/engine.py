@@ -22,7 +22,13 @@ from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
 from optpipe_server.database.migrations import upgrade
-from optpipe_server.database.sqlite_file import SqliteFile, UnusableError, is_damaged, require_one_name
+from optpipe_server.database.sqlite_file import (
+    SqliteFile,
+    UnusableError,
+    is_damaged,
+    require_no_orphaned_log,
+    require_one_name,
+)
 from optpipe_server.database.tables import probes
 
 BUSY_MS = 10_000  # how long a connection to SQLite waits for another that writes
@@ -227,6 +233,7 @@ def _only_writer(file: str, secondary: bool) -> int | None:
     """
     try:
         require_one_name(file)
+        require_no_orphaned_log(file)
         lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(FileExistsError):  # readable by this user only, as SQLite would not make it
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

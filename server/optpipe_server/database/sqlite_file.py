@@ -73,6 +73,17 @@ def require_one_name(file: str) -> None:
             )
 
 
+def require_no_orphaned_log(file: str) -> None:
+    """Raise `InputError` if a log lies there without its file: a new file of this name would empty what a running
+    service has written."""
+    log = f"{os.path.realpath(file)}-wal"
+    if os.path.exists(log) and not os.path.exists(file):
+        raise InputError(
+            f"database = 'sqlite:///{file}': the file is missing and its log {os.path.basename(log)} is there, so it "
+            "was moved or removed while a process had it open; put it back, or remove the log to begin anew"
+        )
+
+
 def is_damaged(error: BaseException) -> bool:
     """Return whether SQLite found a page or the whole file damaged."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF

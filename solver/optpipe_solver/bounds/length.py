@@ -174,7 +174,7 @@ def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: f
     """
     largest = max(measure(held.most) for held, _ in stages)
     first = min(float(ms[Kind.F]) for _, ms in stages)
-    steps = min(ceil(1 / largest) - 1 if largest else 0, ceil(within / first) if first else 0)
+    steps = ceil(min(ceil(1 / largest) - 1, within / first)) if largest and first else 0
     # The sum over n = 1, 2, ... of (1 - n * largest) times how long the n-th forward lasts within this time.
     whole = steps if steps * first <= within else steps - 1
     start = first * (whole - largest * whole * (whole + 1) / 2)
