@@ -76,7 +76,7 @@ def _question(plan: Plan) -> Iterator[str]:
 def _today(plan: Plan, today: Running) -> Iterator[str]:
     """What runs today, and what a better schedule on the same division and what the plan gain."""
     of = "of" if today.fits else "but has"
-    yield f"today {today.candidate}"
+    yield f"today {today.candidate}, {_layers(today.candidate)}: if your stack divides them otherwise, its step differs"
     yield (
         f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, needs {today.used_bytes / GB:.2f} GB {of} "
         f"{plan.question.gpu.memory_bytes / GB:.2f} GB, margin included"
