@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,7 @@ def create(
 @app.command(name="list")
 def list_(database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
     """List all keys without their secrets."""
+    _require_file(database)
     with _keys(database) as keys:
         rows = [dict(row._mapping) for row in keys.list()]
     if json:
@@ -55,9 +57,19 @@ def revoke(
     database: DatabaseUrl = DEFAULT,
 ) -> None:
     """Revoke a key. A service whose last key is revoked does not open."""
+    _require_file(database)
     with _keys(database) as keys:
         keys.revoke(key)
     echo(f"{key} is revoked")
+
+
+def _require_file(url: str) -> None:
+    """Raise `InputError` where a database would be made only to tell that it has no keys."""
+    from optpipe.errors import InputError
+
+    file = url.removeprefix("sqlite:///")
+    if file != url and not Path(file).exists():
+        raise InputError(f"--database = {url!r}: there is no such file here; name the service's database")
 
 
 @contextmanager

@@ -159,3 +159,12 @@ def test_many_probes_write_once(settings: Settings, monkeypatch: pytest.MonkeyPa
 def test_a_service_that_cannot_free_lost_jobs_does_not_start(damaged: Settings) -> None:
     with pytest.raises(InputError, match="malformed"):
         Service(damaged)
+
+
+@pytest.mark.parametrize("command", [["list"], ["revoke", "953b9f7432864f57"]])
+def test_asking_for_keys_makes_no_database(tmp_path: Path, command: list[str]) -> None:
+    url = f"sqlite:///{tmp_path}/elsewhere.db"
+    answer = CliRunner().invoke(app, ["keys", *command, "--database", url])
+    assert answer.exit_code != 0
+    assert "there is no such file here" in str(answer.exception)
+    assert not list(tmp_path.iterdir())
