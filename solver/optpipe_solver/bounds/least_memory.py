@@ -131,11 +131,6 @@ def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
     return chosen
 
 
-def used_routes(problem: Problem) -> list[tuple[int, ...]]:
-    """Return the routes that some micro-batch takes."""
-    return [problem.all_routes[r] for r in sorted(set(problem.costs.route.tolist()))]
-
-
 def _least_on(problem: Problem, device: int, limit_host: bool) -> int:
     examples: list[int] = problem.costs.examples.tolist()
     return max(_least(problem, device, j, limit_host) for j in examples)
