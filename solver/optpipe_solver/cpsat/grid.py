@@ -15,10 +15,10 @@ import numpy as np
 
 from optpipe.evaluate.effects import Effects, Level
 from optpipe.model.arrays import Flags
-from optpipe.model.costs import FORWARDS, GRADIENTS
+from optpipe.model.costs import FORWARDS, GRADIENTS, IN_PARTS, MS_FIELDS
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.records import EachMs, Stage, each_microbatch, of_microbatch
+from optpipe.model.records import EachMs, Stage, each_microbatch
 from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
@@ -281,17 +281,14 @@ def _durations(problem: Problem) -> list[list[dict[Kind, Fraction]]]:
 
 
 def _of_microbatch(stage: Stage, j: int) -> dict[Kind, Fraction]:
-    def exact(figure: EachMs | None) -> Fraction:
-        return _exact(of_microbatch(figure or 0.0, j))
+    figures = stage.of_microbatch(j).model_dump()
 
-    return {
-        Kind.F: exact(stage.forward_ms),
-        Kind.B: exact(stage.backward_input_ms),
-        Kind.W: exact(stage.backward_weight_ms),
-        Kind.O: exact(stage.offload_ms) / stage.offload_parts,
-        Kind.R: exact(stage.reload_ms) / stage.offload_parts,
-        **({Kind.C: exact(stage.recompute_ms)} if stage.can_recompute else {}),
-    }
+    def exact(kind: Kind) -> Fraction:
+        (field,) = MS_FIELDS[kind]
+        return _exact(figures[field] or 0.0) / (stage.offload_parts if kind in IN_PARTS else 1)
+
+    recompute = (Kind.C,) if stage.can_recompute else ()
+    return {kind: exact(kind) for kind in (Kind.F, Kind.B, Kind.W, *IN_PARTS, *recompute)}
 
 
 def _messages(problem: Problem) -> Any:
