@@ -161,13 +161,21 @@ def _move_microbatch(rules: Rules, progress: Floats) -> None:
     """A micro-batch enters at another place, or two change places; what leaves of each activation goes with it."""
     microbatches, swaps = len(rules.order), draw(progress) < 0.5
     a, b = below(microbatches, progress), below(microbatches, progress)
+    move(rules.order, a, b, swaps)
+    for s in range(len(rules.leaves)):
+        move(rules.leaves[s], a, b, swaps)
+
+
+@compiled_part
+def move(row: Ints, a: int, b: int, swaps: bool) -> None:
+    """What stands at place a goes to place b; what stands there goes to a, or all in between move up."""
     step = 1 if a < b else -1
+    if swaps:
+        row[a], row[b] = row[b], row[a]
+        return
     while a != b:
-        other = b if swaps else a + step
-        rules.order[a], rules.order[other] = rules.order[other], rules.order[a]
-        for s in range(len(rules.leaves)):
-            rules.leaves[s, a], rules.leaves[s, other] = rules.leaves[s, other], rules.leaves[s, a]
-        a = other
+        row[a], row[a + step] = row[a + step], row[a]
+        a += step
 
 
 @compiled_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.dispatch.clock import list_ops, listed_ms
-from optpipe.dispatch.descend import RANDOM, below, draw
+from optpipe.dispatch.descend import RANDOM, below, draw, move
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.state import State
 from optpipe.evaluate.jit import compiled, compiled_part
@@ -52,7 +52,7 @@ def exchange(
         if ms[rival] < ms[other]:
             other = rival
         if other == slowest or draw(random) < 0.3:
-            _move(mine, below(n, random), below(n, random), draw(random) < 0.5)
+            move(mine, below(n, random), below(n, random), draw(random) < 0.5)
             changed = _replica_ms(figures, like, state, mine, n, ms[slowest])
             if changed < ms[slowest] * (1 - TOLERANCE):
                 order[slowest, :n], ms[slowest] = mine[:n], changed
@@ -65,14 +65,14 @@ def exchange(
             others[k] = mine[a]
             new_n, new_k = n - 1, k + 1
             mine[a:new_n] = order[slowest, a + 1 : n]
-            _move(others, k, below(new_k, random), False)
+            move(others, k, below(new_k, random), False)
         else:
             b = below(k, random)
             mine[a], others[b] = others[b], mine[a]
             if draw(random) < 0.3:
-                _move(mine, a, below(n, random), False)
+                move(mine, a, below(n, random), False)
             if draw(random) < 0.3:
-                _move(others, b, below(k, random), False)
+                move(others, b, below(k, random), False)
         mine_ms = _replica_ms(figures, like, state, mine, new_n, ms[slowest])
         if mine_ms >= ms[slowest] * (1 - TOLERANCE):
             continue
@@ -95,15 +95,3 @@ def _replica_ms(figures: Figures, like: Rules, state: State, order: Ints, n: int
     if list_ops(figures, rules, state, stop_ms):
         return float(listed_ms(figures, state, False))
     return float(np.inf)
-
-
-@compiled_part
-def _move(order: Ints, a: int, b: int, swaps: bool) -> None:
-    """What stands at place a goes to place b; what stands there goes to a, or all in between move up."""
-    step = 1 if a < b else -1
-    if swaps:
-        order[a], order[b] = order[b], order[a]
-        return
-    while a != b:
-        order[a], order[a + step] = order[a + step], order[a]
-        a += step
