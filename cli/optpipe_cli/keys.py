@@ -35,8 +35,11 @@ def create(
     database: DatabaseUrl = DEFAULT,
 ) -> None:
     """Create a key and print it. It is stored as a hash and cannot be shown again."""
+    is_new = _missing_file(database)
     with _keys(database) as keys:
         echo(keys.create(tenant, scope))
+    if is_new:
+        echo(f"note: {database} did not exist: a service of another database does not know this key", err=True)
 
 
 @app.command(name="list")
@@ -63,12 +66,16 @@ def revoke(
     echo(f"{key} is revoked")
 
 
+def _missing_file(url: str) -> bool:
+    file = url.removeprefix("sqlite:///")
+    return file != url and not Path(file).exists()
+
+
 def _require_file(url: str) -> None:
     """Raise `InputError` where a database would be made only to tell that it has no keys."""
     from optpipe.errors import InputError
 
-    file = url.removeprefix("sqlite:///")
-    if file != url and not Path(file).exists():
+    if _missing_file(url):
         raise InputError(f"--database = {url!r}: there is no such file here; name the service's database")
 
 

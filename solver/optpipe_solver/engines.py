@@ -61,7 +61,7 @@ LOOPS = {  # of engines that compile: module:function
     "dispatch": ("optpipe.dispatch.clock:list_ops", "optpipe.dispatch.descend:descend"),
     "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
 }
-COMPILING = "dispatch and relax take part after some 20 s: they are compiled first, once on a machine"
+COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"
 
 
 def waits_for_compiler(name: str) -> bool:
