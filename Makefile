@@ -87,8 +87,8 @@ wheels: ## fetch what test-gpu and bench-gpu need on a machine without a registr
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --implementation cp --python-version 3.12 \
 		$(PLATFORMS:%=--platform %) --constraint constraints.txt --dest wheels $(GPU_NEEDS)
 
-# On the machine's own Python, whose torch is there already; TESTS are pytest's arguments, ARGS those of `optpipe bench
-# gpu`. With DEVICE=cpu the same runs anywhere. A warning of a driver or of another torch is no failure here, and a test
+# On the machine's own Python, whose torch is there already; TESTS are pytest's arguments, ARGS those of the benchmark
+# `gpu`. With DEVICE=cpu the same runs anywhere. A warning of a driver or of another torch is no failure here, and a test
 # that fails does not keep the bench from running.
 test-gpu: $(if $(wildcard wheels),.gpu/ready) ## test and measure one GPU, or two
 	@$(ON_GPU) scripts/require_device.py $(DEVICE)
@@ -96,11 +96,11 @@ test-gpu: $(if $(wildcard wheels),.gpu/ready) ## test and measure one GPU, or tw
 	OPTPIPE_TEST_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 		$(ON_GPU) -m pytest -p pytest_timeout -p no:cacheprovider --noconftest -W default -rs --durations 10 \
 		tests/runtime/test_gpu.py tests/runtime/test_odd_stages.py $(TESTS) || failed=1; \
-	$(ON_GPU) -m optpipe_cli bench gpu --device $(DEVICE) $(ARGS) || failed=1; \
+	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) $(ARGS) || failed=1; \
 	exit $$failed
 
 bench-gpu: $(if $(wildcard wheels),.gpu/ready) ## measure one GPU
-	$(ON_GPU) -m optpipe_cli bench gpu $(ARGS)
+	$(ON_GPU) -m benchmarks gpu $(ARGS)
 
 .gpu/ready: $(wildcard wheels/*.whl)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target .gpu wheels/*.whl

@@ -35,6 +35,7 @@ BENCHMARKS = {
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
     "protocol": Benchmark("training.protocol", "the paper's experiment, end to end"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),
+    "gpu": Benchmark("gpu.command", "what offloading costs on one GPU, and how good predictions are"),
     "service": Benchmark("service.command", "the service under load and after failures"),
     "page": Benchmark("page", "how long the picture of a large schedule takes in a browser"),
     "service-page": Benchmark("service.page", "how soon the service's page shows what the service has"),

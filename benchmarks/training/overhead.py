@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from benchmarks.gpu.schedules import kept
 from benchmarks.problems import pipeline, stage_costs
 from benchmarks.timing import repeated, timed
+from benchmarks.training.single import single_rank
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
-from optpipe_runtime.bench.gpu_schedules import kept
-from optpipe_runtime.bench.single import single_rank
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.measure.drift import TRACED, WINDOW

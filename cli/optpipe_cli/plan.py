@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from optpipe.schedule import Schedule
     from optpipe.transformer.records import Gpu
     from optpipe_cache import Cache
-    from optpipe_cli.plan_service import Jobs
     from optpipe_solver.planner.candidates import Question
     from optpipe_solver.planner.search import Plan
     from optpipe_solver.planner.today import Today
 
 OPTIONS = (
-    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "service", "today", "margin"),
+    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "today", "margin"),
     *("time_limit_s", "gap", "threads", "seed"),
 )
 
@@ -53,9 +52,6 @@ def plan(
     ] = None,
     margin: Annotated[float, typer.Option(help="Share of each GPU's memory that stays free.")] = 0.05,
     host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
-    service: Annotated[
-        str | None, typer.Option(help="Search on the workers of this service, http://HOST:PORT.")
-    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither look schedules up nor store them.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Explain why the second-best division is slower.")] = False,
     output: Annotated[
@@ -89,7 +85,7 @@ def plan(
         )
         require_folder(output)
         start = Today.read(today) if today is not None else None
-        answer = _search(question, options, service, no_cache, json, start)
+        answer = _search(question, options, no_cache, json, start)
     except InputError as error:
         raise with_flag(error, OPTIONS) from None
     if json:
@@ -117,7 +113,6 @@ def _with_margin(gpu: Gpu, share: float) -> Gpu:
 def _search(
     question: Question,
     options: SearchOptions,
-    service: str | None,
     no_cache: bool,
     quiet: bool,
     today: Today | None,
@@ -128,20 +123,8 @@ def _search(
     from optpipe_cli.plan_report import progress
     from optpipe_solver.planner.search import PlanSearch
 
-    solve: Jobs | Here
-    if service:
-        from optpipe_cli.extras import need
-
-        need("runtime", "httpx")
-        from optpipe_cli.plan_service import JOBS, Jobs
-
-        solve, side_by_side = Jobs(service, options), JOBS
-    else:
-        solve, side_by_side = (
-            Here(None if no_cache else usable_cache(), options),
-            options.threads or os.cpu_count() or 1,
-        )
-    search = PlanSearch(question, solve, options, side_by_side, today)
+    solve = Here(None if no_cache else usable_cache(), options)
+    search = PlanSearch(question, solve, options, options.threads or os.cpu_count() or 1, today)
 
     def cancel() -> None:
         search.cancel()

@@ -144,8 +144,6 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
     print_table(table)
     for (source, target), spread in measured.links.items():
         echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
-    if measured.launch_bound:
-        echo(f"stages and ops that take only as long as the host needs to launch them: {measured.launch_bound}")
     if output is not None:
         echo(f"problem file: {output}")
 
@@ -159,5 +157,4 @@ def _content(measured: Measured) -> dict[str, Any]:
         "problem": measured.problem.to_dict(),
         "stages": [{name: asdict(spread) for name, spread in times.items()} for times in measured.stages],
         "links": [{"from": a, "to": b, **asdict(spread)} for (a, b), spread in measured.links.items()],
-        "launch_bound": [list(each) for each in measured.launch_bound],
     }

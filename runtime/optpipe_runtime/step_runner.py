@@ -118,8 +118,6 @@ class StepRunner:
             rank.cpu_group.on_each_rank(require_arguments)
             with rank.team.local():
                 measured = profile(rank, batch, activation_budget_bytes, parts, repeats)
-        if rank.cpu_group.rank == 0:
-            measured.tell()
         self.schedules.problem = measured.problem
         return measured
 

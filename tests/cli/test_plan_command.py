@@ -1,4 +1,4 @@
-"""`optpipe plan`: what it prints, writes and refuses; and its searches as jobs of a service."""
+"""`optpipe plan`: what it prints, writes and refuses, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from support import fake_service as service
 
-from optpipe import InputError, OptPipeError, Problem, Schedule, anytime, check
+from optpipe import Problem, Schedule, anytime, check
 from optpipe.options import SearchOptions
 from optpipe.results import Result
 from optpipe.transformer.presets import GPUS
 from optpipe_cache import Cache
 from optpipe_cli.main import main
 from optpipe_cli.plan import Here
-from optpipe_cli.plan_service import Jobs
 from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.systems import generate
 
@@ -119,7 +117,6 @@ def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
         ),
         (("llama-2-7b", *SIZE, "--today", "pp 3"), "error: --today = 'pp 3': these GPUs, this batch"),
         (("llama-2-7b", *SIZE, "--stack", "jax"), "error: --stack = 'jax'"),
-        (("llama-2-7b", *SIZE, "--service", "ftp://x"), "error: --service = 'ftp://x': must be http://HOST:PORT"),
     ],
 )
 def test_what_it_refuses(monkeypatch, capsys, words, said):
@@ -147,75 +144,6 @@ def test_a_file_keeps_its_name(monkeypatch, capsys, tmp_path, name, text, said):
 def test_host_memory_is_a_size(monkeypatch, capsys, given):
     _, error = run(monkeypatch, capsys, "llama-2-7b", *SIZE, "--host-memory-gb", given)
     assert error.startswith(f"error: --host-memory-gb = {float(given):g}: a number of GB from 0 to 1,000,000")
-
-
-def on_service(answers: service.Answers, start: Schedule | None = None) -> tuple[Result | None, list[service.Asked]]:
-    """What a search on a service that answers so finds within 5 s, and the requests."""
-    with service.fake_service(answers) as (url, asked):
-        return Jobs(url, SearchOptions())(Problem.load(EXAMPLE), start, 5.0), list(asked)
-
-
-def over(**fields: object) -> dict[str, service.Answer]:
-    """A service whose jobs are over, with these fields."""
-    job = {"id": "a1", "state": "done", **fields}
-    return {"/v1/queue": service.as_json({}), "/v1/jobs": service.job(), "?wait=1": service.as_json(job)}
-
-
-def test_searches_are_jobs_of_a_service():
-    """They bring a schedule, which is checked. Their bound is not taken over: nothing here has proven it."""
-    best, first = (generate(name, Problem.load(EXAMPLE)) for name in ("po-f", "gis"))
-    told = over(best={"seq": 1, "schedule": service.document(best)}, lower_bound_ms=50.0)
-    result, asked = on_service(service.by_path(told), first)
-    (job,) = (each.json() for each in asked if each.method == "POST")
-    assert result
-    assert result.makespan_ms == min(best.makespan_ms, first.makespan_ms)
-    assert result.lower_bound_ms is None
-    assert (job["time_limit_s"], job["threads"], job["warm_start"]["method"]) == (5.0, 1, "gis")
-
-
-def test_a_service_cannot_prove_what_it_was_given():
-    first = generate("gis", Problem.load(EXAMPLE))
-    result, _ = on_service(service.by_path(over(lower_bound_ms=first.makespan_ms)), first)
-    assert result
-    assert (result.makespan_ms, result.lower_bound_ms, result.status) == (first.makespan_ms, None, "feasible")
-
-
-def test_a_schedule_that_is_not_valid_is_no_answer():
-    wrong = service.document(generate("gis", Problem.load(EXAMPLE)))
-    wrong["devices"][0]["program"].pop()
-    with pytest.raises(OptPipeError, match=r"gives no answer to a search: an invalid schedule: "):
-        on_service(service.by_path(over(best={"seq": 1, "schedule": wrong})))
-
-
-def test_a_job_is_cancelled_with_the_search():
-    """A service that has nobody to work keeps a job queued; the search gives what it began with."""
-    first = generate("gis", Problem.load(EXAMPLE))
-
-    def queued(_: service.Asked) -> service.Answer:
-        jobs.cancel()
-        return service.as_json({"state": "queued"})
-
-    table = over() | {"?wait=1": queued, "/cancel": service.as_json({"state": "cancelled"})}
-    with service.fake_service(service.by_path(table)) as (url, asked):
-        jobs = Jobs(url, SearchOptions())
-        result = jobs(Problem.load(EXAMPLE), first, 1000.0)
-        assert [each.path for each in asked if each.method == "POST"] == ["/v1/jobs", "/v1/jobs/a1/cancel"]
-    assert result
-    assert result.makespan_ms == first.makespan_ms
-
-
-def test_a_service_that_is_away_or_wants_a_key_is_told(monkeypatch):
-    with pytest.raises(InputError, match=r"service = http://127\.0\.0\.1:9: nobody answers there"):
-        Jobs("http://127.0.0.1:9", SearchOptions())
-    with service.fake_service(lambda _: service.Answer(401)) as (url, _):
-        monkeypatch.delenv("OPTPIPE_KEY", raising=False)
-        with pytest.raises(InputError, match="it requires an API key, in OPTPIPE_KEY"):
-            Jobs(url, SearchOptions())
-        monkeypatch.setenv("OPTPIPE_KEY", "op_wrong")
-        with pytest.raises(InputError, match="it does not accept the key in OPTPIPE_KEY"):
-            Jobs(url, SearchOptions())
-    with service.fake_service(lambda _: service.Answer(404)) as (url, _), pytest.raises(InputError, match="no solver"):
-        Jobs(url, SearchOptions())
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):

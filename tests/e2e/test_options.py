@@ -275,7 +275,7 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         ("solv", "No such command 'solv'. Did you mean 'solve'? See optpipe --help."),
         ("solve ''", "problem is empty: the name of a file or a folder was expected"),
         ("solve p.json -o ''", "--output is empty: the name of a file or a folder was expected"),
-        ("bench gpu --nope", "No such option: --nope. See optpipe bench gpu --help."),
+        ("bench runtime --nope", "No such option: --nope. See optpipe bench runtime --help."),
     ],
 )
 def test_wrong_words_of_a_command_end_in_one_sentence(

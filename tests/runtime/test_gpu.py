@@ -80,7 +80,6 @@ def test_a_profile_by_default(rank: Ranks) -> None:
     assert found.transfer_mode == ("full_duplex" if ON_CUDA else "half_duplex")
     assert found.budget > 0
     assert all(ms > 0 for ms in found.times_ms)
-    assert ON_CUDA or found.launch_bound == 0
 
 
 def little_and_much(ranks: int, microbatches: int = 8) -> list[Schedule]:

@@ -74,7 +74,7 @@ def test_make_bench_gpu() -> None:
     """The one command is the bench of `make test-gpu`, alone."""
     command = ["make", "--no-print-directory", "--dry-run", "bench-gpu", f"ARGS=--device cpu {' '.join(TINY)}"]
     (alone,) = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "-m optpipe_cli bench gpu --device cpu" in alone
+    assert "-m benchmarks gpu --device cpu" in alone
     both = make_test_gpu("--dry-run", DEVICE="cpu", ARGS=" ".join(TINY)).stdout
     assert f"{alone} || failed=1" in both
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.measure import profiler, trial
+from optpipe_runtime.measure import profiler
 from optpipe_runtime.measure.trial import OpTimer, Spread
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
@@ -60,69 +60,7 @@ def test_copies_of_all_parts_add_up_and_an_empty_part_takes_no_time() -> None:
 
 
 def test_routes_count_by_their_microbatches() -> None:
-    assert Spread.mean([(1, Spread(10.0, 1.0, 7, 0.4)), (3, Spread(2.0, 0.5, 9, 0.8))]) == Spread(4.0, 1.0, 16, 0.7)
-
-
-@pytest.mark.parametrize(("host_ms", "bound"), [(0.0, False), (1.7, False), (1.9, True), (5.0, True)])
-def test_an_op_as_long_as_its_launches_is_launch_bound(host_ms: float, bound: bool) -> None:
-    assert Spread(2.0, 0.1, 7, host_ms).launch_bound == bound
-
-
-class Queued:
-    """A GPU, the host's time in ms, and a queue that makes the host wait when it is full. Also a `Clock`."""
-
-    SIZE, LAUNCH_MS = 8, 0.01
-
-    def __init__(self) -> None:
-        self.host = 0.0
-        self._ends: list[float] = [0.0]
-
-    def launch(self, ms: float) -> None:
-        self.host = max(self.host + self.LAUNCH_MS, self._ends[-self.SIZE] if len(self._ends) >= self.SIZE else 0.0)
-        self._ends.append(max(self._ends[-1], self.host) + ms)
-
-    def mark(self) -> float:
-        return self._ends[-1]
-
-    def settle(self) -> None:
-        self.host = max(self.host, self._ends[-1])
-
-    def ms(self, start: float, end: float) -> float:
-        return end - start
-
-    def perf_counter(self) -> float:
-        return self.host / 1e3
-
-
-@pytest.mark.parametrize(("kernel_ms", "bound"), [(1.0, False), (0.001, True)])
-def test_a_full_queue_is_no_launch(kernel_ms: float, bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that waits for the device takes as long as the op, whatever the launches take."""
-    gpu: Any = Queued()
-    monkeypatch.setattr(trial, "time", gpu)
-    times = OpTimer(gpu)
-
-    def op() -> None:
-        with times.timing("forward_ms"):
-            for _ in range(5):
-                gpu.launch(kernel_ms)
-
-    for _ in range(4):
-        op()
-    with times.launches():
-        for _ in range(3):
-            op()
-    spread = times.spreads()["forward_ms"]
-    assert spread.count == 4
-    assert spread.host_ms == pytest.approx(5 * gpu.LAUNCH_MS)
-    assert spread.launch_bound == bound
-
-
-def test_only_ops_on_gpus_are_reported_as_launch_bound() -> None:
-    times = {3: {"forward_ms": Spread(2.0, 0.1, 7, 1.95), "backward_input_ms": Spread(9.0, 0.1, 7, 2.0)}}
-    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    cpu: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert profiler._launch_bound(gpu, times) == [(3, "forward_ms")]
-    assert profiler._launch_bound(cpu, times) == []
+    assert Spread.mean([(1, Spread(10.0, 1.0, 7)), (3, Spread(2.0, 0.5, 9))]) == Spread(4.0, 1.0, 16)
 
 
 def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch: pytest.MonkeyPatch) -> None:

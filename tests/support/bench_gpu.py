@@ -1,4 +1,4 @@
-"""What `bench gpu` cannot measure without CUDA."""
+"""What the benchmark `gpu` cannot measure without CUDA."""
 
 from __future__ import annotations
 

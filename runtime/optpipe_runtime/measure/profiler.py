@@ -17,7 +17,6 @@ full as the slowest and the fullest of them."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,9 +44,6 @@ from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
 
-log = logging.getLogger("optpipe.runtime")
-
-LAUNCHES = 3  # rounds that time the host
 # Of several measurements the least counts: what certainly leaves, and what each device has.
 LEAST = {"offload_bytes", "evict_bytes", "activation_budget_bytes", "host_memory_bytes"}
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
@@ -65,19 +61,11 @@ class Measured:
         For each stage, the spread of each of its times, by name.
     links
         The spread of a message's time from one rank to another.
-    launch_bound
-        On GPUs, stage and name of each time that may be the host's.
     """
 
     problem: Problem
     stages: tuple[Mapping[str, Spread], ...]
     links: Mapping[tuple[int, int], Spread]
-    launch_bound: tuple[tuple[int, str], ...]
-
-    def tell(self) -> None:
-        """Logs what the problem does not say."""
-        if self.launch_bound:
-            log.warning("these times may be those of the launches on the host (stage, time): %s", self.launch_bound)
 
 
 Sizes = dict[nn.Parameter, int]  # bytes of gradients
@@ -124,7 +112,6 @@ class Figures(NamedTuple):
     costs: Mapping[int, dict[str, Any]]  # fields of each stage
     times: Mapping[int, Mapping[str, Spread]]  # of each stage, by field
     links: LinkTimes
-    launch_bound: Sequence[tuple[int, str]]
 
 
 def _figures(
@@ -146,7 +133,7 @@ def _figures(
         "peer": rank.layout.peer(rank.number),
         "link": rank.layout.link(rank.number),
     }
-    return Figures(device, costs, times, links, _launch_bound(rank, times))
+    return Figures(device, costs, times, links)
 
 
 def _measured(rank: Rank, by_rank: Sequence[Figures]) -> Measured:
@@ -171,7 +158,6 @@ def _measured(rank: Rank, by_rank: Sequence[Figures]) -> Measured:
             for fields, spreads in zip(costs, times, strict=True)
         ),
         links=messages,
-        launch_bound=tuple(bound for figures in by_rank for bound in figures.launch_bound),
     )
 
 
@@ -199,7 +185,6 @@ def _slowest(peers: Sequence[Figures]) -> Figures:
             for s, spreads in first.times.items()
         },
         links={pair: _pick(max, (peer.links for peer in peers), pair) for pair in first.links},
-        launch_bound=sorted({bound for peer in peers for bound in peer.launch_bound}),
     )
 
 
@@ -216,14 +201,7 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
         for trial in trials:
             trial.compute()
 
-    timers = [trial.times for trial in trials]
-    together(rank, once, timers, clock, repeats)
-    if rank.device.type == "cuda":
-        with ExitStack() as stack:
-            for timer in timers:
-                stack.enter_context(timer.launches())
-            for _ in range(LAUNCHES):
-                once()
+    together(rank, once, [trial.times for trial in trials], clock, repeats)
 
 
 def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:
@@ -279,13 +257,6 @@ def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, An
     if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
         left_out |= {*RECOMPUTE}
     return {name: value for name, value in fields.items() if name not in left_out}
-
-
-def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list[tuple[int, str]]:
-    """On a GPU, the times that are launch-bound. Not measured."""
-    if rank.device.type != "cuda":
-        return []
-    return [(s, name) for s, spreads in times.items() for name, spread in spreads.items() if spread.launch_bound]
 
 
 def _gradients(rank: Rank) -> Sizes:

@@ -3,7 +3,6 @@ each."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,18 +25,16 @@ BESIDE = -1  # the number of a micro-batch that runs beside others
 
 @dataclass(frozen=True, order=True)
 class Spread:
-    """Times of one op in ms: median and interquartile range over `count` measurements. `host_ms` is the median time
-    that the host took to issue the op while the device had nothing else to do; 0 if that was not measured."""
+    """Times of one op in ms: median and interquartile range over `count` measurements."""
 
     ms: float
     iqr_ms: float
     count: int
-    host_ms: float = 0.0
 
     @classmethod
-    def from_times(cls, times: Sequence[float], host: Sequence[float] = (0.0,)) -> Spread:
+    def from_times(cls, times: Sequence[float]) -> Spread:
         low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
-        return cls(round(median(times), 4), round(high - low, 4), len(times), round(median(host), 4))
+        return cls(round(median(times), 4), round(high - low, 4), len(times))
 
     @classmethod
     def mean(cls, weighed: Sequence[tuple[int, Spread]]) -> Spread:
@@ -47,18 +44,11 @@ class Spread:
             ms=round(sum(weight * spread.ms for weight, spread in weighed) / total, 4),
             iqr_ms=max(spread.iqr_ms for _, spread in weighed),
             count=sum(spread.count for _, spread in weighed),
-            host_ms=round(sum(weight * spread.host_ms for weight, spread in weighed) / total, 4),
         )
 
     def longer(self, ms: float) -> Spread:
         """The same with so many ms more."""
         return replace(self, ms=round(self.ms + ms, 4))
-
-    @property
-    def launch_bound(self) -> bool:
-        """Whether an op on a GPU takes about as long as the host takes to launch it, so that the host may be what was
-        measured."""
-        return self.host_ms > 0.9 * self.ms
 
 
 class OpTimer:
@@ -67,8 +57,6 @@ class OpTimer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: defaultdict[str, list[list[tuple[Any, Any]]]] = defaultdict(list)
-        self._host_ms: defaultdict[str, list[float]] = defaultdict(list)
-        self._launching = False
         self.recording = True  # False while all warms up
 
     @contextmanager
@@ -76,23 +64,10 @@ class OpTimer:
         """Times what runs in this context."""
         if not self.recording:
             yield
-        elif self._launching:
-            self._clock.settle()
-            begun = time.perf_counter()
-            yield
-            self._host_ms[name].append((time.perf_counter() - begun) * 1e3)
         else:
             start = self._clock.mark()
             yield
             self._marks[name].append([(start, self._clock.mark())])
-
-    @contextmanager
-    def launches(self) -> Iterator[None]:
-        """In this context `timing` times how long the host takes to issue an op, with nothing else on the device: its
-        queue holds some thousand launches, and a host that has filled it waits for the device."""
-        self._launching = True
-        yield
-        self._launching = False
 
     def copies(self, name: str, parts: Sequence[Sequence[Handle]]) -> None:
         """Notes the transfers of all parts. Their times are added up, each as a step's trace tells it."""
@@ -101,11 +76,10 @@ class OpTimer:
 
     def spreads(self, scale: float = 1.0) -> dict[str, Spread]:
         """Of each name; times are multiplied by `scale`."""
-        spreads = {}
-        for name, marks in self._marks.items():
-            times = [scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks]
-            spreads[name] = Spread.from_times(times, self._host_ms.get(name, [0.0]))
-        return spreads
+        return {
+            name: Spread.from_times([scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks])
+            for name, marks in self._marks.items()
+        }
 
 
 class Trial:

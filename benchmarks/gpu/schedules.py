@@ -1,5 +1,5 @@
-"""The schedules that `bench gpu` runs: 1F1B with split backwards, with everything kept or half of every activation
-offloaded."""
+"""The schedules that the benchmark `gpu` runs: 1F1B with split backwards, with everything kept or half of every
+activation offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench gpu`: what offloading costs and how good predictions are, on one GPU and in one process.
+"""What offloading costs and how good predictions are, on one GPU and in one process.
 
 The same GPT runs twice: all of its stages on this device, and one of them between emulated neighbours, each with
 everything kept and with half of every activation offloaded. The same code runs on CPU; what only CUDA can show is then
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.gpu.runs import COUNTERS, GpuMeasurements, GpuSetup, Steps, measure
+from benchmarks.gpu.schedules import share_offloaded
+from benchmarks.gpu.verdict import Report, Row
 from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, MARKS, TRANSFERS, Kind
 from optpipe.show.trace import Track, document, tracks
-from optpipe_runtime.bench.gpu_runs import COUNTERS, GpuMeasurements, GpuSetup, Steps, measure
-from optpipe_runtime.bench.gpu_schedules import share_offloaded
-from optpipe_runtime.bench.gpu_verdict import Report, Row
 
 WORKSPACE = 0.05  # of the certified peak: messages under way, and results that wait for a neighbour
 
 
-def run(setup: GpuSetup) -> Report:
+def measured_report(setup: GpuSetup) -> Report:
     """Measures and judges. Raises `InputError` if the device has too little memory for the model."""
     try:
         return judge(setup, measure(setup))

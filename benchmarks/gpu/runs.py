@@ -1,4 +1,4 @@
-"""What `bench gpu` runs: all stages of a GPT on one device, and one of them between emulated neighbours."""
+"""What the benchmark `gpu` runs: all stages of a GPT on one device, and one of them between emulated neighbours."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.neighbours import emulate
+from benchmarks.gpu.schedules import alone, halved, kept
+from benchmarks.training.single import single_rank
 from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_runtime.bench.gpu_neighbours import emulate
-from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
-from optpipe_runtime.bench.single import single_rank
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.execute.report import StepReport
@@ -116,7 +116,7 @@ def measure(setup: GpuSetup) -> GpuMeasurements:
             f"{QUEUES} is {given}: set it to {MOST_QUEUES} before the script starts, else a spin that stands for a "
             "neighbour may hold up copies and compute that share its queue"
         )
-    with single_rank("bench gpu"):
+    with single_rank("this benchmark"):
         return _Bench(setup).measured()
 
 

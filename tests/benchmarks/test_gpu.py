@@ -1,4 +1,4 @@
-"""`bench gpu` on CPU: everything but CUDA itself. Where time on the GPU matters, a fake GPU stands in."""
+"""The benchmark `gpu` on CPU: everything but CUDA itself. Where time on the GPU matters, a fake GPU stands in."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from support.problems import pipeline, stage
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import load
+from benchmarks.gpu import command, report, runs
+from benchmarks.gpu.neighbours import Sleeper, Spinner, arrivals, emulate
+from benchmarks.gpu.schedules import alone, halved, kept, share_offloaded
+from benchmarks.gpu.verdict import Report, Row
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_cli.app import app
-from optpipe_runtime.bench import gpu, gpu_runs
-from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emulate
-from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded
-from optpipe_runtime.bench.gpu_verdict import Report, Row
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.fidelity import paced
@@ -188,22 +188,22 @@ def test_a_stage_between_emulated_neighbours_takes_as_long_as_predicted(
             stages = [stage.model_copy(update=sizes | lasting) for stage in given.stages]
             schedule = make(given.replace(stages=stages), [2, 1, 0])
             step, timer = emulate(pipe, schedule, 1)
-            steps = gpu_runs.Steps(schedule, 1)
-            longest = 1.5 * gpu.predicted_span(steps)
+            steps = runs.Steps(schedule, 1)
+            longest = 1.5 * report.predicted_span(steps)
             for _ in range(20):  # on a busy machine some steps take longer
                 steps.reports.append(step(batch, batch))
                 if span_ms(schedule, steps.reports[-1]) < longest:
                     break
     finally:
         torch.distributed.destroy_process_group()
-    spans = [span_ms(schedule, report) for report in steps.reports]
-    assert max(spans) > 0.99 * gpu.predicted_span(steps), "no sleep ends early"
+    spans = [span_ms(schedule, step) for step in steps.reports]
+    assert max(spans) > 0.99 * report.predicted_span(steps), "no sleep ends early"
     assert min(spans) < longest
     assert timer.late_ms() >= 0.0
 
 
-def span_ms(schedule: Schedule, report: StepReport) -> float:
-    return gpu_runs.Steps(schedule, 1, [report]).span_ms
+def span_ms(schedule: Schedule, step: StepReport) -> float:
+    return runs.Steps(schedule, 1, [step]).span_ms
 
 
 # Verdicts
@@ -231,52 +231,52 @@ def test_a_figure_has_its_unit() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]]:
-    setup = gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
+def measured() -> Iterator[tuple[runs.GpuSetup, runs.GpuMeasurements]]:
+    setup = runs.GpuSetup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_runs, "ROUNDS", 1)
-        yield setup, gpu_runs.measure(setup)
+        patch.setattr(runs, "ROUNDS", 1)
+        yield setup, runs.measure(setup)
 
 
 def test_on_cpu_only_figures_of_cuda_are_not_measured(
-    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
+    measured: tuple[runs.GpuSetup, runs.GpuMeasurements],
 ) -> None:
-    report = gpu.judge(*measured)
-    assert {row.what for row in report.rows if row.passed is None} == ON_CUDA
-    assert {row.what for row in report.rows if row.passed} >= CERTAIN
-    assert all(math.isfinite(row.reached) for row in report.rows if row.reached is not None)
-    assert len(json.loads(report.trace)["traceEvents"]) > 100
+    judged = report.judge(*measured)
+    assert {row.what for row in judged.rows if row.passed is None} == ON_CUDA
+    assert {row.what for row in judged.rows if row.passed} >= CERTAIN
+    assert all(math.isfinite(row.reached) for row in judged.rows if row.reached is not None)
+    assert len(json.loads(judged.trace)["traceEvents"]) > 100
 
 
 def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
-    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
+    measured: tuple[runs.GpuSetup, runs.GpuMeasurements],
 ) -> None:
     _, found = measured
     for steps in (*found.inside, found.copies, *found.stage):
         ops = steps.schedule.programs[steps.device].ops()
-        for report in steps.reports:
-            assert [time.op for time in report.trace] == ops
-            assert all(time.held_bytes <= time.certified_bytes for time in report.trace)
-        assert len(steps.reports) == gpu_runs.STEPS
+        for step in steps.reports:
+            assert [time.op for time in step.trace] == ops
+            assert all(time.held_bytes <= time.certified_bytes for time in step.trace)
+        assert len(steps.reports) == runs.STEPS
 
 
-def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]) -> None:
+def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[runs.GpuSetup, runs.GpuMeasurements]) -> None:
     _, found = measured
     keeps, halves = found.inside
 
-    def with_allocated(extra: int, retries: int) -> gpu_runs.GpuMeasurements:
-        report = keeps.reports[0]
-        trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in report.trace)
+    def with_allocated(extra: int, retries: int) -> runs.GpuMeasurements:
+        step = keeps.reports[0]
+        trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in step.trace)
         steps = replace(
             keeps,
-            reports=[replace(report, trace=trace)],
+            reports=[replace(step, trace=trace)],
             base_bytes=1000,
             allocations=Counter(num_alloc_retries=retries),
         )
         return replace(found, inside=(steps, halves))
 
     def verdicts(extra: int, retries: int) -> list[str]:
-        return [row.verdict for row in gpu._memory(with_allocated(extra, retries), cuda=True)]
+        return [row.verdict for row in report._memory(with_allocated(extra, retries), cuda=True)]
 
     peak = keeps.certified_bytes
     assert verdicts(int(0.04 * peak), 0) == ["pass"] * 4
@@ -288,30 +288,30 @@ def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.GpuSetu
 def test_spins_need_queues_of_their_own(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     with pytest.raises(InputError, match=f"^CUDA_DEVICE_MAX_CONNECTIONS is {given}: set it to 32 before the script"):
-        gpu_runs.measure(gpu_runs.GpuSetup(torch.device("cuda", 0), gpt.Size()))
+        runs.measure(runs.GpuSetup(torch.device("cuda", 0), gpt.Size()))
 
 
 def test_the_command_asks_cuda_for_all_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(setup: gpu_runs.GpuSetup) -> None:
+    def run(setup: runs.GpuSetup) -> None:
         raise InputError(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is what it was afterwards
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    monkeypatch.setattr(gpu, "run", run)
-    result = CliRunner().invoke(app, ["bench", "gpu", "--device", "cpu"])
+    monkeypatch.setattr(command, "measured_report", run)
+    result = CliRunner().invoke(load("gpu"), ["--device", "cpu"])
     assert str(result.exception) == "32"
 
 
 def test_gradients_are_compared_with_deterministic_kernels_only() -> None:
     """With `warn_only` torch's flash attention adds in any order."""
-    with gpu_runs._deterministic():
+    with runs._deterministic():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_stage_has_a_few_hundred_million_parameters() -> None:
-    options = {option.name: option.default for option in get_command(app).commands["bench"].commands["gpu"].params}
+    options = {option.name: option.default for option in get_command(load("gpu")).params}
     size = gpt.Size(options["width"], options["width"] // 128, options["blocks"] * 4, options["context"], 1)
     with torch.device("meta"):
         counts = [sum(parameter.numel() for parameter in stage.parameters()) for stage in gpt.stages(size, 4)]
@@ -319,12 +319,12 @@ def test_a_stage_has_a_few_hundred_million_parameters() -> None:
 
 
 def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(setup: gpu_runs.GpuSetup) -> None:
+    def fail(setup: runs.GpuSetup) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    monkeypatch.setattr(gpu, "measure", fail)
+    monkeypatch.setattr(report, "measure", fail)
     with pytest.raises(InputError, match=r"take a smaller --context, --width or --blocks: CUDA out of memory$"):
-        gpu.run(gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size()))
+        report.measured_report(runs.GpuSetup(torch.device("cpu"), gpt.Size()))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,6 @@ def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.
     ],
 )
 def test_a_bench_that_cannot_run_here_exits_with_an_error(arguments: list[str], sentence: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
+    result = CliRunner().invoke(load("gpu"), arguments)
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)

@@ -1,0 +1,1 @@
+"""One GPU: what offloading costs, and how good predictions are."""

@@ -1,0 +1,97 @@
+"""What offloading costs and how good predictions are, on one GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from benchmarks.gpu.report import measured_report
+from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup
+from benchmarks.gpu.verdict import Report
+from optpipe.errors import InputError
+from optpipe.model.problem import write_file
+from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
+from optpipe_runtime.demo.gpt import Size
+
+HEAD = 128  # width of an attention head
+
+
+def gpu(
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu, which runs the same code.")] = "cuda",
+    emulate_stage: Annotated[
+        str, typer.Option(help="i/p: also run stage i of p between stand-ins for its neighbours.")
+    ] = "0/4",
+    microbatches: Annotated[int, typer.Option(min=1)] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Width of the model; its attention heads are 128 wide.")] = 4096,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks per stage.")] = 2,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, one sequence.")] = 8192,
+    p2p_ms: Annotated[float, typer.Option(min=0, help="Assumed time of a message to a neighbour, in ms.")] = 0.5,
+    trace: Annotated[Path, typer.Option(help="Predicted and measured steps, for Perfetto.")] = Path(
+        "bench-gpu.trace.json"
+    ),
+    json: Json = False,
+) -> None:
+    """Measure on one GPU: offloading behind compute, bandwidth of copies, accuracy of predictions.
+
+    Exit code 1 if one of them misses its target.
+    """
+    os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # before CUDA starts; `measure` says why
+    require_writable(trace)
+    emulated, stages = _stage(emulate_stage)
+    heads = max(1, width // HEAD)
+    if width % heads:
+        raise InputError(f"--width = {width}: expected a multiple of {HEAD}, or less than {2 * HEAD}")
+    size = Size(width, heads, blocks * stages, context, sequences=1)
+    report = measured_report(GpuSetup(_device(device), size, stages, emulated, microbatches, p2p_ms))
+    write_file(trace, report.trace)
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_table(_table(report))
+        for name, value in report.figures.items():
+            echo(f"{name:50}{value:>18,.6g}")
+        echo(f"trace for https://ui.perfetto.dev: {trace}")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _stage(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,3})/(\d{1,3})", text)
+    i, p = (int(number) for number in match.groups()) if match else (0, 0)
+    if not i < p or p < 2:
+        raise InputError(
+            f"--emulate-stage = {text}: expected i/p, a stage's number and how many there are, at least 2, like "
+            "0/4 or 3/4"
+        )
+    return i, p
+
+
+def _device(text: str) -> torch.device:
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", text)
+    if not match:
+        raise InputError(f"--device = {text}: expected cuda, cuda:N or cpu")
+    if text == "cpu":
+        return torch.device("cpu")
+    index = int(match[1] or 0)
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"--device = {text}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here; "
+            "cpu runs anywhere"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _table(report: Report) -> Table:
+    table = Table(title=f"{report.device}, torch {report.torch}")
+    for column in ("", "asked", "reached", "verdict"):
+        table.add_column(column, justify="left" if column in ("", "verdict") else "right")
+    for row in report.rows:
+        table.add_row(row.what, f"{row.asked} {row.text(row.limit)}", row.text(row.reached), row.verdict)
+    return table

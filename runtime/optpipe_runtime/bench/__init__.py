@@ -1,1 +1,0 @@
-"""What `optpipe bench gpu` measures."""
