@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.neighbours import emulate
 from benchmarks.gpu.schedules import alone, halved, kept
-from benchmarks.training.single import single_rank
+from benchmarks.single import single_rank
 from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem

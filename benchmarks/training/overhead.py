@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from benchmarks.gpu.schedules import kept
 from benchmarks.problems import pipeline, stage_costs
+from benchmarks.single import single_rank
 from benchmarks.timing import repeated, timed
-from benchmarks.training.single import single_rank
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime.demo import gpt

@@ -173,5 +173,7 @@ def test_asking_for_keys_makes_no_database(tmp_path: Path, command: list[str]) -
 def test_a_key_in_a_new_database_is_told(tmp_path: Path) -> None:
     command = ["keys", "create", "--tenant", "lab", "--scope", "read", "--database", f"sqlite:///{tmp_path}/new.db"]
     first, second = (CliRunner().invoke(app, command) for _ in range(2))
-    assert "did not exist" in first.stderr and not second.stderr
-    assert first.stdout.startswith("op_") and second.stdout.startswith("op_")
+    assert "did not exist" in first.stderr
+    assert not second.stderr
+    assert first.stdout.startswith("op_")
+    assert second.stdout.startswith("op_")
