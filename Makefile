@@ -108,7 +108,6 @@ bench-gpu: $(if $(wildcard wheels),.gpu/ready) ## measure one GPU
 
 pictures: setup ## draw the pictures of the docs again
 	$(BIN)/python docs/pictures.py
-	$(BIN)/python docs/better_than_linear.py
 
 pack: setup ## solve common problems, for the pack of the release; goes on where it was ended
 	nice -n 5 $(BIN)/python scripts/pack.py

@@ -13,14 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import InputError, Kind, Schedule, certify, check
 from optpipe.model.program import KIND, STAGE
 from optpipe_solver.systems import generate
 
-PAGE = "systems/chronos.md"
 AGAIN: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": 0}
 
 
@@ -106,32 +104,6 @@ def published(p: int, m: int, c: Any) -> Any:
     return 6 * (m + p - 1) + (4 * p + 8 * (m - 2) + 2) * c
 
 
-def published_1f1b(p: int, m: int, c: Any) -> Any:
-    return 6 * (m + p - 1) + (2 * p + 4 * (m - 2)) * c
-
-
-def blocking(schedule: Any, c: Fraction) -> Fraction:
-    """How long a schedule without messages lasts if each keeps both its devices busy for c: the sender behind the op,
-    the receiver, at the same time or later, before its op."""
-    stages, ended, lists = schedule.problem.stages, {}, [list(program.ops()) for program in schedule.programs]
-    at = [Fraction(0)] * len(lists)
-    while any(lists):
-        for d, ops in enumerate(lists):
-            while ops:
-                kind, s, j, _ = ops[0]
-                before, behind = (s - 1, s + 1) if kind is Kind.F else (s + 1, s - 1)
-                needed = (kind, before, j) if 0 <= before < len(stages) else (Kind.F, s, j)
-                if needed not in ended and ops[0] != (Kind.F, 0, j, 0):
-                    break
-                receives = 0 <= before < len(stages) and stages[before].device != d
-                sends = 0 <= behind < len(stages) and stages[behind].device != d
-                start = max(at[d], ended.get(needed, at[d])) + c * receives
-                ended[kind, s, j] = start + Fraction(schedule.problem.costs.ms[kind, s, j])
-                at[d] = ended[kind, s, j] + c * sends
-                del ops[0]
-    return max(ended.values())
-
-
 @pytest.mark.parametrize(("p", "v"), [*((p, v) for p in (2, 4, 5, 8) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)])
 @pytest.mark.parametrize("c", [1 / 64, 1 / 4])
 def test_messages_that_block_nobody_take_less(p, v, c):
@@ -153,24 +125,6 @@ def test_where_chunk_2_follows_at_once_messages_take_longer_but_not_longer_than_
         freely = 6 * (m + p - 1) + (4 * p - 2 + 2 * (2 * (p - 1) * (m - 1) // p)) / 64
         assert freely <= schedule.makespan_ms <= published(p, m, 1 / 64)
     assert schedule.makespan_ms > freely
-
-
-def test_the_example_of_section_4_1():
-    """p = 4, m = 128, T_c = 0.05."""
-    measured = []
-    for method, formula, problem in (
-        ("chronos", published, units(4, 128, v=2)),
-        ("1f1b", published_1f1b, units(4, 128, times=(2, 2, 2))),
-    ):
-        c = Fraction(1, 20)
-        lengths = (
-            formula(4, 128, c),
-            blocking(generate(method, problem), c),
-            generate(method, problem.replace(p2p_ms=0.05)).makespan_ms,
-        )
-        measured.append([f"`{method}`", *(f"{1 - 6 * 128 / float(length):.2%}" for length in lengths)])
-    assert [row[1] for row in measured] == ["8.28%", "5.37%"]  # the paper rounds the first one down
-    assert table(PAGE, "T_c = 0.05") == measured
 
 
 # --- Chronos-Recomp
@@ -232,25 +186,6 @@ def test_the_papers_measurements_are_these_counts():
     assert (peaks(generate("chronos-recomp", units(4, 8, v=4, **AGAIN)))[0] - 1) / 16 == 0.4375
 
 
-def test_chronos_recomp_against_1f1b_that_recomputes_half():
-    measured = []
-    for p, m in ((4, 16), (8, 32), (16, 64), (32, 128)):
-        half = units(p, m, times=(2, 2, 2), recompute_ms=1.0, checkpoint_bytes=ACTIVATION // 2)
-        chunks = units(p, m, v=2, **AGAIN)
-        row = [f"{p} x {m}"]
-        for method, problem, chunk in (
-            ("1f1b", half, 2),
-            ("1f1b-recompute", half, 2),
-            ("chronos", chunks, 1),
-            ("chronos-recomp", chunks, 1),
-        ):
-            schedule = generate(method, problem)
-            row += [f"{schedule.makespan_ms:g}", f"{peaks(schedule)[0] * chunk / (2 * p):.1%}"]
-        assert [row[1], row[5], row[3]] == [row[1], row[1], str(6 * (p - 1) + 7 * m)]
-        measured.append([*row, str(7 * (m - 1 + p)), str(6 * p + 7 * (m - 1))])
-    assert table(PAGE, "p x m") == measured
-
-
 # --- ZeRO-2
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -284,34 +219,6 @@ def test_each_launch_is_a_whole_group_and_its_window_that_of_the_other_chunks(v,
         launches = [len(list(run)) for stage, run in groupby(ops, key=lambda op: op.stage) if stage == s]
         assert len(launches) == len(found) + 1
         assert set(launches) <= {g, 2 * g}  # two in a row before the next chunk's turn comes, and behind its last
-
-
-def test_windows_are_told_from_the_clock_whatever_the_system():
-    """1F1B's single stage accumulates all gradients: no window. Interleaved on one device: chunk after chunk."""
-    assert gradient_windows(generate("1f1b", units(3, 6))) == [[], [], []]
-    uneven = units(1, 2, v=2).replace(p2p_ms=0.5)
-    uneven = uneven.replace(
-        stages=[stage.model_dump(exclude_none=True) | {"forward_ms": 5.0} for stage in uneven.stages]
-    )
-    schedule = generate("chronos", uneven)
-    ops = " ".join(str(op) for op in schedule.programs[0].ops())
-    assert ops == "0F0 1F0 1BW0 0F1 0BW0 1F1 1BW1 0BW1"
-    assert gradient_windows(schedule) == [[5.0 + 2.0], [5.0 + 2.0 + 5.0]]
-
-
-def test_what_a_group_costs_and_saves():
-    measured = []
-    for g in (1, 2, 4, 8):
-        schedule = generate(f"chronos-zero2:group={g}", units(8, 32, v=2))
-        window = sorted(gradient_windows(schedule)[0])
-        row = [
-            f"{schedule.makespan_ms:g}",
-            f"{peaks(schedule)[0] / 16:.1%}",
-            str(len(window) + 1),
-            f"{window[len(window) // 2]:g}",
-        ]
-        measured.append([str(g), *row])
-    assert table(PAGE, "group") == measured
 
 
 # --- all of them
@@ -351,11 +258,3 @@ def test_a_row_of_stages_is_cut_into_chunks():
 def test_what_cannot_be_is_one_sentence(method, told):
     with pytest.raises(InputError, match=f"^{told}$"):
         generate(method, units(4, 6, v=2))
-
-
-def test_the_shares_of_1f1bs_memory():
-    measured = []
-    for v in (2, 3, 4, 8):
-        held = {p: max(peaks(generate("chronos", units(p, 2 * p + v, v=v)))) for p in (4, 8, 16)}
-        measured.append([str(v), *(f"{held[p] / (v * p):.1%}" for p in held)])
-    assert [row[:4] for row in table(PAGE, "v")] == measured

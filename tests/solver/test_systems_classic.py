@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import DeadlockError, InputError, Kind, Op, Problem, certify, check
@@ -19,7 +18,6 @@ from optpipe_solver import heuristics
 from optpipe_solver.systems import generate, parse
 from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
 
-PAGE = "systems/classic.md"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FULL: dict[str, Any] = {
     "recompute_ms": 1.0,
@@ -145,31 +143,6 @@ def test_recomputation_costs_its_time_and_saves_its_bytes(p, m, every, figures):
     assert peaks(schedule) == [ACTIVATION + w // every * kept + (w - w // every) * ACTIVATION for w in waiting]
 
 
-def test_the_page_has_the_trade_off_as_measured():
-    rows = {
-        "none": ("1f1b", {}),
-        "full": ("1f1b-recompute", FULL),
-        "selective": ("1f1b-recompute", SELECTIVE),
-        "every second": ("1f1b-recompute:every=2", FULL),
-    }
-    plain = generate("1f1b", units(8, 32))
-    measured = []
-    for name, (method, figures) in rows.items():
-        schedule = generate(method, units(8, 32, **figures))
-        compute = sum(schedule.timeline.busy_ms()) / sum(plain.timeline.busy_ms()) - 1
-        saved = 1 - peaks(schedule)[0] / peaks(plain)[0]
-        measured.append(
-            [
-                name,
-                f"{schedule.makespan_ms:g}",
-                f"{compute:.1%}",
-                f"{peaks(schedule)[0] / ACTIVATION:g}",
-                f"{saved:.1%}",
-            ]
-        )
-    assert [row[:5] for row in table(PAGE, "recomputed")] == measured  # what follows is the survey's
-
-
 @pytest.mark.parametrize(
     ("problem", "method", "sentence"),
     [
@@ -229,20 +202,6 @@ def test_balanced_stages_help_where_the_first_and_the_last_layer_are_heavier(p):
     balanced = Placement.balanced(problem, 1).apply(problem)
     assert generate("1f1b", balanced).makespan_ms < generate("1f1b", alike).makespan_ms
     assert max(stage.forward_ms for stage in balanced.stages) <= sum(layers) / p + 1
-
-
-def test_the_page_has_what_balancing_gains_as_measured():
-    measured = []
-    for name in ("heavyhead-4x12", "mixedlayers-4x16"):
-        problem = Problem.load(EXAMPLES / f"{name}.json")
-        placement = Placement.balanced(problem, 1)
-        for stages, how in (
-            (problem, "as given"),
-            (placement.apply(problem), f"layers {' '.join(map(str, placement.layers))}"),
-        ):
-            heaviest = max(s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in stages.stages)
-            measured.append([name, how, f"{heaviest:g}", f"{generate('1f1b', stages).makespan_ms:g}"])
-    assert table(PAGE, "balanced") == measured
 
 
 def test_a_system_is_given_the_stages_it_needs_where_it_may_be():

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import InputError, Kind, Pair, Problem, Schedule, certify, check
@@ -70,18 +69,6 @@ def test_for_other_times_the_bubble_is_the_one_that_is_derived(n, more, times, s
     assert max(idle(schedule)) == pytest.approx(bubble, abs=1e-6)
     if f == b >= w:
         assert bubble == pytest.approx((n - 1) * (pair + b - 2 * w))
-
-
-def test_overlapping_hides_less_than_the_survey_says():
-    """Its `effective_bubble`: (p-1)/(2m), of which 80 % are hidden."""
-    measured = []
-    for p, m in ((2, 32), (4, 32), (8, 32), (16, 64)):
-        theory, shares = (p - 1) / (2 * m), [max(idle(both_ways(p, m, pair / 3))) / (3 * m) for pair in (3, 2.4, 2)]
-        assert shares[0] == pytest.approx((p - 2) / (3 * m))
-        assert shares[2] == pytest.approx((p - 2) / (6 * m)) == pytest.approx(theory * (p - 2) / (3 * (p - 1)))
-        assert (shares[2] > theory * (1 - 0.8)) == (p >= 4)
-        measured.append([f"{p} x {m}", *(f"{share:.1%}" for share in [*shares, theory, theory * (1 - 0.8)])])
-    assert table("systems/dualpipe.md", "p x m") == measured
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
@@ -164,26 +151,3 @@ def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
         assert check(stages, generate("dualpipe", stages)) == []
     bent = unevenly(data.draw, with_factor(units(n, m, v=2, shape="v"), factor))
     assert check(bent, generate("dualpipe-v", bent)) == []
-
-
-def test_the_page_has_what_is_measured():
-    rows = [("1f1b", None, generate("1f1b", units(8, 20)), 7 * 3)]
-    rows += [
-        ("dualpipe", 3 * factor, both_ways(8, 20, factor), published(8, 3 * factor)) for factor in (1.0, 0.8, 2 / 3)
-    ]
-    rows += [
-        ("dualpipe-v", 3.0, folded(4, 10, 1.0), published(8, 3.0)),
-        ("dualpipe", None, both_ways(8, 20, None), None),
-    ]
-    measured = [
-        [
-            name,
-            "unpaired" if pair is None else f"{pair:g}",
-            f"{schedule.makespan_ms:g}",
-            f"{max(idle(schedule)):g}",
-            "" if formula is None else f"{formula:g}",
-            f"{max(peaks(schedule)) / ACTIVATION:g}",
-        ]
-        for name, pair, schedule, formula in rows
-    ]
-    assert table("systems/dualpipe.md", "system") == measured

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.pages import table
 from support.units import ACTIVATION, units
 
 from optpipe import certify, check
@@ -97,15 +96,3 @@ def test_zb_auto_uses_memory_between_the_two():
     problem = units(6, 12).replace(devices=[{"activation_budget_bytes": 8 * ACTIVATION}] * 6)
     assert any("needs 11 kB" in complaint for complaint in check(problem, generate("zb-h2", problem)))
     assert heuristics.generate("zb-auto", problem, "span").span_ms < generate("zb-h1", problem).span_ms
-
-
-def test_the_page_has_what_is_measured():
-    rows = []
-    for name, v in (("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)):
-        problem = units(8, 32, v=v, shape="v", times=(1 / v,) * 3)
-        schedule = generate(name, problem)
-        peak = max(peak.bytes for peak in certify(problem, schedule).device) / ACTIVATION / v
-        rows.append(
-            [name, *(f"{figure:g}" for figure in (schedule.makespan_ms, schedule.span_ms, schedule.span_ms - 96, peak))]
-        )
-    assert table("systems/zero-bubble.md", "schedule | makespan") == rows
