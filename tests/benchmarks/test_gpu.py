@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from support.bench_gpu import ON_CUDA
 from support.problems import pipeline, stage
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import load
-from benchmarks.gpu import command, report, runs
-from benchmarks.gpu.neighbours import Sleeper, Spinner, arrivals, emulate
+from benchmarks.gpu import report, runs
+from benchmarks.gpu.neighbours import Spinner, arrivals, emulate
 from benchmarks.gpu.schedules import alone, halved, kept, share_offloaded
-from benchmarks.gpu.verdict import Report, Row
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -88,17 +83,6 @@ def test_emulated_messages_arrive_when_the_timeline_says() -> None:
     assert middle[Message(Kind.F, 1, 0)] == 0.0, "counted from the device's own first op"
     assert middle[Message(Kind.F, 1, 1)] == 10.0
     assert first[Message(Kind.B, 0, 0)] == 52.0, "three forwards there, two backwards back, four messages"
-
-
-def test_the_sleeper_waits_until_the_moment_of_a_message() -> None:
-    early, late = Message(Kind.F, 1, 0), Message(Kind.F, 1, 1)
-    sleeper = Sleeper({early: 5.0, late: 30.0})
-    sleeper.start_step()
-    begun = time.perf_counter()
-    for message, moment in ((early, 5.0), (late, 30.0)):
-        sleeper.wait(message)
-        assert (time.perf_counter() - begun) * 1e3 >= moment - 1.0
-    assert sleeper.late_ms() >= 0.0
 
 
 class FakeGpu:
@@ -209,24 +193,6 @@ def span_ms(schedule: Schedule, step: StepReport) -> float:
 # Verdicts
 
 
-@pytest.mark.parametrize(
-    ("asked", "reached", "verdict"),
-    [
-        ("at least", 0.85, "pass"), ("at least", 0.84, "FAIL"), ("at most", 0.85, "pass"), ("at most", 0.86, "FAIL"),
-        ("at most", math.nan, "FAIL"), ("at least", math.nan, "FAIL"), ("at most", None, "not measured"),
-    ],
-)  # fmt: skip
-def test_verdicts(asked: Any, reached: float | None, verdict: str) -> None:
-    row = Row("a figure", asked, 0.85, reached, "%")
-    assert row.verdict == verdict == row.to_dict()["verdict"]
-    assert Report("CPU", "2.11", (row,), {}, "").passed == (verdict != "FAIL")
-
-
-def test_a_figure_has_its_unit() -> None:
-    assert [Row("", "at most", 0, 0, unit).text(0.05) for unit in ("%", "ms", "")] == ["5.0%", "0.05 ms", "0.05"]
-    assert Row("", "at most", 0, None).text(None) == "–"
-
-
 # All of it
 
 
@@ -291,31 +257,12 @@ def test_spins_need_queues_of_their_own(given: str, monkeypatch: pytest.MonkeyPa
         runs.measure(runs.GpuSetup(torch.device("cuda", 0), gpt.Size()))
 
 
-def test_the_command_asks_cuda_for_all_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(setup: runs.GpuSetup) -> None:
-        raise InputError(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
-
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is what it was afterwards
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    monkeypatch.setattr(command, "measured_report", run)
-    result = CliRunner().invoke(load("gpu"), ["--device", "cpu"])
-    assert str(result.exception) == "32"
-
-
 def test_gradients_are_compared_with_deterministic_kernels_only() -> None:
     """With `warn_only` torch's flash attention adds in any order."""
     with runs._deterministic():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_stage_has_a_few_hundred_million_parameters() -> None:
-    options = {option.name: option.default for option in get_command(load("gpu")).params}
-    size = gpt.Size(options["width"], options["width"] // 128, options["blocks"] * 4, options["context"], 1)
-    with torch.device("meta"):
-        counts = [sum(parameter.numel() for parameter in stage.parameters()) for stage in gpt.stages(size, 4)]
-    assert all(400e6 < count < 440e6 for count in counts)
 
 
 def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:

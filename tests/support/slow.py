@@ -21,7 +21,6 @@ PATTERNS = (
     "server/test_serve.py*",
     "server/test_job_updates.py*",
     "server/database/test_connections.py*",
-    "server/database/test_faults.py*",
     "runtime/test_chaos.py*",
     "runtime/test_watch.py*",
     # The whole at once: services, solvers and trainings as a user starts them

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.chain import chain, gpipe, one_by_one
+from support.chain import chain
 from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
-from optpipe_server.database.jobs import ConflictError, KeyReusedError, QueueFullError, options_of
+from optpipe_server.database.jobs import KeyReusedError, options_of
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -104,18 +104,6 @@ def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
     assert new, "a purged job leaves its key"
 
 
-def test_a_tenants_queue_is_limited(jobs: Jobs, database: Database) -> None:
-    for _ in range(2):
-        jobs.add(A, NewJob(PROBLEM), start(), queue=2)
-    with pytest.raises(QueueFullError):
-        jobs.add(A, NewJob(PROBLEM), start(), queue=2, key="refused", body_sha256="x")
-    assert jobs.submitted(A, "refused", "x") is None
-    jobs.add("b", NewJob(PROBLEM), start(), queue=2)
-    assert Leases(database, "w").claim() is not None
-    jobs.add(A, NewJob(PROBLEM), start(), queue=2)
-    assert jobs.count() == {"queued": 3, "running": 1}
-
-
 def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     before = row(database, job_id)
@@ -141,57 +129,6 @@ def test_pages_go_back_in_time(jobs: Jobs, database: Database) -> None:
     assert [job.id for job in jobs.page(A, None, first[-1].number, 9)] == [ids[2], ids[1], ids[0]]
     assert [job.id for job in jobs.page(A, "queued", first[0].number, 2)] == [ids[2], ids[1]]
     assert [job.id for job in jobs.page(A, "cancelled", None, 9)] == [ids[3]]
-
-
-def test_a_job_can_change_after_a_cancel_that_came_too_late(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    jobs.cancel(A, job_id)
-    with pytest.raises(ConflictError, match="The job is cancelled"):
-        jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
-    leases.finish(claim, "done", found(SLOW), 1.0)  # its proof came before it had heard
-    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
-    assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
-
-
-@pytest.mark.parametrize("state", ["queued", "running", "done", "failed"])
-def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
-    job_id = submit(database, schedule=None if state == "failed" else SLOW)
-    leases = Leases(database, "w")
-    claim = leases.claim() if state != "queued" else None
-    if claim and state == "done":
-        leases.finish(claim, "done", found(SLOW), 9.0)
-    if claim and state == "failed":
-        leases.finish(claim, "failed", Result("unknown", reason="it broke"), 9.0)
-        assert row(database, job_id).reason == "it broke"
-    seen = row(database, job_id).last_seq
-    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=seen, queue=1)
-    job = row(database, job_id)
-    assert (job.state, job.problem_version, job.problem_sha256) == (
-        "running" if state == "running" else "queued",
-        2,
-        SLOWER.sha256,
-    )
-    assert (job.spent_s, job.reason, job.ended_at, job.last_seq) == (0.0, None, None, seen + 1)
-    assert [(each.seq, each.problem_version, each.source) for each in jobs.incumbents(job_id, seen)] == [
-        (seen + 1, 2, "carried")
-    ]
-    if state == "running":
-        assert claim is not None
-        leases.renew([(claim, 8.0)])
-        assert row(database, job_id).spent_s == 0.0, "what was spent on the other problem does not count for this one"
-        assert not leases.append(claim, found(FAST))
-        assert not leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 9.0)
-        claim = leases.reload(claim, 9.0)
-    else:
-        claim = leases.claim()
-    assert claim is not None
-    assert (claim.problem, claim.problem_version, claim.spent_s) == (SLOWER, 2, 0.0)
-    assert (claim.best, claim.best_version) == (one_by_one(SLOWER), 2)
-    assert leases.append(claim, found(gpipe(SLOWER)))
-    assert leases.finish(claim, "done", found(gpipe(SLOWER)), 3.0)
 
 
 def test_purge_deletes_all_of_a_job_and_nothing_else(jobs: Jobs, database: Database) -> None:

@@ -16,10 +16,9 @@ from random import Random
 import pytest
 from sqlalchemy import Connection, func, select, update
 from support.chain import chain, gpipe
-from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
+from support.jobs import FAST, SLOW, A, expire, found, row, submit
 from support.service import running, settings_in
 
-from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_cache import Cache, Retention
 from optpipe_cache.retention import KEEP_ALL
@@ -35,33 +34,6 @@ def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
     claim = leases.claim()
     assert claim is not None
     return leases, claim
-
-
-def test_tenants_take_turns_each_by_priority_then_age(database: Database) -> None:
-    leases = Leases(database, "w")
-    assert leases.claim() is None
-    ids = [submit(database, tenant, priority=p) for tenant, p in (("a", 0), ("b", 5), ("a", 5), ("b", -1), ("a", 0))]
-    order = [claim.job_id for _ in range(5) if (claim := leases.claim())]
-    assert order == [ids[k] for k in (2, 1, 0, 3, 4)]
-    assert leases.claim() is None
-
-
-def test_the_tenant_with_fewer_running_jobs_is_next_then_the_one_that_waits_longest(database: Database) -> None:
-    leases = Leases(database, "w")
-    for tenant in "aaaaabbc":
-        submit(database, tenant, priority=100 if tenant == "a" else -100)
-
-    def end(claim: Claim | None) -> str:
-        assert claim is not None
-        assert leases.finish(claim, "done", found(SLOW), 1.0)
-        Jobs(database).purge(claim.tenant, claim.job_id)  # deleted jobs do not win a turn back
-        return claim.tenant
-
-    running = leases.claim()
-    assert [end(leases.claim()) for _ in range(3)] == ["b", "c", "b"], "while one of a runs"
-    assert [end(running), end(leases.claim()), end(leases.claim())] == ["a"] * 3
-    submit(database, "b")
-    assert [end(leases.claim()) for _ in range(3)] == ["b", "a", "a"]
 
 
 def test_the_queue_tells_how_many_come_before(database: Database) -> None:
@@ -93,23 +65,6 @@ def test_workers_that_claim_at_once_share_alike(database: Database) -> None:
 
     with ThreadPoolExecutor(workers) as pool:
         assert Counter(pool.map(claimed_by, range(workers))) == {"a": 3, "b": 3, "c": 3}
-
-
-def test_a_claim_has_all_that_a_search_needs(database: Database) -> None:
-    job_id = submit(database, method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
-    _, claim = claimed(database)
-    assert (claim.job_id, claim.tenant, claim.attempt, claim.problem, claim.problem_version) == (
-        job_id,
-        A,
-        1,
-        PROBLEM,
-        1,
-    )
-    options = SolveOptions(method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
-    assert (claim.options, claim.spent_s) == (options, 0.0)
-    assert (claim.best, claim.best_version, claim.lower_bound_ms, claim.crashes) == (SLOW, 1, 1.0, 0)
-    job = row(database, job_id)
-    assert (job.state, job.worker, job.attempt, job.started_at is not None) == ("running", "w", 1, True)
 
 
 WRITES: dict[str, Callable[[Leases, Claim], object]] = {
@@ -295,21 +250,3 @@ def test_an_incumbent_is_better_than_the_last(database: Database, objective: str
     assert ask(found(FAST, 2.0)) == ask(found(SLOW)) == [slow, fast], "said again, or worse"
     assert row(database, job_id) == before
     assert (before.gap, before.lower_bound_ms) == (pytest.approx(1 - 2.0 / fast), 2.0)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [found(FAST, 1.0), found(SLOW, 1.0), Result("unknown"), Result("infeasible", reason="no memory")],
-    ids=["less of a bound", "a worse schedule", "nothing", "the opposite"],
-)
-@pytest.mark.parametrize("state", ["done", "failed", "infeasible", "cancelled"])
-def test_finish_never_makes_stored_results_worse(database: Database, told: Result, state: str) -> None:
-    job_id = submit(database)
-    leases, claim = claimed(database)
-    leases.append(claim, found(FAST, 2.0))
-    before = row(database, job_id)
-    assert leases.finish(claim, state, told, 1.0)  # type: ignore[arg-type]
-    job = row(database, job_id)
-    assert job.state == ("cancelled" if state == "cancelled" else "done")
-    assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("feasible", 2.0, before.gap, 2)
-    assert (job.worker, job.lease_until, job.ended_at is not None) == (None, None, True)

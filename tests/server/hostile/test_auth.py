@@ -115,6 +115,14 @@ def test_without_keys_pages_of_another_origin_are_refused(client: Local, origin:
     assert client.get("/v1/jobs", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}).status_code == 200
 
 
+def test_without_keys_a_preflight_request_is_refused(client: Local) -> None:
+    """A browser asks first before it sends JSON, or PUT, PATCH and DELETE, to another origin."""
+    wanted = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    reply = client.ask("OPTIONS", "/v1/jobs", wanted)
+    assert reply.status_code == 405
+    assert not any(name.startswith("access-control-") for name in reply.headers)
+
+
 def test_without_keys_other_machines_are_refused(client: Local) -> None:
     assert client.get("/v1/jobs", peer="10.0.0.9").status_code == 403
 

@@ -68,17 +68,6 @@ def answers(url: str) -> None:
     assert httpx.get(f"{url}/healthz", timeout=240, trust_env=False).json()["status"] == "ok"
 
 
-def test_two_hundred_incomplete_requests_do_not_block_others(server: tuple[str, Server], connect: Connect) -> None:
-    halves = [connect() for _ in range(200)]
-    for half, text in zip(halves, [*HALVES.values()] * 40, strict=False):
-        half.sendall(text)
-    for _ in range(20):
-        answers(server[0])
-    for half in halves:
-        half.close()
-    answers(server[0])
-
-
 @pytest.mark.parametrize("half", HALVES)
 def test_an_incomplete_request_times_out(
     server: tuple[str, Server], connect: Connect, half: str, monkeypatch: pytest.MonkeyPatch
