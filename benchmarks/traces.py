@@ -14,8 +14,8 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
 from optpipe.measured import straggler
-from optpipe.measured.convert import read_packed
 from optpipe.measured.estimate import FIELDS, Given, estimate
+from optpipe.measured.events import read_pieces
 from optpipe.measured.messages import gaps
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.problem import Problem
@@ -91,7 +91,7 @@ def _name(path: Path) -> str:
 def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[Row]:
     """Yields a row for each step of a timeline that has none yet."""
     name = _name(path)
-    recording = straggler.read(read_packed(path), str(path))
+    recording = straggler.read(read_pieces(path), str(path))
     steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
     for each in recording.ops:
         steps[each.step][each.replica].append(each)

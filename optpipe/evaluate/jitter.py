@@ -17,7 +17,7 @@ from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.graph import durations
 from optpipe.evaluate.objective import Objective
 from optpipe.evaluate.rows import Rows
-from optpipe.evaluate.timeline import dependency_levels
+from optpipe.evaluate.timeline import timed_samples
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import MARKS, TRANSFERS, Kind
 from optpipe.model.problem import Problem
@@ -115,17 +115,4 @@ class Noise:
     def times(self, schedule: Compiled) -> tuple[Floats, Floats]:
         """The start and the end of every op in ms, (n, samples) each. The schedule must be free of deadlocks."""
         rows, (waits, delay) = schedule.compiled.rows, schedule.compiled.waits
-        duration = self.durations_ms(rows)
-        start, end = np.zeros_like(duration), np.zeros((len(rows) + 1, self.samples))  # the last row is for NONE
-        delayed = [bool(column.any()) for column in delay.T]
-        for group in dependency_levels(waits, np.flatnonzero(~rows.second)):
-            begin = start[group]
-            for column in range(waits.shape[1]):
-                ended = end[waits[group, column]]
-                if delayed[column]:
-                    ended += delay[group, column, None]
-                np.maximum(begin, ended, out=begin)
-            start[group] = begin
-            end[group] = begin + duration[group]
-        start[rows.second], end[:-1][rows.second] = start[rows.first], end[rows.first]
-        return start, end[:-1]
+        return timed_samples(rows, waits, delay[:, :, None], self.durations_ms(rows))

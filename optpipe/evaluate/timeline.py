@@ -76,6 +76,27 @@ def timed(rows: Rows, needs: Needs, streams: Streams, duration_ms: Floats) -> Ti
     return Timeline(rows, start, end)
 
 
+def timed_samples(rows: Rows, waits: Ints, delay_ms: Floats, duration_ms: Floats) -> tuple[Floats, Floats]:
+    """The start and the end of every op in ms, (n, samples) each, where each sample has its own times.
+
+    `waits` as `waits_of` gives them, `delay_ms` (n, k, samples or 1) how long ago those must have ended, `duration_ms`
+    (n, samples). The schedule must be free of deadlocks.
+    """
+    start, end = np.zeros_like(duration_ms), np.zeros((len(rows) + 1, duration_ms.shape[1]))  # the last row is for NONE
+    delayed = delay_ms.max(axis=(0, 2)) > 0
+    for group in dependency_levels(waits, np.flatnonzero(~rows.second)):
+        begin = start[group]
+        for column in range(waits.shape[1]):
+            ended = end[waits[group, column]]
+            if delayed[column]:
+                ended += delay_ms[group, column]
+            np.maximum(begin, ended, out=begin)
+        start[group] = begin
+        end[group] = begin + duration_ms[group]
+    start[rows.second], end[:-1][rows.second] = start[rows.first], end[rows.first]
+    return start, end[:-1]
+
+
 def places_by_end(timeline: Timeline, waits: Ints) -> Ints:
     """(n,) each row's place in one order of all ops: by their ends, and at one moment behind what they wait for. The
     second op of a pair comes after its first. `waits` as `waits_of` gives them."""

@@ -3,20 +3,18 @@ texts."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured import csv_file, megatron_timers, primus, straggler, torch_trace
 from optpipe.measured.estimate import Given, Measurements, estimate, estimate_sums
-from optpipe.measured.recording import SHAPES
-from optpipe.model.problem import read_file, read_text
+from optpipe.measured.events import Events, Progress, read_pieces
+from optpipe.measured.recording import SHAPES, Recording
 
-GZIP = b"\x1f\x8b"  # what every file packed by gzip begins with
 MEASURED = ("torch-trace", "primus", "straggler", "megatron-timers", "csv")
 
 
@@ -86,8 +84,59 @@ def problem_from(
     run = Run(microbatches, devices, chunks, shape)
     files = [Path(path) for each in paths for path in ([each] if isinstance(each, (str, Path)) else each)]
     _require(form, len(files), given, run)
-    files = list(_files(form, files))
-    return problem_of(form, [(str(path), read_packed(path)) for path in files], given, run)
+    return _problem(form, [(str(path), read_pieces(path)) for path in _files(form, files)], given, run)
+
+
+def recording_from(
+    paths: Sequence[str | Path], form: str | None, run: Run, progress: Progress | None = None
+) -> tuple[str, Recording]:
+    """The form of these files, and all that ran by them; arguments as of `problem_from`.
+
+    Parameters
+    ----------
+    form
+        None: as the files' names and their first events tell.
+    progress
+        Told how many bytes of the files were read since the last time.
+
+    Raises
+    ------
+    InputError
+        If no form is like the files, or as `problem_from` does.
+    """
+    files = [Path(path) for path in paths]
+    form = form or (form_of(files[0]) if files else "")
+    _require(form, len(files), Given(), run)
+    return form, recording_of(form, [(str(path), read_pieces(path, progress)) for path in _files(form, files)], run)
+
+
+def form_of(path: Path) -> str:
+    """The form of a file, or of those in a folder. Raises InputError if it is like none."""
+    if path.is_dir():
+        inside = sorted(each for each in path.iterdir() if each.is_file())
+        if any(each.name.startswith("pp_rank_") for each in inside):
+            return "primus"
+        traces = [each for each in inside if each.name.endswith((".json", ".json.gz"))]
+        if not traces:
+            raise InputError(f"{path}: no traces in this folder: files named .json or .json.gz are expected")
+        return form_of(traces[0])
+    if path.name == "config.json" or path.name.startswith("pp_rank_"):
+        return "primus"
+    if path.name.lower().endswith((".csv", ".csv.gz")):
+        return "csv"
+    pieces = read_pieces(path)
+    first = next(pieces, "")
+    if first.lstrip()[:1] not in ("{", "["):
+        return "megatron-timers"
+    for event in Events(chain([first], pieces), str(path)):
+        if event.get("name") in straggler.KINDS:
+            return "straggler"
+        if torch_trace.is_torchs(event):
+            return "torch-trace"
+    raise InputError(
+        f"{path}: like no form that is known: a timeline of StragglerAnalysis or a trace of torch.profiler is "
+        "expected; say which by --form"
+    )
 
 
 class Run(NamedTuple):
@@ -102,22 +151,38 @@ class Run(NamedTuple):
 def problem_of(form: str, files: Sequence[tuple[str, str]], given: Given, run: Run) -> Measurements:
     """The same for texts with the names of their files; of `primus`, all files of the folder."""
     _require(form, 1 if form == "primus" else len(files), given, run)
-    name, text = files[0] if files else ("", "")
+    return _problem(form, [(name, [text]) for name, text in files], given, run)
+
+
+def recording_of(form: str, files: Sequence[tuple[str, Iterable[str]]], run: Run) -> Recording:
+    """All that ran by these files, each a name and the pieces of its text."""
+    if form == "torch-trace":
+        return torch_trace.read(files)
+    if form == "primus":
+        return primus.read({name: "".join(pieces) for name, pieces in files}, run.shape)
+    ((name, pieces),) = files
+    if form == "straggler":
+        return straggler.read(pieces, name)
+    if form == "csv":
+        return csv_file.read("".join(pieces), name)
+    return megatron_timers.record("".join(pieces), name, *_of_megatron(run))
+
+
+def _problem(form: str, files: Sequence[tuple[str, Iterable[str]]], given: Given, run: Run) -> Measurements:
     if form != "megatron-timers":
-        read = {
-            "torch-trace": lambda: torch_trace.read(files),
-            "primus": lambda: primus.read(dict(files), run.shape),
-            "straggler": lambda: straggler.read(text, name),
-            "csv": lambda: csv_file.read(text, name),
-        }
-        return estimate(read[form](), given)
-    if run.microbatches is None:
-        raise InputError("microbatches is missing: Megatron's log does not say how many a step has")
-    times, where = megatron_timers.read(text, name, run.microbatches, run.devices, run.chunks, run.shape or SHAPES[0])
-    measurements = estimate_sums(times, where, run.microbatches, given)
+        return estimate(recording_of(form, files, run), given)
+    ((name, pieces),) = files
+    times, where = megatron_timers.read("".join(pieces), name, *_of_megatron(run))
+    measurements = estimate_sums(times, where, run.microbatches or 0, given)
     if run.shape is None and run.chunks > 1:
         return replace(measurements, unknown=("how chunks lie: looped; give --shape", *measurements.unknown))
     return measurements
+
+
+def _of_megatron(run: Run) -> tuple[int, int | None, int, str]:
+    if run.microbatches is None:
+        raise InputError("microbatches is missing: Megatron's log does not say how many a step has")
+    return run.microbatches, run.devices, run.chunks, run.shape or SHAPES[0]
 
 
 def _require(form: str, files: int, given: Given, run: Run) -> None:
@@ -153,14 +218,3 @@ def _files(form: str, paths: Sequence[Path]) -> Iterator[Path]:
         if path.is_dir() and not traces:
             raise InputError(f"{path}: no traces in this folder: files named .json or .json.gz are expected")
         yield from traces or [path]
-
-
-def read_packed(path: Path) -> str:
-    """The text of a file, which may be packed by gzip, whatever its name is."""
-    content = read_file(path)
-    if not content.startswith(GZIP):
-        return read_text(path)
-    try:
-        return gzip.decompress(content).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: no text packed by gzip: {error}") from None

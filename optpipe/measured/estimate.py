@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.measured.messages import clocks_ahead, gaps, impossible
+from optpipe.measured.messages import gaps, impossible, spans_ms
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import Step, TrainingSteps, find_training_steps, listed
 from optpipe.model.ops import Kind, Op
@@ -287,7 +287,7 @@ def _unused_times(
         )
     if given.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
         said.append("the share of W that was given: B and W were measured apart")
-    if overlapping := _overlapping_ops(training.steps[-1]):
+    if overlapping := overlapping_ops(training.steps[-1]):
         said.append(
             "that ops ran beside each other, such as {} and {}: each counts with its whole time, one after the "
             "other".format(*overlapping)
@@ -295,7 +295,7 @@ def _unused_times(
     return said
 
 
-def _overlapping_ops(step: Step) -> tuple[Op, Op] | None:
+def overlapping_ops(step: Step) -> tuple[Op, Op] | None:
     """Two ops of a device one of which began before the other was half over."""
     last: dict[int, MeasuredOp] = {}
     for each in sorted(step, key=lambda each: each.start_ms or 0.0):
@@ -325,7 +325,7 @@ def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, 
         return None, [why.format("not all starts were measured")]
     if reason := impossible(training.steps):
         return None, [why.format(reason)]
-    orders = [_programs(step, len(problem.devices)) for step in training.steps]
+    orders = [programs_of(step, len(problem.devices)) for step in training.steps]
     schedule = Schedule(problem, tuple(map(Program.from_items, orders[-1])), method="measured")
     try:
         complaints = schedule.compiled.complaints
@@ -337,7 +337,8 @@ def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, 
     return schedule, [f"the order of {others} of {len(orders)} steps: the last one ran in another"] if others else []
 
 
-def _programs(step: Step, devices: int) -> list[list[Op]]:
+def programs_of(step: Step, devices: int) -> list[list[Op]]:
+    """By device, its ops in the order in which they began."""
     ops: list[list[Op]] = [[] for _ in range(devices)]
     for each in sorted(step, key=lambda each: (each.start_ms or 0.0, each.end_ms)):
         ops[each.device].append(each.op)
@@ -345,16 +346,9 @@ def _programs(step: Step, devices: int) -> list[list[Op]]:
 
 
 def _step_ms(training: TrainingSteps) -> float | None:
-    """From the first start to the last end of a step over all devices, by the clock of stage 0's device."""
-    ahead = clocks_ahead(training.steps, training.where)
-    if any(each.start_ms is None or each.device not in ahead for each in training.ops):
-        return None
-    spans = [
-        max(each.end_ms - ahead[each.device] for each in step)
-        - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
-        for step in training.steps
-    ]
-    return median(spans)
+    """How long a step took, the median of all steps."""
+    spans = spans_ms(training.steps, training.where)
+    return median(spans) if spans else None
 
 
 def _unknown(

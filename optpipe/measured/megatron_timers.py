@@ -14,13 +14,17 @@ import re
 
 from optpipe.errors import InputError
 from optpipe.measured.estimate import MeasuredTimes
-from optpipe.measured.recording import require_sizes, stage_of
-from optpipe.model.ops import Kind
+from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.model.ops import Kind, Op
 
 TIMERS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
+PIPELINE = "forward-backward"
 _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may have a million characters
     r"(?<![\w.-])(?P<name>[a-z][\w.-]*+):\s*$|rank\s+(?P<rank>\d{1,9}):\s+(?P<ms>\d+(?:\.\d+)?)\s*$"
 )
+
+
+Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms of all ops of a kind
 
 
 def read(
@@ -31,19 +35,57 @@ def read(
 
     Raises InputError if the log has no such times, or they cannot be divided.
     """
+    totals = _totals(_by_timer(text), path, microbatches, devices, chunks)
+    where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
+    share = microbatches * chunks
+    of_devices = [
+        {kind: MeasuredTimes.from_samples([ms / share for ms in by_device[d]]) for kind, by_device in totals.items()}
+        for d in range(len(totals[Kind.F]))
+    ]
+    return [of_devices[d] for d in where], where
+
+
+def record(
+    text: str, path: str, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
+) -> Recording:
+    """The ops of each iteration, each with its share of the time in the log, and how long the pipeline took."""
     by_timer = _by_timer(text)
+    totals = _totals(by_timer, path, microbatches, devices, chunks)
+    where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
+    ops = [
+        MeasuredOp(Op(kind, s, j), d, step, ms / (microbatches * chunks), rank=d)
+        for kind, by_device in totals.items()
+        for s, d in enumerate(where)
+        for step, ms in enumerate(by_device[d])
+        for j in range(microbatches)
+    ]
+    whole = zip(*by_timer.get(PIPELINE, {}).values(), strict=False)
+    told = "how times differ among the micro-batches of an iteration: the log has sums only"
+    return Recording(ops, (told,), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
+
+
+def _devices_of_stages(devices: int, chunks: int, shape: str) -> list[int]:
+    where = [0] * (devices * chunks)
+    for device in range(devices):
+        for chunk in range(chunks):
+            where[stage_of(device, chunk, devices, shape)] = device
+    return where
+
+
+def _totals(
+    by_timer: dict[str, dict[int, list[float]]], path: str, microbatches: int, devices: int | None, chunks: int
+) -> Totals:
     for name in TIMERS:
         if name not in by_timer:
             raise InputError(
                 f"{path}: no times of {name} by rank: run Megatron with --timing-log-level 2 --timing-log-option all"
             )
-    ranks = 1 + max(rank for times in by_timer.values() for rank in times)
+    ranks = 1 + max(rank for name in TIMERS for rank in by_timer[name])
     devices = devices or ranks
     require_sizes(devices * chunks, devices, microbatches)
     if ranks % devices:
         raise InputError(f"devices = {devices}: the log has {ranks} ranks, which that many devices do not divide")
-    times: list[dict[Kind, MeasuredTimes]] = [{} for _ in range(devices * chunks)]
-    where = [0] * (devices * chunks)
+    totals: Totals = {kind: [] for kind in TIMERS.values()}
     for name, kind in TIMERS.items():
         for device in range(devices):
             ranks_of_device = range(device * ranks // devices, (device + 1) * ranks // devices)
@@ -51,11 +93,8 @@ def read(
             if missing is not None:
                 raise InputError(f"{path}: no time of {name} on rank {missing}")
             steps = zip(*(by_timer[name][rank] for rank in ranks_of_device), strict=False)
-            each = MeasuredTimes.from_samples([max(totals) / (microbatches * chunks) for totals in steps])
-            for chunk in range(chunks):
-                stage = stage_of(device, chunk, devices, shape)
-                times[stage][kind], where[stage] = each, device
-    return times, where
+            totals[kind].append([max(ms) for ms in steps])
+    return totals
 
 
 def _by_timer(text: str) -> dict[str, dict[int, list[float]]]:
@@ -67,6 +106,6 @@ def _by_timer(text: str) -> dict[str, dict[int, list[float]]]:
             continue
         if match["name"]:
             name = match["name"]
-        elif name in TIMERS:
+        elif name in TIMERS or name == PIPELINE:
             times.setdefault(name, {}).setdefault(int(match["rank"]), []).append(float(match["ms"]))
     return times

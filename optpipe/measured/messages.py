@@ -94,3 +94,16 @@ def clocks_ahead(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) ->
         if where[s] in ahead and where[s + 1] not in ahead:
             ahead[where[s + 1]] = ahead[where[s]] + median(differences)
     return ahead
+
+
+def spans_ms(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) -> list[float] | None:
+    """Of each step, from the first start to the last end over all devices, by the clock of stage 0's device; None where
+    starts or clocks are not known."""
+    ahead = clocks_ahead(steps, where)
+    if any(each.start_ms is None or each.device not in ahead for step in steps for each in step):
+        return None
+    return [
+        max(each.end_ms - ahead[each.device] for each in step)
+        - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
+        for step in steps
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from optpipe.errors import InputError
@@ -60,12 +60,15 @@ class Recording(NamedTuple):
         Whether the times are those of the host, though ops run on a device.
     steps_differ
         Whether a problem is made of one step, with each micro-batch's own times, though none was asked for.
+    spans_ms
+        By step, how long its pipeline took, where that was measured apart from the ops.
     """
 
     ops: Sequence[MeasuredOp]
     unused: tuple[str, ...] = ()
     on_host: bool = False
     steps_differ: bool = False
+    spans_ms: Mapping[int, float] = {}
 
 
 def stage_of(device: int, chunk: int, devices: int, shape: str) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.measured.events import Events
 from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
 from optpipe.model.ops import Kind, Op
-from optpipe.model.problem import parse_json
 
 KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 MOST = 10**9  # no step, rank or micro-batch has a larger number
@@ -35,7 +35,7 @@ class ChunkOp(NamedTuple):
     """An op of a rank's chunk, whose stage depends on how many ranks there are."""
 
     kind: Kind
-    rank: Rank
+    thread: tuple[str, str]  # and its process before it
     step: int
     chunk: int
     microbatch: int
@@ -43,29 +43,41 @@ class ChunkOp(NamedTuple):
     ms: float
 
 
-def read(text: str, path: str) -> Recording:
-    """All ops of all steps and replicas; of tensor parallel ranks those of the first one.
+def read(pieces: Iterable[str], path: str) -> Recording:
+    """All ops of all steps and replicas, of a text in pieces; of tensor parallel ranks those of the first one.
 
     Raises InputError that names the event, its field, and what would be right.
     """
-    events = parse_json(text, path)
-    if isinstance(events, dict):
-        events = events.get("traceEvents")
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+    events = Events(pieces, path)
+    names, others = list[Mapping[str, Any]](), Counter[str]()
+    read_ops = list[tuple[str, ChunkOp]]()  # with the place of the event
+    for n, event in enumerate(events):
+        if event.get("ph") == "X" and event.get("name") in KINDS:
+            read_ops.append((f"event {n}", _chunk_op(event, f"{path}: event {n}")))
+        elif event.get("ph") == "X":
+            others[str(event.get("name"))] += 1
+        elif event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name"):
+            names.append(event)
+    if not events.listed or events.others:
         raise InputError(f"{path}: no timeline: a list of events, or an object with traceEvents, is expected")
-    ranks = _ranks(events, path)
-    ops = [
-        _chunk_op(event, ranks, f"{path}: event {n}")
-        for n, event in enumerate(events)
-        if event.get("ph") == "X" and event.get("name") in KINDS
-    ]
-    if not ops:
+    ranks = _ranks(names, path)
+    for place, op in read_ops:
+        if op.thread not in ranks:
+            process, thread = op.thread
+            name = "PP rank 0, TP rank 0, compute"
+            raise InputError(
+                f"{path}: {place}: thread {thread:.40} of process {process:.40} has no name such as {name!r}"
+            )
+    if not read_ops:
         raise InputError(f"{path}: no op: events of the name forward-compute and backward-compute are expected")
-    first = min(op.rank.tensor for op in ops)
-    unused = list(_unused(events))
-    if others := sum(op.rank.tensor != first for op in ops):
-        unused.append(f"{others} ops of other tensor parallel ranks than {first}: all compute the same ops")
-    return Recording(_on_stages([op for op in ops if op.rank.tensor == first]), tuple(unused), steps_differ=True)
+    ops = [(ranks[op.thread], op) for _, op in read_ops]
+    first = min(rank.tensor for rank, _ in ops)
+    unused = list(_unused(others))
+    if doubled := sum(rank.tensor != first for rank, _ in ops):
+        unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
+    return Recording(
+        _on_stages([(rank, op) for rank, op in ops if rank.tensor == first]), tuple(unused), steps_differ=True
+    )
 
 
 def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> dict[tuple[Any, Any], Rank]:
@@ -91,11 +103,8 @@ def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> dict[tuple[Any, An
     return {(process, thread): Rank(replicas[process], *rank) for (process, thread), rank in threads.items()}
 
 
-def _chunk_op(event: Mapping[str, Any], ranks: Mapping[tuple[Any, Any], Rank], what: str) -> ChunkOp:
+def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
     thread = str(event.get("pid")), str(event.get("tid"))
-    if thread not in ranks:
-        name = "PP rank 0, TP rank 0, compute"
-        raise InputError(f"{what}: thread {thread[1]:.40} of process {thread[0]:.40} has no name such as {name!r}")
     args = event.get("args")
     if not isinstance(args, dict):
         raise InputError(f"{what}: args is missing: step and mb_id are expected in it")
@@ -104,7 +113,7 @@ def _chunk_op(event: Mapping[str, Any], ranks: Mapping[tuple[Any, Any], Rank], w
         raise InputError(f"{what}: dur = {us:g}: no less than 0 is expected")
     chunk = _count(args, "model_chunk", what) if "model_chunk" in args else 0
     step, microbatch = _count(args, "step", what), _count(args, "mb_id", what)
-    return ChunkOp(KINDS[event["name"]], ranks[thread], step, chunk, microbatch, start_us / 1e3, us / 1e3)
+    return ChunkOp(KINDS[event["name"]], thread, step, chunk, microbatch, start_us / 1e3, us / 1e3)
 
 
 def _count(args: Mapping[str, Any], name: str, what: str) -> int:
@@ -121,28 +130,27 @@ def _time(event: Mapping[str, Any], name: str, what: str) -> float:
     return float(value)
 
 
-def _on_stages(ops: Sequence[ChunkOp]) -> list[MeasuredOp]:
+def _on_stages(ops: Sequence[tuple[Rank, ChunkOp]]) -> list[MeasuredOp]:
     """The ops on their stages: chunks lie looped, as Megatron's do."""
-    devices, chunks = 1 + max(op.rank.pipeline for op in ops), 1 + max(op.chunk for op in ops)
-    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
+    devices, chunks = 1 + max(rank.pipeline for rank, _ in ops), 1 + max(op.chunk for _, op in ops)
+    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for _, op in ops))
     return [
         MeasuredOp(
-            Op(op.kind, stage_of(op.rank.pipeline, op.chunk, devices, "looped"), op.microbatch),
-            device=op.rank.pipeline,
+            Op(op.kind, stage_of(rank.pipeline, op.chunk, devices, "looped"), op.microbatch),
+            device=rank.pipeline,
             step=op.step,
             ms=op.ms,
             start_ms=op.start_ms,
-            rank=op.rank.pipeline,
-            replica=op.rank.replica,
+            rank=rank.pipeline,
+            replica=rank.replica,
         )
-        for op in ops
+        for rank, op in ops
     ]
 
 
-def _unused(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unused(others: Counter[str]) -> Iterator[str]:
     """Yields a sentence on what else was measured."""
-    others = Counter(str(event.get("name")) for event in events if event.get("ph") == "X")
-    counted = [f"{count} {name:.40}" for name, count in sorted(others.items()) if name not in KINDS]
+    counted = [f"{count} {name:.40}" for name, count in sorted(others.items())]
     if counted:
         more = f" and {len(counted) - 20} others" if len(counted) > 20 else ""
         yield f"what is no op: {', '.join(counted[:20])}{more}"

@@ -7,17 +7,17 @@ _PipelineScheduleRuntime`), `ScheduleGPipe` opens `Forward 3` and `Backward 3`, 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.measured.events import Events
 from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import BACKWARDS, divided_by_step, match_steps, number_steps
-from optpipe.measured.torch_ranges import Ranges, RanOp, find_ranges
+from optpipe.measured.torch_ranges import DEVICE, HOST, Ranges, RanOp, find_ranges
 from optpipe.model.ops import Kind
 
 NO_RANGE = (
@@ -25,6 +25,8 @@ NO_RANGE = (
     "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B opens no ranges: call optpipe_runtime.name_ranges(stage) "
     "before the profile"
 )
+CATEGORIES = (DEVICE, HOST, "cpu_op")  # of the events that are used
+FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 _PIPELINE_GROUP = re.compile(r"(?:^|[^a-z])pp(?:$|[^a-z])")
 
 
@@ -37,8 +39,9 @@ class Process(NamedTuple):
     content: dict[str, Any]  # of its file
 
 
-def read(files: Sequence[tuple[str, str]]) -> Recording:
-    """All ops of these ranks, whose files have a name and a text. The device of a rank is its place among them.
+def read(files: Sequence[tuple[str, Iterable[str]]]) -> Recording:
+    """All ops of these ranks, whose files have a name and a text in pieces. The device of a rank is its place
+    among them.
 
     Raises InputError that names the file, and what is wrong with it.
     """
@@ -57,14 +60,23 @@ def read(files: Sequence[tuple[str, str]]) -> Recording:
     return Recording(ops, (*told, *_other_ranks(processes)), any(process.ranges.on_host for process in processes))
 
 
-def _load(text: str, path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-        if isinstance(content["traceEvents"], list):
-            return dict(content)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        pass
-    raise InputError(f"{path}: no trace of torch.profiler: JSON with traceEvents is expected")
+def is_torchs(event: Mapping[str, Any]) -> bool:
+    """Whether torch.profiler has written an event."""
+    return event.get("cat") in CATEGORIES
+
+
+def _load(pieces: Iterable[str], path: str) -> dict[str, Any]:
+    """The fields of the trace, with the events that are used of it."""
+    events = Events(pieces, path)
+    used = [{field: event[field] for field in FIELDS if field in event} for event in events if _is_used(event)]
+    if not events.listed:
+        raise InputError(f"{path}: no trace of torch.profiler: JSON with traceEvents is expected")
+    return {**events.rest, "traceEvents": used}
+
+
+def _is_used(event: Mapping[str, Any]) -> bool:
+    span = event.get("ph") == "X" and "dur" in event
+    return span and (is_torchs(event) or str(event.get("name")).startswith("PP:"))
 
 
 def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Process]:

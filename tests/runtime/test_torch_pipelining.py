@@ -106,7 +106,7 @@ def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Pa
     assert [sorted(times) for times in found.stages] == [
         sorted({op.kind for op in program.ops()}) for program in case.schedule.programs
     ]
-    ops = torch_trace.read([(str(path), path.read_text()) for path in paths]).ops
+    ops = torch_trace.read([(str(path), [path.read_text()]) for path in paths]).ops
     at = {(each.step, each.op): each for each in ops}
     assert {step for step, _ in at} == {0, 1}
     for (step, op), each in at.items():

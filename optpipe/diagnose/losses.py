@@ -1,0 +1,180 @@
+"""Where the time of a step goes: replays in which one thing after the other is made ideal. Each loss is the difference
+of two replays, so together with the work they are exactly the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.diagnose.runs import Runs
+from optpipe.diagnose.slow import SlowDevice, find_slow_devices
+from optpipe.model.arrays import Floats, Ints
+from optpipe.model.ops import BACKWARD, Kind
+
+CAUSE = 0.03  # of the step: what costs less is no cause
+UNEVEN = 0.05  # how much more than the mean a stage must take to be named
+
+
+class Loss(NamedTuple):
+    """A part of each step.
+
+    Attributes
+    ----------
+    name
+        One of `NAMES`.
+    ms
+        (N,) of each step; below 0 where the step would have been longer.
+    avoidable
+        Whether something of it could be spared: all but the work, and what no schedule can avoid.
+    """
+
+    name: str
+    ms: Floats
+    avoidable: bool = True
+
+    @property
+    def mean_ms(self) -> float:
+        """The mean over the steps; those of all parts are together the mean step."""
+        return float(np.mean(self.ms))
+
+
+# In this order things are made ideal; what they are is said as the end of a sentence.
+NAMES = {
+    "unexplained": "what a replay does not explain",
+    "slow-device": "a device that is slower than others with the same work",
+    "replicas": "replicas whose micro-batches are more work than those of others",
+    "micro-batches": "micro-batches of a replica that differ",
+    "stages": "stages that are uneven",
+    "scatter": "op times that scatter",
+    "messages": "messages, and what passes between ops",
+    "order": "the order of ops",
+    "bubble": "what no schedule of even stages can avoid",
+    "work": "work",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The parts of each step, (N,).
+
+    Attributes
+    ----------
+    steps, measured_ms, replayed_ms
+        (N,) the numbers of the steps, how long they took, and how long they take in a replay. Where clocks do not tell
+        how long they took, that is the replay.
+    parts
+        What they consist of.
+    slow_devices
+        The slow ones, the slowest first.
+    uneven_stages
+        The stages that take longer than the mean, with how many times as long, the longest first.
+    healthy_ms
+        (T,) the times of the ops without slow devices.
+    """
+
+    steps: Ints
+    measured_ms: Floats
+    replayed_ms: Floats
+    parts: tuple[Loss, ...]
+    slow_devices: tuple[SlowDevice, ...]
+    uneven_stages: tuple[tuple[int, float], ...]
+    healthy_ms: Floats
+
+    @property
+    def causes(self) -> list[Loss]:
+        """The avoidable parts that are a cause, the largest first."""
+        step_ms = float(np.mean(self.measured_ms))
+        large = [part for part in self.parts if part.avoidable and part.mean_ms > CAUSE * step_ms]
+        return sorted(large, key=lambda part: -part.mean_ms)
+
+    @property
+    def replay_error(self) -> float:
+        """The mean error of a step, as a share of it."""
+        return float(np.abs(self.replayed_ms / self.measured_ms - 1).mean())
+
+
+def explain(runs: Runs) -> Losses:
+    """Replay each step, then without one cause after the other."""
+    replayed = runs.longest(runs.replay()[0])
+    measured = runs.longest(runs.measured_ms)
+    measured = np.where(np.isfinite(measured), measured, replayed)
+    slow, left = find_slow_devices(runs)
+    step, healthy = runs.step[runs.run], runs.ms * left
+    kind_in_step = _key(step, runs.kind)
+    even = {"slow-device": healthy}
+    even["replicas"] = _even(healthy, runs.run, step)
+    even["micro-batches"] = _even(even["replicas"], _key(runs.run, runs.microbatch), runs.run)
+    even["stages"] = _even(even["micro-batches"], _key(kind_in_step, runs.stage), kind_in_step)
+    even["scatter"] = _even(even["stages"], np.arange(len(step)), kind_in_step)
+    lengths = [measured, replayed, *(runs.longest(runs.replay(ms)[0]) for ms in even.values())]
+    ideal = even["scatter"]
+    lengths.append(runs.longest(runs.replay(ideal, with_messages=False)[0]))
+    work = runs.longest(_busy_ms(runs, ideal).mean(axis=1))
+    lengths += [np.minimum(runs.longest(floor_ms(runs, ideal)), lengths[-1]), work]
+    parts = [
+        Loss(name, before - after, name not in ("unexplained", "bubble"))
+        for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
+    ]
+    stages = tuple(_uneven(runs, even["micro-batches"]))
+    return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), stages, healthy)
+
+
+def floor_ms(runs: Runs, ms: Floats) -> Floats:
+    """(K,) what no order of these ops falls below, messages left out: on some device, what must run before its first
+    op, its ops, and what must run after its last backward."""
+    stages, microbatches = len(runs.where), 1 + int(runs.microbatch.max())
+    cost = np.full((2, len(runs.step), stages, microbatches), np.inf)
+    for way, kinds in enumerate(((Kind.F,), (Kind.B, Kind.BW))):
+        chosen = np.isin(runs.kind, [int(kind) for kind in kinds])
+        cost[way, runs.run[chosen], runs.stage[chosen], runs.microbatch[chosen]] = runs.ms[chosen] * 0 + ms[chosen]
+    forward, backward = (np.cumsum(np.where(np.isfinite(each), each, 0.0), axis=1) for each in cost)
+    there = np.isfinite(cost[0]).any(axis=1)[:, None, :]  # micro-batches that a run has
+    before = np.where(there, np.concatenate([0 * forward[:, :1], forward[:, :-1]], axis=1), np.inf).min(axis=2)
+    after = np.where(there, np.concatenate([0 * backward[:, :1], backward[:, :-1]], axis=1), np.inf).min(axis=2)
+    floors = []
+    on_chain = np.isin(runs.kind, [int(Kind.F), *map(int, BACKWARD)])
+    for d in range(runs.devices):
+        own = [s for s, device in enumerate(runs.where) if device == d]
+        all_ms, chain_ms = (
+            np.bincount(runs.run, ms * ((runs.device == d) & chosen), len(runs.step)) for chosen in (True, on_chain)
+        )
+        head = before[:, own].min(axis=1)
+        floors.append(head + np.maximum(all_ms, chain_ms + after[:, own].min(axis=1)))
+    floor: Floats = np.max(floors, axis=0)
+    return floor
+
+
+def _even(ms: Floats, one: Ints, among: Ints) -> Floats:
+    """The times with each group `one` of them taking the mean of all such groups in `among`."""
+    _, one = np.unique(one, return_inverse=True)
+    _, among = np.unique(among, return_inverse=True)
+    of_group = np.zeros(one.max() + 1, np.int64)
+    of_group[one] = among
+    totals = np.bincount(one, ms)
+    means = np.bincount(of_group, totals) / np.bincount(of_group)
+    evened: Floats = np.where(totals[one] > 0, ms * (means[of_group] / np.where(totals > 0, totals, 1.0))[one], 0.0)
+    return evened
+
+
+def _key(major: Ints, minor: Ints) -> Ints:
+    """A number for each pair."""
+    key: Ints = major * (int(minor.max()) + 1) + minor
+    return key
+
+
+def _busy_ms(runs: Runs, ms: Floats) -> Floats:
+    """(K, D) how long each device computes."""
+    busy = np.zeros((len(runs.step), runs.devices))
+    np.add.at(busy, (runs.run, runs.device), ms)
+    return busy
+
+
+def _uneven(runs: Runs, ms: Floats) -> list[tuple[int, float]]:
+    """Stages that take longer than the mean stage, by how many times, the longest first."""
+    totals = np.zeros((len(runs.step), len(runs.where)))
+    np.add.at(totals, (runs.run, runs.stage), ms)
+    times = np.median(totals / totals.mean(axis=1, keepdims=True), axis=0)
+    long = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
+    return [(s, factor) for s, factor in long if factor > 1 + UNEVEN]
