@@ -144,6 +144,11 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
     print_table(table)
     for (source, target), spread in measured.links.items():
         echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
+    for rank, place in enumerate(measured.places):
+        if place is not None:
+            echo(f"rank {rank}: {place}")
+    for line in measured.apart():
+        echo(line)
     if output is not None:
         echo(f"problem file: {output}")
 
@@ -157,4 +162,6 @@ def _content(measured: Measured) -> dict[str, Any]:
         "problem": measured.problem.to_dict(),
         "stages": [{name: asdict(spread) for name, spread in times.items()} for times in measured.stages],
         "links": [{"from": a, "to": b, **asdict(spread)} for (a, b), spread in measured.links.items()],
+        "places": [place and place._asdict() for place in measured.places],
+        "host_links": list(measured.host_links),
     }

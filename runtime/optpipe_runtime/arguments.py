@@ -25,7 +25,10 @@ def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:
     for s, owner in enumerate(placement):
         if not isinstance(owner, int) or not 0 <= owner < ranks:
             raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
-    for name, entries in {"peers": options.peers, "links": options.links}.items():
+    if isinstance(options.links, str) and options.links != "auto":
+        raise InputError(f'links = {options.links!r}: must be "auto", or the link of each of {ranks} ranks')
+    links = None if options.links == "auto" else options.links
+    for name, entries in {"peers": options.peers, "links": links}.items():
         if entries is not None and len(entries) != ranks:
             raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):

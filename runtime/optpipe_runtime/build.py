@@ -23,6 +23,7 @@ from optpipe_runtime.execute.means import GradientMeans
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
+from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.shared_link import channel_tokens, require_queues
@@ -50,6 +51,9 @@ def build(options: Options) -> Rank:
     layout, own_device, replicas = cpu_group.on_each_rank(lambda: _check(options, team))
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
     layout = replace(layout, full_duplex=both_ways(options.full_duplex, device))
+    places = cpu_group.gather_by_peer(pci.place(device))
+    if options.links == "auto":
+        layout = replace(layout, links=pci.shared_links(places))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     cpu_group.on_each_rank(lambda: require_no_cuda_graphs(options.stages, device))
     require_equal(
@@ -93,7 +97,7 @@ def _check(options: Options, team: Team) -> _Checked:
         routes=options.routes,
         microbatch_routes=options.microbatch_routes,
         peers=options.peers,
-        links=options.links,
+        links=None if options.links == "auto" else options.links,
         full_duplex=bool(options.full_duplex),
     )
     if not callable(options.loss_fn) and not layout.last.isdisjoint(options.stages):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class Options:
     routes: Sequence[Sequence[int]] | None = None
     microbatch_routes: Sequence[int] | None = None
     peers: Sequence[int | None] | None = None
-    links: Sequence[str | None] | None = None
+    links: Sequence[str | None] | Literal["auto"] | None = None
     host_optimizers: Mapping[int, Factory] | None = None
     clip_host_updates: bool = False
     whole_gradients: int | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Pipeline:
         For each rank, the rank to which it may evict activations, or None.
     links
         For each rank, the name of the host link that it shares with others, or None. Ranks use a shared link in the
-        schedule's order.
+        schedule's order. "auto": as the system tells, of GPUs below one PCIe switch.
     host_optimizers
         For stages of any rank, a function that makes an optimizer on the host, which updates them inside the step
         (docs/training.md).
@@ -115,7 +115,7 @@ class Pipeline:
         routes: Sequence[Sequence[int]] | None = None,
         microbatch_routes: Sequence[int] | None = None,
         peers: Sequence[int | None] | None = None,
-        links: Sequence[str | None] | None = None,
+        links: Sequence[str | None] | Literal["auto"] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
         clip_host_updates: bool = False,
         whole_gradients: int | None = None,

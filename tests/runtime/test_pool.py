@@ -23,7 +23,7 @@ from support.strategies import schedules
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.sizes import bytes_text, told_apart
-from optpipe_runtime.memory import host_memory, host_pool
+from optpipe_runtime.memory import host_memory, host_pool, pci
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
 from optpipe_runtime.memory.link import Link
@@ -161,9 +161,9 @@ def test_memory_is_locked_near_the_gpu_if_the_system_tells(
     node: str | None, text: str, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"sys/devices/system/node/node1/cpulist": text} | ({} if node is None else {GPU: node})
-    monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
+    monkeypatch.setattr(pci, "ROOT", written(tmp_path, files))
     driver, before = Driver(monkeypatch), os.sched_getaffinity(0)
-    assert host_memory.cpus_near("0000:3b:00.0") == cpus
+    assert pci.cpus_near("0000:3b:00.0") == cpus
     HostPool(CUDA).reserve(1)
     assert driver.cpus == (cpus & before or before)
     assert os.sched_getaffinity(0) == before, "of the thread that locks only"

@@ -39,6 +39,7 @@ from optpipe_runtime.measure.copies import try_evictions, try_transfers
 from optpipe_runtime.measure.links import Handover, LinkTimes, message_times
 from optpipe_runtime.measure.rounds import routes, together
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial, Trials
+from optpipe_runtime.memory import pci
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.runner import StageRunner
@@ -61,11 +62,30 @@ class Measured:
         For each stage, the spread of each of its times, by name.
     links
         The spread of a message's time from one rank to another.
+    places
+        Where the GPU of each rank is (of its first inner peer); None where the system does not tell.
+    host_links
+        For each rank the host link that it shares with others, as the system tells; empty if none does.
     """
 
     problem: Problem
     stages: tuple[Mapping[str, Spread], ...]
     links: Mapping[tuple[int, int], Spread]
+    places: tuple[pci.Place | None, ...]
+    host_links: tuple[str | None, ...]
+
+    def apart(self) -> list[str]:
+        """A sentence for each host link that ranks share, but not in the problem."""
+        lines = []
+        for name in dict.fromkeys(filter(None, self.host_links)):
+            ranks = [rank for rank, link in enumerate(self.host_links) if link == name]
+            links = {self.problem.devices[rank].link for rank in ranks}
+            if len(links) > 1 or None in links:
+                lines.append(
+                    f"ranks {', '.join(map(str, ranks))} share a host link, but not in the problem: with "
+                    'links = "auto" their transfers take turns'
+                )
+        return lines
 
 
 Sizes = dict[nn.Parameter, int]  # bytes of gradients
@@ -90,7 +110,8 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
     budget_bytes = budget(rank, gradients) if given_budget is None else given_budget
     figures = _figures(rank, trials, budget_bytes, links, handover, updates)
     by_peer = rank.cpu_group.gather_by_peer(figures)
-    return _measured(rank, [_slowest(peers) for peers in zip(*by_peer, strict=True)])
+    host_links = pci.shared_links([[figures.place for figures in by_rank] for by_rank in by_peer])
+    return _measured(rank, [_slowest(peers) for peers in zip(*by_peer, strict=True)], host_links)
 
 
 def _trials(rank: Rank, batch: Batch, parts: int, clock: Clock) -> Trials:
@@ -109,6 +130,7 @@ class Figures(NamedTuple):
     """What one rank has found."""
 
     device: dict[str, Any]  # fields of the problem's device
+    place: pci.Place | None
     costs: Mapping[int, dict[str, Any]]  # fields of each stage
     times: Mapping[int, Mapping[str, Spread]]  # of each stage, by field
     links: LinkTimes
@@ -133,10 +155,10 @@ def _figures(
         "peer": rank.layout.peer(rank.number),
         "link": rank.layout.link(rank.number),
     }
-    return Figures(device, costs, times, links)
+    return Figures(device, pci.place(rank.device), costs, times, links)
 
 
-def _measured(rank: Rank, by_rank: Sequence[Figures]) -> Measured:
+def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | None, ...]) -> Measured:
     layout = rank.layout
     messages = {pair: spread for figures in by_rank for pair, spread in figures.links.items()}
     costs = [by_rank[owner].costs[s] for s, owner in enumerate(layout.placement)]
@@ -158,6 +180,8 @@ def _measured(rank: Rank, by_rank: Sequence[Figures]) -> Measured:
             for fields, spreads in zip(costs, times, strict=True)
         ),
         links=messages,
+        places=tuple(figures.place for figures in by_rank),
+        host_links=host_links,
     )
 
 
@@ -172,6 +196,7 @@ def _slowest(peers: Sequence[Figures]) -> Figures:
             name: _pick(min, (peer.device for peer in peers), name) if name in LEAST else value
             for name, value in first.device.items()
         },
+        place=first.place,
         costs={
             s: {
                 name: _pick(min if name in LEAST else max, (peer.costs[s] for peer in peers), name)

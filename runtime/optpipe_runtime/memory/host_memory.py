@@ -18,6 +18,7 @@ from torch import Tensor
 
 from optpipe.errors import OptPipeError
 from optpipe.sizes import bytes_text, told_apart
+from optpipe_runtime.memory import pci
 
 ROOT = Path("/")
 ALL_CONTEXTS = 1  # cudaHostRegisterPortable
@@ -86,7 +87,7 @@ def require_free(nbytes: int) -> None:
 
 def _locked(nbytes: int, device: torch.device) -> HostMemory:
     torch.cuda.set_device(device)  # else this thread would start CUDA on the first device, too
-    stay_near(_address(device))
+    stay_near(pci.address(device))
     memory = HostMemory(-1, nbytes)
     memory.lock(device)
     return memory
@@ -96,28 +97,9 @@ def stay_near(address: str) -> None:
     """Keeps this thread on the CPUs of the NUMA node of a PCI device, so that pages that it touches first are there:
     CUDA touches them in the thread that locks them. Does nothing where the system does not tell the node, or does not
     let this thread run there."""
-    if cpus := cpus_near(address) & os.sched_getaffinity(0):
+    if cpus := pci.cpus_near(address) & os.sched_getaffinity(0):
         with suppress(OSError):
             os.sched_setaffinity(0, cpus)
-
-
-def cpus_near(address: str) -> set[int]:
-    """The CPUs of the NUMA node of a PCI device, by its address, such as 0000:3b:00.0. Empty if the system does not
-    tell."""
-    try:
-        node = int((ROOT / "sys/bus/pci/devices" / address / "numa_node").read_text())  # -1: unknown
-        ranges = (ROOT / f"sys/devices/system/node/node{node}/cpulist").read_text().split(",")
-        bounds = [[int(bound) for bound in text.split("-")] for text in ranges if text.strip()]
-    except (OSError, ValueError):
-        return set()
-    return {cpu for first, *last in bounds for cpu in range(first, (last or [first])[0] + 1)}
-
-
-def _address(device: torch.device) -> str:
-    """The PCI address of a GPU; empty if this torch does not tell."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
-    return "" if domain is None else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def free_bytes() -> int | None:

@@ -11,6 +11,7 @@ import torch
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
+from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.engines import CopyEngine, Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
@@ -119,3 +120,16 @@ def meet(members: Sequence[int]) -> bool:
     if team.number in members:
         group.meet(cpu)
     return team.number in members
+
+
+def profile_on_one_port(links: Any) -> tuple[list[str | None], list[str]]:
+    """Profiles two ranks as if their GPUs were below one PCIe switch: the links of the problem, and what is told."""
+    rank = torch.distributed.get_rank()
+    gpu = pci.Place("machine", f"0000:0{rank}:00.0", "0000:00:01.0", 0)
+    with (
+        mock.patch.object(pci, "place", return_value=gpu),
+        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2, links=links) as pipe,
+    ):
+        problem = pipe.profile(*batch(0, 2), activation_budget_bytes=2**30, repeats=1)
+        assert pipe.measured
+        return [device.link for device in problem.devices], pipe.measured.apart()
