@@ -30,6 +30,7 @@ BENCHMARKS = {
     "steps": Benchmark("steps", "how soon each step has a schedule and each replica its micro-batches, and how good"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
+    "table3": Benchmark("papers.table3", "PipeOffload's Table 3: two GPUs on one PCIe switch"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),

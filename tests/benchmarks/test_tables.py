@@ -57,6 +57,11 @@ def test_the_page_has_rows_of_the_table_of_costs(bench):
     assert {*shown("costs.md", "| source")[1:]} <= {*bench("costs").out.splitlines()}
 
 
+def test_the_page_has_the_table_of_two_gpus_on_a_switch(bench):
+    head, _, *rows = bench("table3").out.splitlines()
+    assert shown("papers.md", "| schedule | 5 %") == [head, *rows]
+
+
 def test_the_readme_has_every_benchmark_and_each_can_be_loaded():
     shown = re.findall(r"^\| `([\w-]+)`", (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(shown) == sorted(BENCHMARKS)
