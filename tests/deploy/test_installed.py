@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.deployment import DOCKERFILE, ROOT
+from support.deployment import DOCKERFILE, ROOT, build_commands
 
 from optpipe import Problem, ScheduleFile, __version__, check
 
@@ -86,16 +86,14 @@ def test_the_image_s_packages_are_enough(tmp_path: Path) -> None:
                         whole, tmp_path / "source" / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
                     )
                 else:
-                    (tmp_path / "source").mkdir(exist_ok=True)
+                    (tmp_path / "source" / source).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(whole, tmp_path / "source" / source)
     environment = tmp_path / "opt"
-    create, install = [
-        [word.replace("/opt/optpipe", str(environment)) for word in words[1:]]
-        for words in DOCKERFILE
-        if words[0] == "RUN"
-    ]
-    subprocess.run([sys.executable, *create[1:]], check=True)
-    subprocess.run([word for word in install if word != "--no-cache-dir"], cwd=tmp_path / "source", check=True)
+    for command in build_commands():
+        words = [word.replace("/opt/optpipe", str(environment)) for word in command if word != "--no-cache-dir"]
+        subprocess.run(
+            [sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=tmp_path / "source", check=True
+        )
     subprocess.run([environment / "bin" / "python", "-I", "-c", IMAGE_WORKS], cwd="/", check=True)
     solve = [environment / "bin" / "optpipe", "solve", PROBLEM, "--time-limit", "2", "--no-cache"]
     solved = subprocess.run(solve, cwd=tmp_path, check=True, text=True, capture_output=True)

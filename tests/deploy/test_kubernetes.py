@@ -1,7 +1,12 @@
-"""Rules for deploy/kubernetes: the same commands as in docker-compose.yml, and nothing that runs as root."""
+"""Rules for deploy/kubernetes: valid by the schemas of Kubernetes, the same commands as in docker-compose.yml, and
+nothing that runs as root."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +14,7 @@ import yaml
 from support.deployment import OURS, ROOT, SERVICES
 
 FOLDER = ROOT / "deploy" / "kubernetes"
+VALIDATOR = "kubernetes-validate==1.37.0"  # with the schemas: 72 MB, so it is no requirement of ours
 
 
 def pod(name: str) -> dict[str, Any]:
@@ -24,6 +30,32 @@ def pod(name: str) -> dict[str, Any]:
 def test_kustomize_takes_every_file() -> None:
     listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
     assert sorted(listed) == sorted(path.name for path in FOLDER.iterdir() if path.name != "kustomization.yaml")
+
+
+def test_the_schemas_of_kubernetes_take_every_object(tmp_path: Path) -> None:
+    """As files, and as kustomize builds them where kubectl is there. A field that does not exist is refused."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "tools"], check=True)
+    programs = tmp_path / "tools" / "bin"
+    subprocess.run([programs / "pip", "install", "--quiet", VALIDATOR], check=True)
+    files = [FOLDER / f"{name}.yaml" for name in OURS]
+    if shutil.which("kubectl"):
+        built = tmp_path / "built.yaml"
+        built.write_bytes(subprocess.run(["kubectl", "kustomize", FOLDER], capture_output=True, check=True).stdout)
+        files.append(built)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(files[0].read_text().replace("readOnlyRootFilesystem", "readOnlyFilesystem"))
+
+    def validated(*paths: Path) -> tuple[int, str]:
+        command = [programs / "kubernetes-validate", "--strict", *paths]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    status, told = validated(*files)
+    assert status == 0, told
+    assert told.count(" passed ") == 3 * (len(files) - 1)  # two Deployments and a Service
+    status, told = validated(wrong)
+    assert status != 0
+    assert "readOnlyFilesystem" in told
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -36,6 +37,12 @@ def instructions(name: str) -> list[list[str]]:
     """The words of each instruction of that name in the Dockerfile's last stage."""
     last = max(index for index, words in enumerate(DOCKERFILE) if words[0] == "FROM")
     return [words[1:] for words in DOCKERFILE[last:] if words[0] == name]
+
+
+def build_commands() -> list[list[str]]:
+    """The words of each RUN, with the values that arguments of the build have by default."""
+    defaults = dict(words[1].split("=", 1) for words in DOCKERFILE if words[0] == "ARG")
+    return [[Template(word).substitute(defaults) for word in words[1:]] for words in DOCKERFILE if words[0] == "RUN"]
 
 
 def image_environment() -> dict[str, str]:
@@ -76,6 +83,6 @@ def installed(name: str, extras: frozenset[str]) -> set[str]:
 
 def image_packages() -> set[str]:
     """All packages that the image has."""
-    [words] = [words for words in DOCKERFILE if words[0] == "RUN" and "install" in words]
+    [words] = [words for words in build_commands() if "install" in words]
     asked = Requirement(words[-1].replace(".[", "optpipe["))
     return installed(asked.name, frozenset(asked.extras))
