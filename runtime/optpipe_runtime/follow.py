@@ -30,6 +30,7 @@ from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.other_stages import OtherStages, layered
 from optpipe_runtime.pipeline import Pipeline
@@ -259,14 +260,3 @@ def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
     if schedule.problem is problem:
         return schedule.makespan_ms
     return Schedule(problem, schedule.programs, schedule.links).makespan_ms
-
-
-def one_at_a_time(problem: Problem) -> Schedule:
-    """The schedule that needs the least memory and no solver: each micro-batch forward and back before the next."""
-    programs: list[list[str]] = [[] for _ in problem.devices]
-    for j in range(problem.microbatches):
-        route = problem.route(j)
-        for kind, stages in (("F", route), ("BW", tuple(reversed(route)))):
-            for s in stages:
-                programs[problem.stages[s].device].append(f"{s}{kind}{j}")
-    return Schedule.parse(problem, programs, method="one at a time")

@@ -161,16 +161,19 @@ class Pipeline:
         trace: bool = False,
         kwargs: Mapping[Any, Any] | None = None,
         outputs: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> StepReport:
         """Runs one training step, forward and backward. The optimizer is the caller's. Collective.
 
-        If shapes, the modules' modes or what is trained have changed since the last step, the stages are learned again.
+        If the modules' modes or what is trained have changed since the last step, the stages are learned again; of
+        micro-batches of another shape only this shape, unless it follows from those that were learned.
 
         Parameters
         ----------
         inputs
             Where a route begins: the whole batch on this rank's device, a tensor or a tuple of tensors and other
-            values. Tensors are cut into micro-batches along the first dimension. Other ranks may leave it out.
+            values. Tensors are cut into micro-batches along the first dimension. Or `Microbatches`, which are cut
+            already and may differ in shape. Other ranks may leave it out.
         targets
             The same, where a route ends.
         trace
@@ -180,13 +183,18 @@ class Pipeline:
             inputs are.
         outputs
             Whether the report has what the modules return where a route ends.
+        weights
+            Where a route ends: how much the loss of each micro-batch counts, such as its number of tokens. Gradients
+            are then those of the weighted mean of the losses, over all micro-batches of all replicas; with
+            `scale_grads=False` those of their weighted sum. By default all count the same, and each replica, too. Give
+            weights on all replicas or on none.
 
         Returns
         -------
         StepReport
             Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
-        return self._step_runner.step(self._batch(inputs, targets, kwargs, trace, outputs))
+        return self._step_runner.step(self._batch(inputs, targets, kwargs, trace, outputs, weights))
 
     @collective
     def evaluate(
@@ -196,15 +204,25 @@ class Pipeline:
         trace: bool = False,
         kwargs: Mapping[Any, Any] | None = None,
         outputs: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> StepReport:
-        """Computes the losses of a batch by the forwards of the loaded schedule. Collective.
+        """Computes the losses of a batch by the forwards of the loaded schedule; with another number of micro-batches,
+        of all in order. Collective.
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs, trace, outputs))
+        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs, trace, outputs, weights))
 
-    def _batch(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None, *asked: bool) -> Batch:
-        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, *asked)
+    def _batch(
+        self,
+        inputs: Any,
+        targets: Any,
+        kwargs: Mapping[Any, Any] | None,
+        trace: bool = False,
+        outputs: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> Batch:
+        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, trace, outputs, weights)
 
     @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:

@@ -22,18 +22,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.arguments import require_bytes, require_equal
-from optpipe_runtime.execute.batch import Batch
+from optpipe_runtime.execute.batch import Batch, require_weights
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.handler import Feature, overridden
-from optpipe_runtime.execute.learner import Learner
+from optpipe_runtime.execute.learner import Given, Learner
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.lowering.plain import forwards_in_order
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.measure.profiler import Measured, profile, require_budget
+from optpipe_runtime.measure.profiler import Measured, by_microbatch, profile, require_budget
 from optpipe_runtime.ranks.cpu_group import Shared
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.ties import Tie
@@ -52,12 +53,19 @@ class Repeat(Enum):
     WITH_CORRECTED_PARAMETERS = "parameters were corrected, so that they are gathered again"
 
 
+class PlannedStep(NamedTuple):
+    """A step that all ranks have prepared: its plan, and what each has of its micro-batches."""
+
+    plan: Plan
+    given: Sequence[Given | InputError]
+
+
 class StepRunner:
     """Every method is collective."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._replicas, self._features = rank, rank.replicas, rank.features
-        self._learner, self.executor = Learner(rank), Executor(rank)
+        self._learner, self.executor = Learner(rank, self.gather_all), Executor(rank)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self._is_wrong = overridden(rank.features, Feature.is_wrong)
@@ -68,9 +76,13 @@ class StepRunner:
         rank.cpu_group.meet_peers()
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
+        self._planned: PlannedStep | None = None  # this step, if it is one
 
-    def step(self, batch: Batch) -> StepReport:
+    def step(self, batch: Batch, planned: PlannedStep | None = None) -> StepReport:
+        self._planned = planned
+        self.schedules.plan_of_step = planned and planned.plan
         self._rank.reductions.start_step()
+        self._weigh(batch)
         self._agree()
         if self._gathers_again:
             # `settle` has corrected here before the step. Another replica may do so only in it, by one more gathering;
@@ -80,17 +92,20 @@ class StepRunner:
         report = self._until_it_counts(batch)
         for tie in self.ties:
             tie.end_step()
-        self._last_ms, self._last_version = report.step_ms, self.schedules.running.version
+        self._last_ms = 0.0 if planned else report.step_ms  # the next step has another schedule
+        self._last_version = self.schedules.running.version
+        self._planned = self.schedules.plan_of_step = None
         fields = {name: value for feature in self._features for name, value in feature.report_fields().items()}
         return replace(report, version=self._last_version, **fields)
 
     def evaluate(self, batch: Batch) -> StepReport:
-        with self._replicas.gathering():
+        with self._learner.aside(), self._replicas.gathering():
             if not self._rank.cpu_group.minimum(self._learner.knows_batch(batch))[0]:
-                self.learn(batch)
-            plan = self.schedules.plan
+                self.executor.forget_sizes(self._learner.learn(batch, evaluating=True))
+            plan = self._plan_of_evaluation()
             with self._rank.team.local():
                 report = self.executor.run(plan, batch, evaluating=True)
+        self.executor.forget_sizes(learned=False)
         return replace(report, version=self.schedules.running.version)
 
     def settle(self) -> None:
@@ -116,10 +131,27 @@ class StepRunner:
             if not rank.cpu_group.minimum(self._learner.knows(batch))[0]:
                 self.learn(batch)
             rank.cpu_group.on_each_rank(require_arguments)
-            with rank.team.local():
-                measured = profile(rank, batch, activation_budget_bytes, parts, repeats)
+            measured = self._measure(batch, activation_budget_bytes, parts, repeats)
         self.schedules.problem = measured.problem
         return measured
+
+    def _measure(self, batch: Batch, *arguments: Any) -> Measured:
+        """Profiles micro-batches that are cut already once for each form, one after the other."""
+        rank = self._rank
+        if not self._learner.varies:
+            with rank.team.local():
+                return profile(rank, batch, *arguments)
+        forms, m = rank.forms, rank.layout.microbatches
+        if len(rank.layout.routes) > 1:
+            raise InputError("profile was given Microbatches: with several routes give whole batches of equal ones")
+        profiles = []
+        with self._learner.aside():
+            for form in range(max(forms) + 1):
+                one = batch.only(forms.index(form), m)
+                self._learner.learn(one)
+                with rank.team.local():
+                    profiles.append(profile(rank, one, *arguments))
+        return by_microbatch(profiles, forms)
 
     def close(self) -> None:
         """Ends the threads of the pipeline."""
@@ -138,13 +170,14 @@ class StepRunner:
 
     def learn(self, batch: Batch) -> None:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
-        if self._learner.done and self.schedules.problem is not None:
+        varied, known = self._learner.varies, self._learner.done
+        learned = self._learn(batch)
+        if known and learned and self.schedules.problem is not None and not (varied or self._learner.varies):
             log.warning(
                 "the batch or the stages differ from the profiled ones: the time and memory that the "
                 "schedule needs are not known"
             )
-        self._learn(batch)
-        if self.schedules.running.plan is not None:
+        if self.schedules.running.plan is not None and self._planned is None:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)
 
@@ -154,10 +187,10 @@ class StepRunner:
             feature.synchronize()
         self._replicas.gather_all()
 
-    def _learn(self, batch: Batch) -> None:
-        self.gather_all()
-        self._learner.learn(batch)
-        self.executor.forget_sizes()
+    def _learn(self, batch: Batch) -> bool:
+        learned = self._learner.learn(batch)
+        self.executor.forget_sizes(learned)
+        return learned
 
     def _learn_first(self, batch: Batch) -> None:
         """If nothing was learned yet, or for another number of micro-batches."""
@@ -180,10 +213,19 @@ class StepRunner:
 
     def _agree(self) -> None:
         """Before the first vote: what features agree on if the schedule cannot change in this step."""
-        running = self.schedules.running
-        is_sure = self._learner.done and not self.schedules.swap_due
+        on_trial = self.schedules.running.on_trial and self._planned is None
+        is_sure = self._planned is not None or (self._learner.done and not self.schedules.swap_due)
         for feature in self._features:
-            feature.agree_on_step(running.plan if is_sure else None, running.on_trial)
+            feature.agree_on_step(self.schedules.current if is_sure else None, on_trial)
+
+    def _weigh(self, batch: Batch) -> None:
+        """Tells the stages where routes end how much each loss counts. Collective over their replicas."""
+        for s in self._rank.layout.last & self._rank.stages.keys():
+            stage = self._rank.stages[s]
+            stage.loss_factors = None
+            if batch.weights is not None:
+                require_weights(batch.weights, batch.count or self._rank.microbatches)
+                stage.loss_factors = self._rank.means.factors(s, batch.weights)
 
     def _until_it_counts(self, batch: Batch) -> StepReport:
         while True:
@@ -196,12 +238,17 @@ class StepRunner:
 
     def _attempt(self, batch: Batch) -> StepReport | Repeat:
         """One life of the step."""
+        if self._planned is not None and not self._learner.knows(batch):
+            self.executor.forget_sizes(self._learner.take(self._planned.given, batch))
         attempt = self._vote(batch)
         attempt.met = self._must_meet()
         if attempt.met and self._meet(attempt.all_know, batch):
             return Repeat.WITH_CORRECTED_PARAMETERS
+        self._require_count()
         running = self.schedules.running
-        attempt.is_trial = running.on_trial and self._can_undo and self._can_stop and not self._is_fixed
+        attempt.is_trial = (
+            running.on_trial and self._planned is None and self._can_undo and self._can_stop and not self._is_fixed
+        )
         outcome = self._run(attempt, batch)
         if attempt.is_doomed:
             self._undo(outcome)
@@ -214,7 +261,8 @@ class StepRunner:
             self._swap_back(outcome.complaint)
             return Repeat.AS_IT_IS
         self._correct()  # drops what was kept of an update that was right
-        running.end_step()
+        if self._planned is None:
+            running.end_step()
         assert outcome.report is not None
         return outcome.report
 
@@ -233,7 +281,9 @@ class StepRunner:
         """Whether all ranks read the votes before the step."""
         # By an update that was not the right one, a module may fail on one of the inner peers only.
         could_stop_one = not self._can_stop and any(feature.may_correct for feature in self._features)
-        ready = self._learner.done and self.schedules.running.plan is not None
+        if self._planned is not None:
+            return not self._can_undo or could_stop_one
+        ready = self._learner.done and self.schedules.running.plan is not None and not self._learner.varies
         return not ready or not self._can_undo or could_stop_one or self.schedules.swap_due
 
     def _meet(self, all_know: bool, batch: Batch) -> bool:
@@ -242,7 +292,7 @@ class StepRunner:
             return True
         if not all_know and self._learner.done:
             self.learn(batch)
-        if not self._is_fixed:
+        if not self._is_fixed and self._planned is None:
             self.schedules.swap_if_due(batch)
         self._learn_first(batch)
         return False
@@ -286,6 +336,22 @@ class StepRunner:
 
     def _accumulates(self) -> bool:
         return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.parameters())
+
+    def _plan_of_evaluation(self) -> Plan:
+        """The loaded one, or forwards in order if it is for another number of micro-batches."""
+        plan, layout = self.schedules.plan, self._rank.layout
+        if plan.problem.microbatches == layout.microbatches:
+            return plan
+        return forwards_in_order(self._rank.number, layout)
+
+    def _require_count(self) -> None:
+        """On all ranks alike: raises `InputError` if the step's schedule is for another number of micro-batches."""
+        m, scheduled = self._rank.layout.microbatches, self.schedules.plan.problem.microbatches
+        if m != scheduled:
+            raise InputError(
+                f"this step has {m} micro-batches, and the schedule is for {scheduled}: load one for {m}, or let "
+                "PlannedSteps make one for every step"
+            )
 
     def _swap_back(self, complaint: str) -> None:
         self.schedules.swap(*self.schedules.running.give_up(complaint))

@@ -2,13 +2,14 @@
 
 Values may be tensors, torch's `BlockMask`s, anything else, and tuples, lists and dicts of these. A tensor is cut along
 its first dimension, or as a chunk spec of torch.distributed.pipelining says; every micro-batch gets what is no tensor
-as it is.
+as it is. `Microbatches` are cut already, and may differ in shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from optpipe.errors import InputError
 from optpipe_runtime.stage.io import Kwargs, tensors_in
-from optpipe_runtime.torch_private.trees import tree_flatten, tree_unflatten
+from optpipe_runtime.torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 
 
 class _First:
@@ -37,6 +38,14 @@ class ChunkSpecs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Microbatches(list[Any]):
+    """A batch that is cut already: one entry for each micro-batch, of any shape.
+
+    It stands where `Pipeline.step` takes a batch: as inputs, as targets, or as the value of a named argument. An entry
+    is what the stage, or the loss, gets for this micro-batch: a tensor, or a tuple of tensors and other values.
+    """
+
+
 @dataclass(frozen=True)
 class Batch:
     """The whole batch of a step on one rank, and what its report is to have.
@@ -44,13 +53,17 @@ class Batch:
     Attributes
     ----------
     inputs, targets
-        A value, or a tuple or list of values, for the first stage and for the loss.
+        A value, or a tuple or list of values, for the first stage and for the loss; or `Microbatches` of them.
     kwargs
         Named arguments: for all stages of this rank, or by number of the stage.
     specs
         How inputs and kwargs are cut.
     trace, outputs
         Whether to report the time of every op, and what the last modules return.
+    weights
+        How much the loss of each micro-batch counts; None: all the same.
+    timed
+        Whether to report times, but no bytes.
     """
 
     inputs: Any = None
@@ -59,6 +72,45 @@ class Batch:
     specs: ChunkSpecs = field(default_factory=ChunkSpecs)
     trace: bool = False
     outputs: bool = False
+    weights: Sequence[float] | None = None
+    timed: bool = False
+
+    @property
+    def count(self) -> int | None:
+        """How many micro-batches there are, if this rank has any that are cut already. Raises `InputError` if inputs,
+        targets and named arguments have different numbers of them."""
+        named = [kwargs for kwargs in self.kwargs.values() if isinstance(kwargs, Mapping)]
+        values = {"inputs": self.inputs, "targets": self.targets}
+        for kwargs in (self.kwargs, *named):
+            values |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+        counts = {name: len(value) for name, value in values.items() if isinstance(value, Microbatches)}
+        for name, count in counts.items():
+            first = next(iter(counts))
+            if count != counts[first] or not count:
+                raise InputError(
+                    f"{name} has {count} micro-batches, {first} has {counts[first]}: all need the same number, "
+                    "at least 1"
+                )
+        return next(iter(counts.values()), None)
+
+    def only(self, j: int, microbatches: int) -> Batch:
+        """The batch of one of so many micro-batches."""
+
+        def one(name: str, value: Any) -> Microbatches:
+            return Microbatches(_chunks(value, microbatches, name, self.specs.kwargs.get(name, FIRST))[j : j + 1])
+
+        return replace(
+            self,
+            inputs=None if self.inputs is None else Microbatches(self.cut_inputs(microbatches)[j : j + 1]),
+            targets=None if self.targets is None else Microbatches(self.cut_targets(microbatches)[j : j + 1]),
+            kwargs={
+                key: {name: one(name, each) for name, each in value.items()}
+                if isinstance(key, int)
+                else one(key, value)
+                for key, value in self.kwargs.items()
+            },
+            weights=None,
+        )
 
     def cut_inputs(self, microbatches: int) -> list[tuple[Any, ...]]:
         return cut(self.inputs, microbatches, "inputs", self.specs.args)
@@ -81,12 +133,30 @@ class Batch:
         return dict(self.kwargs.get(stage, {}) if by_stage else self.kwargs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tensors_in((self.inputs, self.targets, dict(self.kwargs)))
+        return tensors_in(_plain((self.inputs, self.targets, dict(self.kwargs))))
+
+
+def _plain(value: Any) -> Any:
+    """The value with plain lists, into which torch looks, in place of `Microbatches`."""
+    return tree_map_only(Microbatches, list, value)
+
+
+def require_weights(weights: Sequence[float], microbatches: int) -> None:
+    """Raises `InputError` if these cannot be the weights of so many losses."""
+    if len(weights) != microbatches:
+        raise InputError(f"weights has {len(weights)} entries: there are {microbatches} micro-batches, one entry each")
+    for j, weight in enumerate(weights):
+        if not isfinite(weight) or weight < 0:
+            raise InputError(f"weights[{j}] = {weight!r}: must be a finite number, at least 0")
+    if not sum(weights) > 0:
+        raise InputError(f"weights = {list(weights)}: the loss of at least one micro-batch must count")
 
 
 def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None = None) -> list[tuple[Any, ...]]:
-    """Equal micro-batches, each a tuple with one entry for each value. Raises `InputError` if the batch has no tensor
-    or does not divide."""
+    """The micro-batches, each a tuple with one entry for each value. Raises `InputError` if the batch has no tensor or
+    does not divide."""
+    if isinstance(batch, Microbatches):
+        return [_values(entry, f"{name}[{j}]") for j, entry in enumerate(_counted(batch, microbatches, name))]
     values = batch if isinstance(batch, tuple | list) else (batch,)
     if not values:
         raise InputError(f"{name} is empty: this rank needs a tensor, or a tuple of tensors, of the whole batch")
@@ -102,8 +172,32 @@ def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None 
     )
 
 
+def _counted(batch: Microbatches, microbatches: int, name: str) -> Microbatches:
+    if len(batch) != microbatches:
+        raise InputError(f"{name} has {len(batch)} micro-batches: this step has {microbatches}")
+    return batch
+
+
+def _values(entry: Any, name: str) -> tuple[Any, ...]:
+    """One micro-batch that was cut already."""
+    values = tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+    tensors = tensors_in(values)
+    if not tensors:
+        raise InputError(f"{name} has no tensor: each micro-batch is a tensor, or a tuple of tensors and other values")
+    for tensor in tensors:
+        _require_no_gradient(tensor, name)
+    return values
+
+
+def _require_no_gradient(tensor: Tensor, name: str) -> None:
+    if tensor.requires_grad:
+        raise InputError(f"{name} requires a gradient, and a step computes those of parameters only: detach it")
+
+
 def _chunks(value: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
     """One value by micro-batch."""
+    if isinstance(value, Microbatches):
+        return list(_counted(value, microbatches, name))
     leaves, shape = tree_flatten(value, is_leaf=lambda found: isinstance(found, BlockMask))
     specs, _ = tree_flatten(spec)
     if len(specs) == 1:
@@ -115,8 +209,8 @@ def _chunks(value: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
 
 
 def _leaf_chunks(leaf: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
-    if isinstance(leaf, Tensor) and leaf.requires_grad:
-        raise InputError(f"{name} requires a gradient, and a step computes those of parameters only: detach it")
+    if isinstance(leaf, Tensor):
+        _require_no_gradient(leaf, name)
     dim: int | None = getattr(spec, "split_dim", None)
     if dim is None:  # None itself, or torch's own class for it
         return [leaf] * microbatches

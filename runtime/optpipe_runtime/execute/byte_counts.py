@@ -28,9 +28,10 @@ class ByteCounts:
     def are_wanted(self, plan: Plan, tracing: bool, evaluating: bool) -> bool:
         return not evaluating and (tracing or plan is not self._counted)
 
-    def forget(self) -> None:
-        """The sizes of what passes between the stages have changed."""
-        self._counted = None
+    def forget(self, learned: bool) -> None:
+        """The sizes of what passes between the stages have changed; some were `learned`."""
+        if learned:
+            self._counted = None
         self._certified.clear()
 
     def count(self, step: StepRecord, op: Op, handler: Handler, certified: int) -> None:

@@ -7,6 +7,7 @@ happens beside it is a feature's, by its hooks (`execute.handler`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -95,7 +96,8 @@ class Executor:
         assert self.idle, "a step leaves nothing behind"
         for stage in self._stages.values():
             stage.end_step()
-        return step.report(self._clock, begun, ended, self._bytes.end(step))
+        report = step.report(self._clock, begun, ended, self._bytes.end(step))
+        return report if batch.weights is None else replace(report, weights=tuple(batch.weights))
 
     def skip(self, plan: Plan) -> None:
         """Instead of `run`: lets the other ranks run theirs, of which nothing will count."""
@@ -103,9 +105,10 @@ class Executor:
         self._unfinished, self._failed = plan.actions, None
         self.abandon()
 
-    def forget_sizes(self) -> None:
-        """After the stages were learned again: counts the bytes of the next step, whatever runs."""
-        self._bytes.forget()
+    def forget_sizes(self, learned: bool) -> None:
+        """The next step's micro-batches have other shapes. Where some were `learned`, its bytes are counted, whatever
+        runs."""
+        self._bytes.forget(learned)
 
     def abandon(self) -> None:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
@@ -144,7 +147,7 @@ class Executor:
             evaluating=evaluating,
             tracing=batch.trace,
             counting=self._bytes.are_wanted(plan, batch.trace, evaluating),
-            mark=self._clock.mark if batch.trace else lambda: None,
+            mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
             counts=counts,
         )
 
@@ -211,13 +214,13 @@ class Executor:
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
         """Before the first F of a stage: waits until its parameters are whole, and tells the stage which tensors are no
-        activations: its parameters and the batch, for which micro-batch 0 stands."""
+        activations: its parameters and the batch."""
         step.begun.add(s)
         self._replicas.wait(s)
         layout = self._rank.layout
-        inputs = step.inputs[0] if s in layout.first else ()
-        targets = step.targets[0] if s in layout.last else ()
-        kwargs = step.kwargs[s][0] if step.kwargs else {}
+        inputs = step.inputs if s in layout.first else []
+        targets = step.targets if s in layout.last else []
+        kwargs = step.kwargs[s] if step.kwargs else []
         parts = step.plan.problem.stages[s].offload_parts
         self._stages[s].start_step(tensors_in((inputs, targets, kwargs)), parts)
 
@@ -251,7 +254,7 @@ class Executor:
         return io.outputs if op.kind == Kind.F else io.input_gradients
 
     def _io(self, stage: int, microbatch: int) -> StageIO:
-        return self._stages[stage].io[self._rank.layout.microbatch_routes[microbatch]]
+        return self._stages[stage].io[self._rank.forms[microbatch]]
 
 
 def _name(op: Op) -> str:

@@ -1,10 +1,13 @@
 """`Learner`: learns what passes between a pipeline's stages, by running each stage's forward, first to last on every
-route."""
+route, for each shape of micro-batch that does not follow from others."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,80 +16,233 @@ from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.shapes import Passing, Passings, Shape, extremes_first
 from optpipe_runtime.torch_private.trees import tree_leaves
+
+Modes = tuple[int, ...]  # by rank
+
+
+class Given(NamedTuple):
+    """What one rank has of a step's micro-batches.
+
+    Attributes
+    ----------
+    microbatches
+        How many are cut already; None if this rank cuts a whole batch, or has nothing of it.
+    shapes
+        Of each micro-batch, or one for all; empty if the rank has nothing of it.
+    autocast
+        The type of autocast, if it is on.
+    modes
+        The number of its modules' modes, and of what is trained.
+    """
+
+    microbatches: int | None
+    shapes: tuple[Shape, ...]
+    autocast: torch.dtype | None
+    modes: int
+
+    def of_microbatch(self, j: int) -> Shape | None:
+        return self.shapes[j if len(self.shapes) > 1 else 0] if self.shapes else None
 
 
 class Learner:
-    """Fills in the `io` of the rank and of its stages, and remembers for which batch and modules."""
+    """Fills in the `io` of the rank and of its stages for a step's micro-batches, and keeps what it has learned."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._learned: tuple[Any, Any] | None = None  # by `_signature`
+    def __init__(self, rank: Rank, gather_all: Callable[[], None]) -> None:
+        """`gather_all` makes the parameters of all stages whole; it is called before anything is learned."""
+        self._rank, self._gather_all = rank, gather_all
+        self._current: Sequence[Given] | None = None  # what all ranks had of the micro-batches that `io` is for
+        self._stage_modes: Modes | None = None  # for which the stages themselves were learned
+        self._passings: dict[tuple[Modes, int, Hashable], Passings] = defaultdict(Passings)  # also by route, and kind
+        self._mode_numbers: dict[Hashable, int] = {}
 
     @property
     def done(self) -> bool:
-        """Whether anything has been learned."""
-        return self._learned is not None
+        """Whether the rank's `io` is that of some micro-batches."""
+        return self._current is not None
 
     def forget(self) -> None:
-        """Makes the next step learn again."""
-        self._learned = None
+        """Makes the next step ask again what its micro-batches are."""
+        self._current = None
+
+    @property
+    def varies(self) -> bool:
+        """Whether the micro-batches that `io` is for were cut already, on any rank."""
+        return any(given.microbatches for given in self._current or ())
 
     def knows(self, batch: Batch) -> bool:
         """Whether the batch, the modules' modes and what is trained are on this rank as they were."""
-        return self._learned == self._signature(batch)
+        return self._current is not None and self._current[self._rank.cpu_group.rank] == self.describe(batch)
 
     def knows_batch(self, batch: Batch) -> bool:
         """Whether the batch is on this rank as it was."""
-        return self._learned is not None and self._learned[0] == self._signature(batch)[0]
+        return self._current is not None and self._current[self._rank.cpu_group.rank][:-1] == self.describe(batch)[:-1]
 
-    def learn(self, batch: Batch) -> None:
-        """Collective: learns the shapes of what passes between the stages, and which gradients come back. Each inner
-        peer learns its own; what decides about an op's collectives is agreed on."""
-        self._learned = None
-        layout = self._rank.layout
-        for r, route in enumerate(layout.routes):
-            learned: list[StageIO] = []
-            for s in route:
-                result: StageIO | InputError | None = None
-                if layout.placement[s] == self._rank.number:
-                    try:
-                        result = self._stage(r, s, learned[-1].outputs if learned else None, batch)
-                    except InputError as error:
-                        result = error  # for all ranks, so that none waits for ever
-                    except BaseException as error:
-                        error.add_note(f"rank {self._rank.team.name} was learning stage {s}, by its first forward")
-                        raise
-                stage = self._rank.stages.get(s)
-                answers = self._rank.cpu_group.gather_from_peers(
-                    (result, stage and stage.norms_wait), layout.placement[s]
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this context the rank's `io` may become that of other micro-batches. Afterwards it is as it was, without
+        learning anything again."""
+        before = self._current
+        yield
+        if before is not None and before is not self._current:
+            self.take(before)
+
+    def describe(self, batch: Batch) -> Given:
+        """What this rank has of the batch. Raises `InputError` if it is none."""
+        rank, count = self._rank, batch.count
+        m = count or rank.microbatches
+        columns: list[Sequence[Any]] = []
+        if rank.takes_inputs:
+            columns.append(batch.cut_inputs(m))
+        if rank.takes_targets:
+            columns.append(batch.cut_targets(m))
+        if batch.kwargs:
+            columns += [batch.cut_kwargs(s, m) for s in rank.stages]
+        kind = rank.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        shapes = tuple(_shape(row) for row in zip(*columns, strict=True)) if columns else ()
+        return Given(count, shapes if count else shapes[:1], autocast, self._modes())
+
+    def learn(self, batch: Batch, evaluating: bool = False) -> bool:
+        """Collective: makes the rank's `io` that of the batch's micro-batches, and learns the shapes that do not follow
+        from what is known. Returns whether it has learned any. Raises `InputError` on all ranks if a batch is none, or
+        the ranks do not agree on the number of micro-batches."""
+        self._current = None
+        try:
+            given: Given | InputError = self.describe(batch)
+        except InputError as error:
+            given = error
+        return self.take(self._rank.cpu_group.gather(given), batch, evaluating)
+
+    def take(self, answers: Sequence[Given | InputError], batch: Batch | None = None, evaluating: bool = False) -> bool:
+        """The same, where the ranks have told each other what they have. Collective if a shape must be learned, which
+        needs the batch."""
+        self._current = None
+        by_rank = []
+        for answer in answers:
+            if isinstance(answer, InputError):
+                raise answer
+            by_rank.append(answer)
+        rank = self._rank
+        counts = {n: given.microbatches for n, given in enumerate(by_rank) if given.microbatches}
+        for n, count in counts.items():
+            first = next(iter(counts))
+            if count != counts[first]:
+                raise InputError(
+                    f"rank {rank.cpu_group.name_of(first)} has {counts[first]} micro-batches and rank "
+                    f"{rank.cpu_group.name_of(n)} has {count}: all ranks must give those of one step"
                 )
-                for answer, _ in answers:
-                    if isinstance(answer, InputError):
-                        raise answer
-                if stage is not None:
-                    stage.norms_wait = all(norms_wait for _, norms_wait in answers)
-                learned.append(answers[self._rank.team.peer][0])
-            needed = learned[-1].needed
-            for s, io in zip(reversed(route), reversed(learned), strict=True):
-                io = replace(io, needed=needed)
-                self._rank.io[s, r] = io
-                if s in self._rank.stages:
-                    self._rank.stages[s].io[r] = io
-                needed = io.asked
-        self._learned = self._signature(batch)
+        m = next(iter(counts.values()), rank.microbatches)
+        rank.set_microbatches(m)
+        modes = tuple(given.modes for given in by_rank)
+        shapes = [_together(by_rank, j) for j in range(m)]
+        anew = self._stage_modes is None or not (evaluating or self._stage_modes == modes)
+        if anew:  # the stages themselves are learned with the first shape
+            for key in [key for key in self._passings if key[0] == modes]:
+                del self._passings[key]
+        # An evaluation, whose modes are others, may use what was learned for the training.
+        usable = [modes, self._stage_modes] if evaluating and self._stage_modes is not None else [modes]
+        missing = self._missing(shapes, usable)
+        if missing and batch is None:
+            return True
+        if missing and batch is not None:
+            self._learn(missing, usable, batch, anew)
+        if anew:
+            self._stage_modes = modes
+        self._fill_in(shapes, usable)
+        self._current = by_rank
+        return bool(missing)
 
-    def _stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, batch: Batch) -> StageIO:
-        m = self._rank.layout.microbatches
+    def _find(self, usable: Sequence[Modes], r: int, shape: Shape) -> Passing | None:
+        """What passes on a route, by what was learned for one of these modes."""
+        passings = (self._passings[modes, r, shape.kind].find(shape.sizes) for modes in usable)
+        return next((passing for passing in passings if passing is not None), None)
+
+    def _missing(self, shapes: Sequence[Shape], usable: Sequence[Modes]) -> list[tuple[int, Shape, int]]:
+        """What must perhaps be learned: route, shape and a micro-batch of it, the smallest and the largest first."""
+        missing = []
+        for r in range(len(self._rank.layout.routes)):
+            on_route = [j for j, taken in enumerate(self._rank.layout.microbatch_routes) if taken == r] or [0]
+            first = {shapes[j]: j for j in reversed(on_route) if self._find(usable, r, shapes[j]) is None}
+            missing += [(r, shape, first[shape]) for shape in extremes_first(list(first))]
+        return missing
+
+    def _learn(
+        self, missing: Sequence[tuple[int, Shape, int]], usable: Sequence[Modes], batch: Batch, anew: bool
+    ) -> None:
+        self._gather_all()
+        stages: set[int] = set()
+        for r, shape, j in missing:
+            if self._find(usable, r, shape) is None:  # not even by what was learned meanwhile
+                route = self._rank.layout.routes[r]
+                fresh = {s for s in route if anew and s not in stages}
+                stages |= fresh
+                self._passings[usable[0], r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
+
+    def _fill_in(self, shapes: Sequence[Shape], usable: Sequence[Modes]) -> None:
+        """The rank's `io` and `forms`."""
+        rank = self._rank
+        routes = rank.layout.routes
+        numbers = {shape: k for k, shape in enumerate(dict.fromkeys(shapes))}
+        rank.forms = tuple(
+            numbers[shape] * len(routes) + r for shape, r in zip(shapes, rank.layout.microbatch_routes, strict=True)
+        )
+        rank.io.clear()
+        for stage in rank.stages.values():
+            stage.io.clear()
+        for shape, k in numbers.items():
+            for r, route in enumerate(routes):
+                for s, io in zip(route, self._find(usable, r, shape) or (), strict=False):
+                    form = k * len(routes) + r
+                    rank.io[s, form] = io
+                    if s in rank.stages:
+                        rank.stages[s].io[form] = io
+
+    def _learn_route(self, r: int, j: int, batch: Batch, fresh: Set[int]) -> Passing:
+        """Collective: learns the shapes of what passes between the stages for micro-batch j, and which gradients come
+        back; of `fresh` stages all else, too. Each inner peer learns its own; what decides about an op's collectives is
+        agreed on."""
+        rank = self._rank
+        route = rank.layout.routes[r]
+        learned: list[StageIO] = []
+        for s in route:
+            result: StageIO | InputError | None = None
+            if rank.layout.placement[s] == rank.number:
+                try:
+                    result = self._stage(r, s, j, learned[-1].outputs if learned else None, batch, s in fresh)
+                except InputError as error:
+                    result = error  # for all ranks, so that none waits for ever
+                except BaseException as error:
+                    error.add_note(f"rank {rank.team.name} was learning stage {s}, by its first forward")
+                    raise
+            stage = rank.stages.get(s)
+            answers = rank.cpu_group.gather_from_peers((result, stage and stage.norms_wait), rank.layout.placement[s])
+            for answer, _ in answers:
+                if isinstance(answer, InputError):
+                    raise answer
+            if stage is not None:
+                stage.norms_wait = all(norms_wait for _, norms_wait in answers)
+            learned.append(answers[rank.team.peer][0])
+        needed = learned[-1].needed
+        passing: list[StageIO] = []
+        for io in reversed(learned):
+            passing.insert(0, replace(io, needed=needed))
+            needed = passing[0].asked
+        return tuple(passing)
+
+    def _stage(self, r: int, s: int, j: int, specs: tuple[Spec, ...] | None, batch: Batch, fresh: bool) -> StageIO:
+        rank = self._rank
+        m = rank.layout.microbatches
         if specs is None:
-            given = batch.cut_inputs(m)[0]
+            given = batch.cut_inputs(m)[j]
         else:
-            given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
-        ends = s == self._rank.layout.routes[r][-1]
-        target = batch.cut_targets(m)[0] if ends else None
-        stage = self._rank.stages[s]
-        io = learn(stage, given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[0])
-        if stage.outside.reached and (s in self._rank.replicas.reduced or stage.outside.has_replicas):
+            given = tuple(spec.zeros(rank.device).requires_grad_(spec.requires_grad) for spec in specs)
+        ends = s == rank.layout.routes[r][-1]
+        target = batch.cut_targets(m)[j] if ends else None
+        stage = rank.stages[s]
+        io = learn(stage, given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[j], anew=fresh)
+        if stage.outside.reached and (s in rank.replicas.reduced or stage.outside.has_replicas):
             raise InputError(
                 f"{stage.outside.reached[0]} is trained with stage {s} and not in its module, so its gradient would "
                 "not be the mean over the replicas: put it into the module, inside of DistributedDataParallel or "
@@ -94,21 +250,28 @@ class Learner:
             )
         return io
 
-    def _signature(self, batch: Batch) -> tuple[Any, Any]:
-        """Two keys: shapes and types of the batch, and autocast; the modes of modules and what is trained."""
-        rank, stages = self._rank, self._rank.stages.values()
-        values = [batch.inputs] * rank.takes_inputs + [batch.targets] * rank.takes_targets
-        named = [batch.kwargs_of(s) for s in rank.stages] if batch.kwargs else []
-        given = (
-            [
-                [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in tree_leaves(value)]
-                for value in (*values, *named)
-            ],
-            [sorted(kwargs) for kwargs in named],
+    def _modes(self) -> int:
+        """The modes of modules, and what is trained, as a number."""
+        stages = self._rank.stages.values()
+        modes = (
+            tuple(part.training for stage in stages for part in stage.modules()),
+            tuple(parameter.requires_grad for stage in stages for parameter in stage.parameters()),
         )
-        kind = rank.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (given, autocast), (
-            [part.training for stage in stages for part in stage.modules()],
-            [parameter.requires_grad for stage in stages for parameter in stage.parameters()],
-        )
+        return self._mode_numbers.setdefault(modes, len(self._mode_numbers))
+
+
+def _shape(values: Any) -> Shape:
+    """Of what one rank has of a micro-batch."""
+    leaves = tree_leaves(values)
+    kinds: list[Hashable] = [tuple(sorted(each)) for each in values if isinstance(each, Mapping)]
+    for leaf in leaves:
+        kinds.append((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf))  # type: ignore[arg-type]
+    sizes = tuple(size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
+    return Shape(tuple(kinds), sizes)
+
+
+def _together(by_rank: Sequence[Given], j: int) -> Shape:
+    """What all ranks have of micro-batch j."""
+    shapes = [given.of_microbatch(j) for given in by_rank]
+    kinds = tuple((shape and shape.kind, given.autocast) for shape, given in zip(shapes, by_rank, strict=True))
+    return Shape(kinds, tuple(size for shape in shapes if shape for size in shape.sizes))

@@ -9,7 +9,7 @@ they are: they are multiplied by the number before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class GradientMeans:
             with torch.no_grad():
                 for tensor in earlier.values():
                     local(tensor).mul_(self._divisor)
+
+    def factors(self, s: int, weights: Sequence[float]) -> list[float]:
+        """Collective over the replicas of a stage where routes end: by what the loss of each micro-batch is multiplied,
+        so that the gradients become those of the losses' mean over all replicas, weighted so; or of their weighted sum
+        here, without `scales`."""
+        if not self._scales:
+            return list(weights)
+        total, replicas = self._replicas.total(s, sum(weights))
+        return [weight * len(weights) * replicas / total for weight in weights]
 
     def complete(self, s: int) -> None:
         """After the last W of a stage: divides the sums to which no other stage adds."""

@@ -78,8 +78,8 @@ class Messages:
         for tensor, spec in zip(tensors, specs, strict=True):
             if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise InputError(
-                    f"{message} has shape {list(tensor.shape)} and type {tensor.dtype}: it was {list(spec.shape)} and "
-                    f"{spec.dtype} at the start, and must have the same shape in every micro-batch"
+                    f"{message} has shape {list(tensor.shape)} and type {tensor.dtype}, where {list(spec.shape)} and "
+                    f"{spec.dtype} were expected: what a stage returns must follow from the shapes of the micro-batch"
                 )
         if to == self._rank:
             self._here[message] = tensors
@@ -136,8 +136,11 @@ def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], Sta
     """The bytes that are set aside for messages, whatever the schedule: two to each other rank and two from it, the
     largest ones. `Plan.message_peak` is what a schedule needs."""
     largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
-    for r, s, after in layout.neighbours():
-        sender, receiver = layout.placement[s], layout.placement[after]
-        for pair, specs in (((sender, receiver), io[s, r].outputs), ((receiver, sender), io[s, r].output_gradients)):
+    for (stage, form), given in io.items():
+        after = layout.neighbour_after(stage, form % len(layout.routes))
+        if after is None:
+            continue
+        sender, receiver = layout.placement[stage], layout.placement[after]
+        for pair, specs in (((sender, receiver), given.outputs), ((receiver, sender), given.output_gradients)):
             largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
     return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.handler import Feature
@@ -35,13 +36,17 @@ class Rank:
     """Attributes
     ----------
     layout
-        It changes with a schedule for another number of micro-batches.
+        Its number of micro-batches is that of the step.
+    microbatches
+        Into how many a whole batch is cut. It changes with a schedule for another number.
     stages
         Those of this rank, by number.
     features
         What the rooms of `optpipe_runtime.features` add.
     io
-        What the stages of all ranks get and give, by stage and route; learned in the first step.
+        What the stages of all ranks get and give, by stage and form of micro-batch.
+    forms
+        The form of each micro-batch of the step: k * routes + r for one of shape k on route r.
     """
 
     team: Team
@@ -57,6 +62,28 @@ class Rank:
     link: Link
     features: Sequence[Feature] = ()
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
+    forms: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.microbatches = self.layout.microbatches
+
+    @property
+    def whole_layout(self) -> Layout:
+        """The layout of a step whose batch is cut here."""
+        if self.layout.microbatches == self.microbatches:
+            return self.layout
+        return replace(self.layout, microbatch_routes=(0,) * self.microbatches)
+
+    def set_microbatches(self, count: int) -> None:
+        """The next step has so many. Raises `InputError` if it is not clear which routes they take."""
+        if count == self.layout.microbatches:
+            return
+        if len(self.layout.routes) > 1:
+            raise InputError(
+                f"this step has {count} micro-batches: with several routes it must have {self.layout.microbatches}, "
+                "each on its own"
+            )
+        self.layout = replace(self.layout, microbatch_routes=(0,) * count)
 
     @property
     def number(self) -> int:
@@ -74,7 +101,7 @@ class Rank:
 
     def message_bytes(self, message: Message) -> int:
         """The bytes of a message between any two ranks. Its stages must have been learned."""
-        io = self.io[message.stage, self.layout.microbatch_routes[message.microbatch]]
+        io = self.io[message.stage, self.forms[message.microbatch]]
         return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
 
     def require(self, schedule: Schedule, layout: Layout) -> None:

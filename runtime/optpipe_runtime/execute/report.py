@@ -92,6 +92,8 @@ class StepReport:
     outputs
         If asked for, what the module at the end of the route returned, detached, by micro-batch; None where no route
         ends. They are no part of the activations that are counted.
+    weights
+        How much each of the losses counts, as the step was given them; None: all the same.
     grad_norm
         With `post_validate`, the norm of all gradients at the last optimizer step before this step: not finite if that
         was skipped. Else None.
@@ -111,11 +113,16 @@ class StepReport:
     version: int = 0
     grad_norm: float | None = None
     outputs: list[Any] | None = None
+    weights: tuple[float, ...] | None = None
 
     @property
     def loss(self) -> float | None:
-        """The mean over those micro-batches."""
-        return sum(self.losses) / len(self.losses) if self.losses else None
+        """The mean over those micro-batches, by `weights` if there are some."""
+        if not self.losses:
+            return None
+        if self.weights is None:
+            return sum(self.losses) / len(self.losses)
+        return sum(weight * loss for weight, loss in zip(self.weights, self.losses, strict=True)) / sum(self.weights)
 
 
 class OpRecord(NamedTuple):
@@ -188,14 +195,15 @@ class StepRecord:
             peak_activation_bytes=self.peak_bytes if self.counting or self.evaluating else None,
             gathered_peak_bytes=self.gathered_bytes,
             excess=self.excess,
-            trace=tuple(self._trace(clock, begun)) if self.tracing else (),
+            trace=tuple(self._trace(clock, begun)) if self.ops and self.ops[0].start is not None else (),
             outputs=[self.results[j] for j in sorted(self.results)] if self.results else None,
             **peaks,
         )
 
     def _trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
         held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
-        for (op, start, end, waited, copies), counted, allocated in zip(self.ops, held, self.allocated, strict=False):
+        allocations = self.allocated or repeat(None)
+        for (op, start, end, waited, copies), counted, allocated in zip(self.ops, held, allocations, strict=False):
             spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
             starts, ends = [clock.ms(begun, a) for a, _ in spans], [clock.ms(begun, b) for _, b in spans]
             late = waited is not None and clock.ms(*waited) > WAITED_MS

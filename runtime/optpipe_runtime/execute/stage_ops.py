@@ -37,11 +37,11 @@ class StageOps:
     def _forward(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         _, s, j, _ = op
         layout, stage, activation = self._rank.layout, self._stages[s], (s, j)
-        ends, route = layout.after(s, j) is None, layout.microbatch_routes[j]
+        ends, form = layout.after(s, j) is None, self._rank.forms[j]
         target = step.targets[j] if ends else ()
         kwargs = step.kwargs[s][j] if step.kwargs else {}
         if step.evaluating:
-            made = stage.evaluate(j, received, target, route, kwargs)
+            made = stage.evaluate(j, received, target, form, kwargs)
         else:
             plan = step.plan
             leaving = activation in plan.leaving
@@ -50,7 +50,7 @@ class StageOps:
                 received,
                 target,
                 recompute=activation in plan.recomputed,
-                route=route,
+                form=form,
                 backward=Kind.B if activation in plan.split else None if leaving else Kind.BW,
                 captured=step.counting or leaving,
                 kwargs=kwargs,

@@ -28,7 +28,7 @@ from torch import nn
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
+from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, Stage, StageCosts
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.handler import find_feature
@@ -46,7 +46,8 @@ from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
 
 # Of several measurements the least counts: what certainly leaves, and what each device has.
-LEAST = {"offload_bytes", "evict_bytes", "activation_budget_bytes", "host_memory_bytes"}
+DEVICE_LEAST = ("activation_budget_bytes", "host_memory_bytes")
+LEAST = {"offload_bytes", "evict_bytes", *DEVICE_LEAST}
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
 
@@ -86,6 +87,54 @@ class Measured:
                     'links = "auto" their transfers take turns'
                 )
         return lines
+
+
+def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measured:
+    """One profile of micro-batches that differ, from a profile of each form: figures are lists, where they differ.
+
+    What only some can do, the others do in no time and without any effect; a spread is the widest.
+    """
+    problems = [profiled.problem for profiled in profiles]
+    if len(problems) == 1 and len(forms) == problems[0].microbatches:
+        return profiles[0]
+    stages = []
+    for each in zip(*(problem.stages for problem in problems), strict=True):
+        figures: dict[str, Any] = {"device": each[0].device, "offload_parts": each[0].offload_parts}
+        for name in StageCosts.model_fields:
+            values = [_or_nothing(stage, name) for stage in each]
+            if name not in figures and any(getattr(stage, name) is not None for stage in each):
+                figures[name] = values[0] if len(set(values)) == 1 else tuple(values[form] for form in forms)
+        stages.append(figures)
+    messages = [problem.p2p_ms for problem in problems]
+    problem = problems[0].replace(
+        microbatches=len(forms),
+        stages=[Stage.model_validate(figures) for figures in stages],
+        p2p_ms=messages[0] if len(set(messages)) == 1 else tuple(messages[form] for form in forms),
+        devices=[
+            devices[0].model_copy(update={name: _pick(min, map(vars, devices), name) for name in DEVICE_LEAST})
+            for devices in zip(*(problem.devices for problem in problems), strict=True)
+        ],
+    )
+    return Measured(
+        problem,
+        tuple(
+            {name: max((spreads[name] for spreads in each if name in spreads), key=_iqr) for name in each[0]}
+            for each in zip(*(profiled.stages for profiled in profiles), strict=True)
+        ),
+        {pair: max((profiled.links[pair] for profiled in profiles), key=_iqr) for pair in profiles[0].links},
+        tuple(dict.fromkeys(bound for profiled in profiles for bound in profiled.launch_bound)),
+    )
+
+
+def _or_nothing(stage: Stage, name: str) -> Any:
+    """A figure of one form; of what it cannot do, what doing nothing takes."""
+    nothing = {"recompute_ms": stage.forward_ms, "checkpoint_bytes": stage.activation_bytes}
+    value = getattr(stage, name)
+    return nothing.get(name, 0) if value is None else value
+
+
+def _iqr(spread: Spread) -> float:
+    return spread.iqr_ms
 
 
 Sizes = dict[nn.Parameter, int]  # bytes of gradients

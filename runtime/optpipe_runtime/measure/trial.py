@@ -103,13 +103,13 @@ class Trial:
     def __init__(
         self,
         stage: StageRunner,
-        route: int,
+        form: int,
         given: tuple[tuple[Any, ...], tuple[Any, ...], Kwargs],
         parts: int,
         clock: Clock,
     ) -> None:
-        self.stage, self.route, self.parts = stage, route, parts
-        io = stage.io[route]
+        self.stage, self.form, self.parts = stage, form, parts
+        io = stage.io[form]
         inputs, targets, self._kwargs = given
         self._inputs = inputs if io.begins else ()
         self._targets = targets if io.ends else ()
@@ -126,7 +126,7 @@ class Trial:
         """Runs F, then F again with C, then B and W. Notes the bytes held after each."""
         stage = self.stage
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
-        how: dict[str, Any] = {"route": self.route, "backward": Kind.B, "kwargs": self._kwargs}
+        how: dict[str, Any] = {"form": self.form, "backward": Kind.B, "kwargs": self._kwargs}
         stage.start_step(self._batch, self.parts)
         with self.times.timing("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, **how)
@@ -153,9 +153,7 @@ class Trial:
         """Runs F, B and W of a micro-batch of its own, without timing them."""
         stage, gradients = self.stage, self._fresh_gradients()
         stage.start_step(self._batch, self.parts)
-        stage.forward(
-            BESIDE, self._fresh_inputs(), self._targets, route=self.route, backward=Kind.B, kwargs=self._kwargs
-        )
+        stage.forward(BESIDE, self._fresh_inputs(), self._targets, form=self.form, backward=Kind.B, kwargs=self._kwargs)
         stage.backward(BESIDE, gradients, split=True)
         stage.weight(BESIDE)
 
@@ -170,7 +168,7 @@ class Trial:
         """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
         self._outputs = self.stage.forward(
-            microbatch, self._fresh_inputs(), self._targets, route=self.route, kwargs=self._kwargs
+            microbatch, self._fresh_inputs(), self._targets, form=self.form, kwargs=self._kwargs
         )
 
     def forget(self, microbatch: int) -> None:
@@ -223,7 +221,7 @@ class Trial:
         return freed
 
     def _fresh_inputs(self) -> Tensors:
-        io = self.stage.io[self.route]
+        io = self.stage.io[self.form]
         return self._inputs if io.begins else tuple(map(self._noise, io.inputs))
 
     def _fresh_gradients(self) -> Tensors:

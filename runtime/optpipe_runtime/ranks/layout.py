@@ -132,6 +132,10 @@ class Layout:
         """The next stage on the micro-batch's route; None for the last."""
         return self._neighbours[self.microbatch_routes[microbatch]][stage][1]
 
+    def neighbour_after(self, stage: int, route: int) -> int | None:
+        """The next stage on a route; None for the last."""
+        return self._neighbours[route][stage][1]
+
     @cached_property
     def _neighbours(self) -> list[dict[int, tuple[int | None, int | None]]]:
         return [

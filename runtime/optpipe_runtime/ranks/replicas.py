@@ -183,6 +183,22 @@ class Replicas:
             least, most = next(iter(self._sharded.values())).extremes(number)
         return least == most != 0
 
+    def total(self, s: int, number: float) -> tuple[float, int]:
+        """Collective over the replicas of a stage: the sum of their numbers, and how many replicas there are."""
+        groups: list[dist.ProcessGroup] = []
+        if s in self._copied:
+            groups = [self._copied[s].group]
+        elif s in self._sharded:
+            groups = self._sharded[s].groups()
+        if not groups:
+            return number, 1
+        kind = next(self.modules[s].parameters()).device.type
+        both = torch.tensor([number, 1.0], dtype=torch.float64, device=kind)
+        with self.exchanging():
+            for group in groups:
+                dist.all_reduce(both, group=group)
+        return float(both[0]), int(both[1])
+
     def window(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes the whole gradients of a stage away, behind one of its backwards or Ws that is not its last. Returns
         them, and their reduction, a collective over the replicas, which adds to the gradients of the shards."""
@@ -233,7 +249,7 @@ class _Copied:
                 raise InputError(
                     f"stage {s}: DistributedDataParallel with {option} counts on one backward a step: leave it out"
                 )
-        self._stage, self._wrapper = s, wrapper
+        self._stage, self._wrapper, self.group = s, wrapper, wrapper.process_group
         self._trained = {
             name: parameter for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad
         }

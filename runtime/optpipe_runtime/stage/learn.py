@@ -28,27 +28,29 @@ def learn(
     stage: StageRunner,
     inputs: Tensors,
     target: Tensors | None = None,
-    route: int = 0,
+    form: int = 0,
     begins: bool = False,
     kwargs: Mapping[str, Any] = _NONE,
+    anew: bool = True,
 ) -> StageIO:
-    """Fills in the stage's `io` on a route, and returns it. All outputs that require a gradient count as needed.
+    """Fills in the stage's `io` of a form, and returns it. All outputs that require a gradient count as needed.
 
     Parameters
     ----------
     inputs
         Of one micro-batch.
     target
-        Of one micro-batch, where the route ends here; else None.
+        Of one micro-batch, where its route ends here; else None.
     begins
-        Whether the route begins here: the inputs are then the batch, and may be other values than tensors.
+        Whether its route begins here: the inputs are then the batch, and may be other values than tensors.
     kwargs
         What the module gets by name, of one micro-batch.
+    anew
+        Whether all else of the stage is learned, too: which calls it makes. Other forms only add theirs.
     """
     io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
-    stage.at_b = None
-    if route <= min(stage.io, default=route):  # a route learned before decides for all
-        stage.norms_wait, stage.whole, stage.calls = True, False, Calls(stage.module)
+    if anew:
+        stage.at_b, stage.norms_wait, stage.whole, stage.calls = None, True, False, Calls(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
         copies, asked, named = clones((inputs, target or (), dict(kwargs)))
         outputs = stage.outputs(io, copies, asked, named)
@@ -57,7 +59,7 @@ def learn(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
         leaves = leaves_of(outputs, (*tensors_in((inputs, target or (), dict(kwargs))), *stage.module.parameters()))
-    stage.io[route] = io = replace(
+    stage.io[form] = io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),
         reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
@@ -66,12 +68,12 @@ def learn(
     )
     del outputs
     stage.outside.note(leaves)
-    stage.io[route] = _with_blocks(stage, io, inputs, target or (), route, kwargs)
-    return stage.io[route]
+    stage.io[form] = _with_blocks(stage, io, inputs, target or (), form, kwargs)
+    return stage.io[form]
 
 
 def _with_blocks(
-    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int, kwargs: Mapping[str, Any]
+    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, form: int, kwargs: Mapping[str, Any]
 ) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
@@ -79,13 +81,13 @@ def _with_blocks(
     before = computed_at_once()
     stage.noting = stage.calls.note
     try:  # the graph lives as long as `running`
-        running, activation = _run(stage, io, inputs, target, route, kwargs, None)
+        running, activation = _run(stage, io, inputs, target, form, kwargs, None)
     except Exception as error:
         if not must_stay_whole(error):
             raise
         stage.abandon()
         stage.whole = True
-        running, activation = _run(stage, io, inputs, target, route, kwargs, None)
+        running, activation = _run(stage, io, inputs, target, form, kwargs, None)
     finally:
         stage.noting = None
     stage.calls.computes_gradients |= computed_at_once() != before
@@ -105,8 +107,8 @@ def _with_blocks(
         as_torch=True,
     )
     del running, activation
-    stage.io[route] = io
-    _, activation = _run(stage, io, inputs, target, route, kwargs, Kind.BW)
+    stage.io[form] = io
+    _, activation = _run(stage, io, inputs, target, form, kwargs, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
 
@@ -116,7 +118,7 @@ def _run(
     io: StageIO,
     inputs: Tensors,
     target: Tensors,
-    route: int,
+    form: int,
     kwargs: Mapping[str, Any],
     backward: Kind | None,
 ) -> tuple[Running, Activation]:
@@ -125,6 +127,6 @@ def _run(
         batch, asked, named = clones((inputs if io.begins else (), target, dict(kwargs)))
         stage.start_step(tensors_in((batch, asked, named)), 1)
         given = batch if io.begins else tuple(tensor.detach().clone() for tensor in inputs)
-        stage.forward(0, given, asked, route=route, backward=backward, kwargs=named)
+        stage.forward(0, given, asked, form=form, backward=backward, kwargs=named)
         running = stage.forget(0)
         return running, running.activation

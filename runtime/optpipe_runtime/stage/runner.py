@@ -96,7 +96,7 @@ class StageRunner:
     Attributes
     ----------
     io
-        What the stage gets and gives on each route; filled in by `learn`.
+        What the stage gets and gives for each form of micro-batch: its route and its shapes. Filled in by `learn`.
     outside
         What it uses beside its module.
     calls
@@ -111,6 +111,8 @@ class StageRunner:
         Is told every call of torch, while `learn` runs.
     results
         What the module returned where the route ends, by micro-batch, if that is to be kept; else None.
+    loss_factors
+        By what the loss of each micro-batch is multiplied for its backward, where the route ends; None: by one.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class StageRunner:
         self.at_b: frozenset[str] | None = None
         self.noting: Note | None = None
         self.results: dict[int, Any] | None = None
+        self.loss_factors: Sequence[float] | None = None
         self._parts = 1
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
@@ -197,7 +200,7 @@ class StageRunner:
         inputs: Tensors,
         target: Tensors = (),
         recompute: bool = False,
-        route: int = 0,
+        form: int = 0,
         backward: Kind | None = None,
         captured: bool = True,
         kwargs: Mapping[str, Any] = _NONE,
@@ -205,7 +208,7 @@ class StageRunner:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
         forward again. Host time is saved if it is known which `backward` op will come, B or BW, and if what autograd
         saves need not be `captured`, because it is neither counted nor moved."""
-        io, given = self.io[route], Given(inputs, target, kwargs)
+        io, given = self.io[form], Given(inputs, target, kwargs)
         running = Running(io, self._new_activation(io), backward=backward, captured=captured)
         self._running[microbatch] = running
         if recompute:
@@ -218,11 +221,11 @@ class StageRunner:
         microbatch: int,
         inputs: Tensors,
         target: Tensors = (),
-        route: int = 0,
+        form: int = 0,
         kwargs: Mapping[str, Any] = _NONE,
     ) -> Tensors:
         """F without a backward to follow: keeps nothing."""
-        io = self.io[route]
+        io = self.io[form]
         outputs = self.outputs(io, inputs, target, kwargs, microbatch)
         return self._detached(Running(io, self._new_activation(io)), outputs)
 
@@ -244,7 +247,10 @@ class StageRunner:
         running.queue.deferring = split
         io = running.io
         if io.ends:
-            gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype, device=self.device) for spec in io.outputs)
+            factor = 1.0 if self.loss_factors is None else self.loss_factors[microbatch]
+            gradients = tuple(
+                torch.full(spec.shape, factor, dtype=spec.dtype, device=self.device) for spec in io.outputs
+            )
         if edges:
             by_output = dict(zip(io.needed, gradients, strict=True))
             with self._noting_at_b() if split and self.at_b is None else _NOTHING:

@@ -30,6 +30,7 @@ class Schedules:
         self._rank, self._learner, self._executor = rank, learner, executor
         self.problem: Problem | None = None
         self.running = RunningSchedule(rank.cpu_group)
+        self.plan_of_step: Plan | None = None  # of a step that has its own
         self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
         self._offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
         self._batch = Batch()  # of this step
@@ -37,9 +38,13 @@ class Schedules:
     @property
     def plan(self) -> Plan:
         """What runs. Raises `InputError` if nothing is loaded."""
-        if self.running.plan is None:
+        if self.current is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
-        return self.running.plan
+        return self.current
+
+    @property
+    def current(self) -> Plan | None:
+        return self.plan_of_step or self.running.plan
 
     @property
     def preparing(self) -> bool:
@@ -123,15 +128,16 @@ class Schedules:
         self._offers.close()
 
     def _same_microbatches(self, plan: Plan) -> bool:
-        return plan.problem.microbatches == self._rank.layout.microbatches
+        return plan.problem.microbatches == self._rank.microbatches
 
     def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
         """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
         on its own problem: the costs measured here are of larger or smaller micro-batches."""
-        layout, scheduled = self._rank.layout, Layout.from_problem(schedule.problem)
+        layout, scheduled = self._rank.whole_layout, Layout.from_problem(schedule.problem)
         if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
             return replace(layout, microbatch_routes=scheduled.microbatch_routes), None
-        return layout, self.problem
+        profiled = self.problem if self.problem and self.problem.microbatches == layout.microbatches else None
+        return layout, profiled
 
     def _prepare_shared(self, schedule: Schedule | None, cpu_group: CpuGroup) -> Plan:
         """Collective: rank 0's schedule as this rank's plan. Rank 0 checks it, the others rely on that."""
@@ -178,8 +184,10 @@ class Schedules:
 
     def _change_microbatches(self, plan: Plan) -> None:
         """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""
-        routes = Layout.from_problem(plan.problem).microbatch_routes
-        self._rank.layout = replace(self._rank.layout, microbatch_routes=routes)
+        self._rank.microbatches = plan.problem.microbatches
+        self._rank.layout = replace(
+            self._rank.layout, microbatch_routes=Layout.from_problem(plan.problem).microbatch_routes
+        )
         self._learner.forget()
         if self.problem is not None:
             self.problem = plan.problem

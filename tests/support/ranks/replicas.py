@@ -198,8 +198,8 @@ class Collectives(TorchDispatchMode):
         self.count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for name in ("allgather", "reduce_scatter"):
-            self.count[name] += name in str(func)
+        for name, what in {"allgather": "_allgather_base", "reduce_scatter": "reduce_scatter"}.items():
+            self.count[name] += what in str(func)  # `allgather_` is that of objects, between the ranks of a pipeline
         return func(*args, **kwargs or {})
 
 

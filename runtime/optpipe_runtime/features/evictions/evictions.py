@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from optpipe.errors import ScheduleError
+from optpipe.errors import InputError, ScheduleError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
@@ -44,6 +44,8 @@ class Evictions(Feature):
         return self.peers.idle
 
     def start_plan(self, plan: Plan) -> None:
+        if len(set(self._rank.forms)) > len(self._rank.layout.routes) and evicts(plan.schedule):
+            raise InputError("the schedule evicts activations: the micro-batches of a step must then have equal shapes")
         self.peers.start_step(eviction_orders(plan))
 
     def close(self) -> None:
@@ -93,8 +95,12 @@ class Evictions(Feature):
 
     def _sizes(self, op: Op) -> list[int]:
         """Bytes of each block of an activation that leaves."""
-        io = self._rank.io[op.stage, self._rank.layout.microbatch_routes[op.microbatch]]
+        io = self._rank.io[op.stage, self._rank.forms[op.microbatch]]
         return [size for size in io.block_bytes if size]
+
+
+def evicts(schedule: Schedule) -> bool:
+    return any(of_kinds(program.table, Kind.E).any() for program in schedule.programs)
 
 
 def require_peers(schedule: Schedule, layout: Layout) -> None:
