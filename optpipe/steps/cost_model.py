@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from optpipe.errors import InputError, did_you_mean, shown
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem, read_file, write_file
-from optpipe.model.records import Document, Items, Name, StageCosts
+from optpipe.model.records import Document, Items, Name, StageCosts, each_microbatch
 
 WINDOW = 512  # micro-batches that a model remembers
 LATEST = 128  # of them whose errors are told
@@ -30,6 +30,8 @@ LEAST_SPREAD = 1e-9  # of residuals, as a share of the figures
 Number = Annotated[float, Field(strict=True, ge=0, le=2.0**53, allow_inf_nan=False)]
 
 ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms")  # what micro-batches do not differ in
+LEAVING = ("offload_bytes", "evict_bytes")
+PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
 LEARNT = tuple(name for name in StageCosts.model_fields if name not in ONCE)
 
 
@@ -125,7 +127,7 @@ class CostModel:
         self._inputs = np.concatenate([self._inputs, inputs])[-WINDOW:]
         self._outputs = np.concatenate([self._outputs, outputs])[-WINDOW:]
         self.__dict__.pop("_coefficients", None)
-        self.__dict__.pop("_shortfall", None)
+        self.__dict__.pop("_worst", None)
 
     def errors(self) -> list[dict[str, float]] | None:
         """By stage, of each figure: the median relative error of the last predictions, each made before its micro-batch
@@ -138,8 +140,8 @@ class CostModel:
     def problem(self, template: Problem, microbatches: Sequence[Mapping[str, float]]) -> Problem:
         """The template with a step's micro-batches: what is learnt is predicted, all else is the template's.
 
-        Bytes are as many times what is predicted as the worst of the window was above its fit, so that a certificate
-        holds for what was seen.
+        Bytes are as many times what is predicted as the worst of the window was above its fit, those that leave the
+        device as the worst was below it, so that a certificate holds for what was seen.
 
         Raises InputError if nothing is learnt yet, a feature is missing, or a figure that is not learnt has a number
         for each micro-batch.
@@ -155,10 +157,13 @@ class CostModel:
             for f, name in enumerate(self.figures):
                 values = predicted[:, s, f]
                 if name.endswith("_bytes"):
-                    whole = np.ceil(values * self._shortfall[s, f])
-                    figures[name] = tuple(whole.astype(np.int64).tolist())
+                    rounded = np.floor if name in LEAVING else np.ceil
+                    figures[name] = tuple(rounded(values * self._worst[s, f]).astype(np.int64).tolist())
                 else:
                     figures[name] = tuple(values.tolist())
+            activation = figures.get("activation_bytes", stage.activation_bytes)
+            for name in PARTS_OF_ACTIVATION & figures.keys():
+                figures[name] = each_microbatch(min, figures[name], activation)
             stages.append(stage.model_copy(update=figures))
         return template.replace(microbatches=len(microbatches), stages=stages)
 
@@ -213,10 +218,13 @@ class CostModel:
         return np.array(fits)
 
     @cached_property
-    def _shortfall(self) -> Floats:
-        """(stages, figures) how many times its fit the worst of the window took, at least 1."""
-        factors: Floats = (self._outputs / np.maximum(self._predict(self._inputs), 1.0)).max(axis=0)
-        return np.maximum(factors, 1.0)
+    def _worst(self) -> Floats:
+        """(stages, figures) how many times its fit the worst of the window took: at least 1, at most 1 of what
+        leaves."""
+        factors = self._outputs / np.maximum(self._predict(self._inputs), 1.0)
+        leaving = np.isin(self.figures, LEAVING)
+        worst: Floats = np.where(leaving, factors.min(axis=0).clip(max=1.0), factors.max(axis=0).clip(min=1.0))
+        return worst
 
 
 def robust_fit(inputs: Floats, output: Floats) -> Floats:

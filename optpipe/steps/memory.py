@@ -23,6 +23,9 @@ class StepMemoryError(InputError):
         super().__init__(message)
         self.microbatch, self.device = microbatch, device
 
+    def __reduce__(self) -> tuple[type[StepMemoryError], tuple[str, int, int]]:
+        return type(self), (str(self), self.microbatch, self.device)
+
 
 def require_room(problem: Problem) -> None:
     """Raises StepMemoryError, about the micro-batch that needs most, if one does not fit on a device by itself."""

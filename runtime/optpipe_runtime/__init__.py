@@ -1,7 +1,7 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `follow`, `layered`, `factory`, `in_torch`, `megatron`: what users call;
+- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `megatron`: what users call;
 - `options`, `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
@@ -22,6 +22,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optpipe_runtime.execute.batch import Microbatches
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_updates import HostOptimizer
@@ -37,15 +38,18 @@ if TYPE_CHECKING:
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
     from optpipe_runtime.stage.split import weight_grads
+    from optpipe_runtime.steps import PlannedSteps
 
 _HOME = {
     "Excess": "execute.report",
     "Follower": "follow",
     "HostOptimizer": "features.host_updates",
     "Layout": "ranks.layout",
+    "Microbatches": "execute.batch",
     "OpTime": "execute.report",
     "Pipeline": "pipeline",
     "Plan": "lowering.plan",
+    "PlannedSteps": "steps",
     "Profiler": "measure.drift",
     "ScheduleClient": "service.client",
     "Setup": "factory",
@@ -65,9 +69,11 @@ __all__ = [
     "Follower",
     "HostOptimizer",
     "Layout",
+    "Microbatches",
     "OpTime",
     "Pipeline",
     "Plan",
+    "PlannedSteps",
     "Profiler",
     "ScheduleClient",
     "Setup",

@@ -221,8 +221,9 @@ class Pipeline:
         trace: bool = False,
         outputs: bool = False,
         weights: Sequence[float] | None = None,
+        timed: bool = False,
     ) -> Batch:
-        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, trace, outputs, weights)
+        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, trace, outputs, weights, timed)
 
     @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:

@@ -147,11 +147,30 @@ class StepRunner:
         profiles = []
         with self._learner.aside():
             for form in range(max(forms) + 1):
-                one = batch.only(forms.index(form), m)
+                one = batch.only([forms.index(form)], m)
                 self._learner.learn(one)
                 with rank.team.local():
                     profiles.append(profile(rank, one, *arguments))
         return by_microbatch(profiles, forms)
+
+    def choose_forms(self, batch: Batch, most: int) -> tuple[list[int], int]:
+        """Collective: micro-batches of the batch that differ in what passes, from the smallest to the largest, at most
+        so many; and how many micro-batches there are."""
+        rank = self._rank
+        with self._replicas.gathering():
+            self.learn(batch)
+        sizes: dict[int, int] = {}
+        for (_, form), io in rank.io.items():
+            sizes[form] = sizes.get(form, 0) + sum(spec.nbytes for spec in (*io.inputs, *io.outputs))
+        rising = sorted(set(rank.forms), key=lambda form: (sizes[form], form))
+        count = min(most, len(rising))
+        chosen = {rising[k * (len(rising) - 1) // max(count - 1, 1)] for k in range(count)}
+        forms = rank.cpu_group.broadcast([form for form in rising if form in chosen], 0)
+        return [rank.forms.index(form) for form in forms], rank.layout.microbatches
+
+    def describe(self, batch: Batch) -> Given:
+        """What this rank has of the batch's micro-batches. Not collective."""
+        return self._learner.describe(batch)
 
     def close(self) -> None:
         """Ends the threads of the pipeline."""

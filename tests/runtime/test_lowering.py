@@ -170,7 +170,7 @@ def test_the_peak_of_host_memory_is_counted() -> None:
     problem = cases.problem([0], 2, offload_parts=2)
     texts = programs("0F0 0O0 0O0.1 0D0 0D0.1 0F1 0O1 0D1 0R0 0R0.1 0BW0 0O1.1 0D1.1 0R1 0R1.1 0BW1")
     plan = prepare(Schedule.parse(problem, texts), 0, Layout.from_problem(problem))
-    assert plan.host_peak(lambda stage, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
+    assert plan.host_peak(lambda stage, microbatch, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 
 
 FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]

@@ -63,7 +63,7 @@ class Batch:
     weights
         How much the loss of each micro-batch counts; None: all the same.
     timed
-        Whether to report times, but no bytes.
+        Whether to report the time of every op, and bytes only after shapes were learned.
     """
 
     inputs: Any = None
@@ -93,20 +93,23 @@ class Batch:
                 )
         return next(iter(counts.values()), None)
 
-    def only(self, j: int, microbatches: int) -> Batch:
-        """The batch of one of so many micro-batches."""
+    def only(self, chosen: Sequence[int], microbatches: int) -> Batch:
+        """The batch of some of so many micro-batches."""
 
-        def one(name: str, value: Any) -> Microbatches:
-            return Microbatches(_chunks(value, microbatches, name, self.specs.kwargs.get(name, FIRST))[j : j + 1])
+        def pick(values: list[Any] | None) -> Microbatches | None:
+            return None if values is None else Microbatches([values[j] for j in chosen])
+
+        def named(name: str, value: Any) -> Microbatches | None:
+            return pick(_chunks(value, microbatches, name, self.specs.kwargs.get(name, FIRST)))
 
         return replace(
             self,
-            inputs=None if self.inputs is None else Microbatches(self.cut_inputs(microbatches)[j : j + 1]),
-            targets=None if self.targets is None else Microbatches(self.cut_targets(microbatches)[j : j + 1]),
+            inputs=pick(None if self.inputs is None else self.cut_inputs(microbatches)),
+            targets=pick(None if self.targets is None else self.cut_targets(microbatches)),
             kwargs={
-                key: {name: one(name, each) for name, each in value.items()}
+                key: {name: named(name, each) for name, each in value.items()}
                 if isinstance(key, int)
-                else one(key, value)
+                else named(key, value)
                 for key, value in self.kwargs.items()
             },
             weights=None,

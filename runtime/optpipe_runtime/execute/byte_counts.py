@@ -7,6 +7,7 @@ import logging
 import torch
 
 from optpipe.model.ops import Op
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.handler import Feature, Handler, overridden
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
@@ -25,8 +26,10 @@ class ByteCounts:
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, reduced
 
-    def are_wanted(self, plan: Plan, tracing: bool, evaluating: bool) -> bool:
-        return not evaluating and (tracing or plan is not self._counted)
+    def are_wanted(self, plan: Plan, batch: Batch, evaluating: bool) -> bool:
+        """A `timed` step has a plan of its own, so that its bytes are counted only after `forget`."""
+        is_new = self._counted is None if batch.timed else plan is not self._counted
+        return not evaluating and (batch.trace or is_new)
 
     def forget(self, learned: bool) -> None:
         """The sizes of what passes between the stages have changed; some were `learned`."""

@@ -146,7 +146,7 @@ class Executor:
             kwargs={s: batch.cut_kwargs(s, m) for s in self._stages} if batch.kwargs else {},
             evaluating=evaluating,
             tracing=batch.trace,
-            counting=self._bytes.are_wanted(plan, batch.trace, evaluating),
+            counting=self._bytes.are_wanted(plan, batch, evaluating),
             mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
             counts=counts,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -70,9 +70,7 @@ class Rank:
     @property
     def whole_layout(self) -> Layout:
         """The layout of a step whose batch is cut here."""
-        if self.layout.microbatches == self.microbatches:
-            return self.layout
-        return replace(self.layout, microbatch_routes=(0,) * self.microbatches)
+        return self.layout.with_microbatches(self.microbatches)
 
     def set_microbatches(self, count: int) -> None:
         """The next step has so many. Raises `InputError` if it is not clear which routes they take."""
@@ -83,7 +81,7 @@ class Rank:
                 f"this step has {count} micro-batches: with several routes it must have {self.layout.microbatches}, "
                 "each on its own"
             )
-        self.layout = replace(self.layout, microbatch_routes=(0,) * count)
+        self.layout = self.layout.with_microbatches(count)
 
     @property
     def number(self) -> int:

@@ -100,15 +100,17 @@ class Plan:
         """The digest as a number of 60 bits, to compare plans of several ranks."""
         return int(self.digest[:15], 16)
 
-    def host_peak(self, part_bytes: Callable[[int, int], int]) -> int:
-        """The most bytes that this rank has on the host at once, if part k of a stage takes `part_bytes(stage, k)`."""
+    def host_peak(self, part_bytes: Callable[[int, int, int], int]) -> int:
+        """The most bytes that this rank has on the host at once, if part k of the activation of a stage and a
+        micro-batch takes `part_bytes(stage, microbatch, k)`."""
         now = most = 0
         away: dict[StageMicrobatch, int] = defaultdict(int)
         for action in self.actions:
             op = action.op
             if op.kind == Kind.O:
-                away[op.stage, op.microbatch] += part_bytes(op.stage, op.part)
-                now += part_bytes(op.stage, op.part)
+                nbytes = part_bytes(op.stage, op.microbatch, op.part)
+                away[op.stage, op.microbatch] += nbytes
+                now += nbytes
                 most = max(most, now)
             elif op.kind in BACKWARD:
                 now -= away.pop((op.stage, op.microbatch), 0)

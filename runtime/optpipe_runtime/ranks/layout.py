@@ -4,7 +4,7 @@ which ranks share a host link."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -102,6 +102,10 @@ class Layout:
     def last(self) -> frozenset[int]:
         """The stages that compute a loss."""
         return frozenset(route[-1] for route in self.routes)
+
+    def with_microbatches(self, count: int) -> Layout:
+        """The same pipeline for another number of micro-batches, on its only route."""
+        return self if count == self.microbatches else replace(self, microbatch_routes=(0,) * count)
 
     def route(self, microbatch: int) -> tuple[int, ...]:
         """The stages that a micro-batch passes, in order."""

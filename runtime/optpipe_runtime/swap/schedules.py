@@ -122,7 +122,7 @@ class Schedules:
         sizes = {
             s: [pool.size(nbytes) for nbytes in stage.part_bytes(parts[s])] for s, stage in self._rank.stages.items()
         }
-        pool.reserve(plan.host_peak(lambda s, part: sizes[s][part]))
+        pool.reserve(plan.host_peak(lambda s, j, part: sizes[s][part]))
 
     def close(self) -> None:
         self._offers.close()

@@ -1,0 +1,10 @@
+"""A schedule for every step of a training whose micro-batches differ.
+
+- `planned`: `PlannedSteps`, what users call;
+- `ahead`: how the ranks prepare a step while the one before runs;
+- `costs`: what the micro-batches of a step to come will cost.
+"""
+
+from optpipe_runtime.steps.planned import PlannedSteps
+
+__all__ = ["PlannedSteps"]

@@ -1,0 +1,155 @@
+"""`Ahead`: the ranks prepare a step while the one before runs, in a thread of each that no step waits for.
+
+They tell each other which micro-batches the step has and what the last ones took. The rank of the first stage, without
+which none can begin a step, plans it, and sends problem and schedule to all. Each checks the schedule on this problem
+and lowers it; if all could, it will run, else each micro-batch alone, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import NamedTuple
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.learner import Given
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import lower, require_valid
+from optpipe_runtime.memory.engines import ThreadEngine
+from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.step_runner import PlannedStep
+from optpipe_runtime.steps.costs import Features, Seen
+
+log = logging.getLogger("optpipe.runtime")
+
+
+class Told(NamedTuple):
+    """What one rank tells of a step to come.
+
+    Attributes
+    ----------
+    number
+        Of the step.
+    given
+        What it has of the micro-batches, or why that is none.
+    features
+        On the rank that plans.
+    seen
+        What it has seen of the steps since it told last.
+    """
+
+    number: int
+    given: Given | InputError
+    features: Features | None
+    seen: tuple[Seen, ...]
+
+
+# Plans a step, given what all ranks tell; until the flag is set it may look for a better schedule.
+Planner = Callable[[Sequence[Told], threading.Event], Schedule]
+
+
+class PreparedStep:
+    """A step that is being prepared on this rank."""
+
+    def __init__(self) -> None:
+        self.begins = threading.Event()
+        self._over = threading.Event()
+        self._planned: PlannedStep | None = None
+        self._failure: BaseException | None = None
+
+    def prepare(self, work: Callable[[threading.Event], PlannedStep]) -> None:
+        """In the thread."""
+        try:
+            self._planned = work(self.begins)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._over.set()
+
+    def wait(self) -> PlannedStep:
+        """When the step is to begin. Raises what went wrong."""
+        self.begins.set()
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self._planned is not None
+        return self._planned
+
+
+class Ahead:
+    """One rank's part. Making one and every call is collective; steps are prepared in the order of the calls."""
+
+    def __init__(self, rank: Rank, planner: int) -> None:
+        self._rank, self._planner = rank, planner
+        self._group = CpuGroup(rank.team)  # for the thread
+        self._thread = ThreadEngine()
+
+    def prepare(self, told: Told, plan: Planner | None) -> PreparedStep:
+        """Begins to prepare a step, without waiting. `plan` is there on the rank that plans."""
+        step = PreparedStep()
+        self._thread.run(lambda: step.prepare(lambda begins: self._prepare(told, plan, begins)))
+        return step
+
+    def close(self) -> None:
+        if self._rank.team.failure is None:
+            self._thread.close()
+
+    def _prepare(self, told: Told, plan: Planner | None, begins: threading.Event) -> PlannedStep:
+        by_rank: list[Told] = self._group.gather(told)
+        for each in by_rank:
+            if isinstance(each.given, InputError):
+                raise each.given
+        schedule = self._shared(by_rank, plan, begins)
+        lowered = self._lowered(schedule)
+        if not self._group.all_equal(None if lowered is None else lowered.number):
+            lowered = self._lowered(one_at_a_time(schedule.problem))
+            if not self._group.all_equal(None if lowered is None else lowered.number):
+                raise OptPipeError("the ranks can run neither the schedule of this step nor one micro-batch at a time")
+        assert lowered is not None
+        return PlannedStep(lowered, [each.given for each in by_rank])
+
+    def _shared(self, by_rank: Sequence[Told], plan: Planner | None, begins: threading.Event) -> Schedule:
+        """The planned schedule, on every rank. Raises on all what planning has raised on one."""
+        content: Schedule | OptPipeError | None = None
+        if plan is not None:
+            try:
+                content = plan(by_rank, begins)
+            except OptPipeError as error:
+                content = error
+        parts = content and (
+            content
+            if isinstance(content, OptPipeError)
+            else (content.problem, content.programs, dict(content.links), content.method)
+        )
+        received = self._group.broadcast(parts, self._planner)
+        if isinstance(received, OptPipeError):
+            raise received
+        return content if isinstance(content, Schedule) else Schedule(*received)
+
+    def _lowered(self, schedule: Schedule) -> Plan | None:
+        """This rank's plan, checked; None if it cannot run it."""
+        rank, problem = self._rank, schedule.problem
+        layout = rank.whole_layout.with_microbatches(problem.microbatches)
+        try:
+            require_valid(schedule, layout, problem, rank.require)
+            plan = lower(schedule, rank.number, layout, problem)
+            rank.pool.reserve(plan.host_peak(lambda s, j, part: rank.pool.size(_part_bytes(problem, s, j))))
+        except LostError:
+            raise
+        except OptPipeError as error:
+            log.warning("rank %s cannot run the schedule of the next step: %s", rank.team.name, error)
+            return None
+        return plan
+
+
+def _part_bytes(problem: Problem, s: int, j: int) -> int:
+    stage = problem.stages[s]
+    return ceil(of_microbatch(stage.activation_bytes, j) / stage.offload_parts)

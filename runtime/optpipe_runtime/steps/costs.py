@@ -1,0 +1,134 @@
+"""`StepCosts`: what the micro-batches of a step to come will cost, by a profile of a few and by what steps have taken.
+
+Times of F, B and W follow from features of a micro-batch by a `CostModel` that learns from every step. All other
+figures follow from the profile: bytes, offloads, recomputes, messages. Where a step held more bytes than certified, all
+bytes are from then on as many times larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optpipe.model.arrays import Floats
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, of_microbatch
+from optpipe.steps import CostModel
+from optpipe.steps.cost_model import LEARNT, robust_fit
+from optpipe_runtime.execute.report import StepReport
+
+TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+F, B, W = range(3)
+HELD = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes")
+MOST_STEPS = 8  # whose features are kept for the times that are to come
+
+Features = Sequence[Mapping[str, float]]  # of each micro-batch
+
+
+class Seen(NamedTuple):
+    """What a rank has seen in one step.
+
+    Attributes
+    ----------
+    number
+        Of the step.
+    times
+        By stage: `TIMES` in ms, (3, m).
+    excess
+        How many times the certified bytes it held, at least 1.
+    """
+
+    number: int
+    times: Mapping[int, Floats]
+    excess: float
+
+
+def seen(number: int, report: StepReport, problem: Problem, stages: Sequence[int]) -> Seen:
+    """From the report of a timed step of this problem. A fused backward counts as the problem has its halves."""
+    m = problem.microbatches
+    times: dict[int, Floats] = {s: np.zeros((3, m)) for s in stages}
+    for op, start_ms, end_ms, *_ in report.trace:
+        ms, s, j = end_ms - start_ms, op.stage, op.microbatch
+        if op.kind in (Kind.F, Kind.C):  # a forward that is repeated keeps nothing, so the repetition counts
+            times[s][F, j] = ms
+        elif op.kind == Kind.BW:
+            stage = problem.stages[s]
+            b, w = (of_microbatch(figure, j) for figure in (stage.backward_input_ms, stage.backward_weight_ms))
+            share = b / (b + w) if b + w else 1.0
+            times[s][[B, W], j] = share * ms, (1 - share) * ms
+        elif op.kind in (Kind.B, Kind.W):
+            times[s][B if op.kind == Kind.B else W, j] = ms
+    excess = report.excess
+    return Seen(number, times, excess.held_bytes / max(excess.certified_bytes, 1) if excess else 1.0)
+
+
+class StepCosts:
+    """On the rank that plans.
+
+    Attributes
+    ----------
+    times
+        The model of the times, which can be kept in a file.
+    template
+        The profiled problem, with one figure for all micro-batches.
+    """
+
+    def __init__(self, profiled: Problem, features: Features, times: CostModel | None) -> None:
+        names, stages = tuple(features[0]), profiled.stages
+        measured = [{name: _each(getattr(stage, name), len(features)) for name in LEARNT} for stage in stages]
+        others = [name for name in LEARNT if name not in TIMES and all(each[name] is not None for each in measured)]
+        self.times = times or CostModel(names, len(stages), TIMES)
+        self.times.learn(features, measured)
+        self._others = CostModel(names, len(stages), others)
+        self._others.learn(features, measured)
+        self._names = names
+        rows = np.array([[*map(float, each.values()), 1.0] for each in features])
+        self._message_ms = robust_fit(rows, np.array(_each(profiled.p2p_ms, len(features))))
+        self.template = profiled.replace(
+            microbatches=1,
+            stages=[stage.of_microbatch(0) for stage in stages],
+            p2p_ms=of_microbatch(profiled.p2p_ms, 0),
+        )
+        self._features: dict[int, Features] = {}  # of the steps whose times are not here yet
+        self._margin = 1.0
+
+    def learn(self, by_rank: Sequence[Sequence[Seen]]) -> None:
+        """What all ranks have seen in their last steps. Of inner peers the slowest counts."""
+        steps = {step.number for steps in by_rank for step in steps}
+        for number in sorted(steps & self._features.keys()):
+            times = [np.zeros((3, len(self._features[number]))) for _ in self.template.stages]
+            for step in (step for steps in by_rank for step in steps if step.number == number):
+                self._margin = max(self._margin, self._margin * step.excess)
+                for s, measured in step.times.items():
+                    times[s] = np.maximum(times[s], measured)
+            self.times.learn(self._features.pop(number), [dict(zip(TIMES, each, strict=True)) for each in times])
+
+    def problem(self, number: int, features: Features) -> Problem:
+        """The problem of a step. Raises `InputError` if a feature is missing."""
+        self._features[number] = features
+        if len(self._features) > MOST_STEPS:
+            del self._features[min(self._features)]
+        problem = self.times.problem(self._others.problem(self.template, features), features)
+        rows = np.array([[*(float(each[name]) for name in self._names), 1.0] for each in features])
+        return problem.replace(
+            stages=[self._enlarged(stage, len(features)) for stage in problem.stages],
+            p2p_ms=tuple((rows @ self._message_ms).tolist()),
+        )
+
+    def _enlarged(self, stage: Stage, m: int) -> Stage:
+        """With as many times the bytes as a step has held above what was certified."""
+        if self._margin == 1.0:
+            return stage
+        held = [name for name in HELD if getattr(stage, name) is not None]
+        return stage.model_copy(
+            update={name: tuple(ceil(self._margin * n) for n in _each(getattr(stage, name), m)) for name in held}
+        )
+
+
+def _each(figure: Any, m: int) -> Any:
+    """With a number for each micro-batch; None stays None."""
+    return figure if figure is None or isinstance(figure, tuple) else (figure,) * m

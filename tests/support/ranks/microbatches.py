@@ -1,0 +1,182 @@
+"""What the ranks run in `test_microbatches`: steps and evaluations with micro-batches of different shapes, and the
+plain run that they must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optpipe.schedule import Schedule
+from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
+from optpipe_runtime.execute import learner
+from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
+from support.ranks.replicas import gradients, place
+
+
+class Sizes(NamedTuple):
+    """Of one micro-batch."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+class Turn(NamedTuple):
+    """A step or an evaluation."""
+
+    sizes: tuple[Sizes, ...]
+    train: bool = True
+    weighted: bool = False
+
+    @property
+    def weights(self) -> list[float] | None:
+        return [float(size.tokens) for size in self.sizes] if self.weighted else None
+
+
+class Seen(NamedTuple):
+    """After a turn; `learned` is how many stages were learned in it."""
+
+    losses: list[float]
+    loss: float | None
+    gradients: Gradients
+    learned: int = 0
+
+
+def batch(turn: Turn, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(WORDS, (rows, length + 1), generator=generator) for rows, length in turn.sizes]
+    return [each[:, :-1].contiguous() for each in tokens], [each[:, 1:].contiguous() for each in tokens]
+
+
+def factors(turn: Turn, total: float | None = None) -> list[float]:
+    """By what the gradient of each loss is multiplied, before they are divided by their number."""
+    if turn.weights is None:
+        return [1.0] * len(turn.sizes)
+    return [weight * len(turn.sizes) / (total or sum(turn.weights)) for weight in turn.weights]
+
+
+def plain_turn(modules: Sequence[nn.Module], turn: Turn, seed: int, total: float | None = None) -> list[float]:
+    """Plain autograd, one micro-batch after the other."""
+    losses = []
+    for x, y, factor in zip(*batch(turn, seed), factors(turn, total), strict=True):
+        with torch.set_grad_enabled(turn.train):
+            for module in modules:
+                x = module(x)
+            value = loss_fn(x, y)
+        if turn.train:
+            torch.autograd.backward(value, torch.full_like(value, factor))
+        losses.append(value.item())
+    for module in modules if turn.train else ():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(turn.sizes)
+    return losses
+
+
+def plain(stages: int, turns: Sequence[Turn]) -> list[tuple[list[float], Gradients]]:
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    optimizer = sgd(*modules)
+    seen = []
+    for seed, turn in enumerate(turns):
+        optimizer.zero_grad()
+        seen.append((plain_turn(modules, turn, seed), numbers(dict(enumerate(modules)))))
+        optimizer.step()
+    return seen
+
+
+def given(turn: Turn, seed: int, takes: Sequence[int], number: int, stages: int) -> dict[str, Any]:
+    """What a rank knows of a step: inputs where it has the first stage, targets and weights where it has the last."""
+    inputs, targets = batch(turn, seed)
+    return {
+        "inputs": Microbatches(inputs) if 0 in takes else None,
+        "targets": Microbatches(targets) if stages - 1 in takes else None,
+        "weights": turn.weights if stages - 1 in takes else None,
+    }
+
+
+def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
+    """By one schedule for each number of micro-batches."""
+    placement = [stage.device for stage in schedule.problem.stages]
+    number, seen = dist.get_rank(), []
+    modules = {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    optimizer = sgd(*modules.values())
+    with (
+        Pipeline(modules, placement, loss_fn, schedule.problem.microbatches) as pipe,
+        patch.object(learner, "learn", wraps=learner.learn) as learn,
+    ):
+        pipe.load(schedule)
+        for seed, turn in enumerate(taken):
+            optimizer.zero_grad()
+            learn.reset_mock()
+            step = pipe.step if turn.train else pipe.evaluate
+            report: StepReport = step(**given(turn, seed, list(modules), number, len(placement)))
+            seen.append(Seen(report.losses or [], report.loss, numbers(modules), learn.call_count))
+            optimizer.step()
+    return seen
+
+
+class Planned(NamedTuple):
+    """Of one planned step on one rank: what training saw, and its bytes."""
+
+    losses: list[float]
+    gradients: Gradients
+    peak_bytes: int
+    certified_bytes: int
+    programs: list[str]  # of all ranks
+    kinds: frozenset[str]
+
+
+def planned(
+    placement: Sequence[int],
+    taken: Sequence[Turn],
+    budget: int,
+    host_memory_bytes: int | None = None,
+    how: str = "alone",
+) -> list[Planned]:
+    """Trains with a schedule for every step; with `how` in replicas, of which each has turns of its own, in turn."""
+    here = place() if how != "alone" else None
+    number = here.number if here else dist.get_rank()
+    turns = list(taken[here.replica :: 2]) if here else list(taken)
+    modules = (
+        here.stages(placement, how)
+        if here
+        else {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    )
+    optimizer, seen = sgd(*modules.values()), []
+    batches = [given(turn, seed, list(modules), number, len(placement)) for seed, turn in enumerate(turns)]
+    with (
+        Pipeline(
+            modules, placement, loss_fn, 4, group=here and here.group, host_memory_bytes=host_memory_bytes
+        ) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
+    ):
+        steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
+        for (inputs, targets), each in zip(steps, batches, strict=True):
+            optimizer.zero_grad()
+            report = train.step(inputs, targets, weights=each["weights"], trace=True)
+            schedule = train.schedule
+            assert schedule is not None
+            assert report.peak_activation_bytes is not None
+            kinds = {op.kind.name for program in schedule.programs for op in program.ops()}
+            seen.append(
+                Planned(
+                    report.losses or [],
+                    gradients(modules),
+                    report.peak_activation_bytes,
+                    schedule.compiled.certificate.device[number].bytes,
+                    [" ".join(map(str, program.ops())) for program in schedule.programs],
+                    frozenset(kinds),
+                )
+            )
+            optimizer.step()
+    return seen
