@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,14 +115,14 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
             for devices in zip(*(problem.devices for problem in problems), strict=True)
         ],
     )
-    return Measured(
-        problem,
-        tuple(
+    return replace(
+        profiles[0],
+        problem=problem,
+        stages=tuple(
             {name: max((spreads[name] for spreads in each if name in spreads), key=_iqr) for name in each[0]}
             for each in zip(*(profiled.stages for profiled in profiles), strict=True)
         ),
-        {pair: max((profiled.links[pair] for profiled in profiles), key=_iqr) for pair in profiles[0].links},
-        tuple(dict.fromkeys(bound for profiled in profiles for bound in profiled.launch_bound)),
+        links={pair: max((profiled.links[pair] for profiled in profiles), key=_iqr) for pair in profiles[0].links},
     )
 
 
