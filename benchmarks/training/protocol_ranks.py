@@ -19,7 +19,7 @@ from typing import Any
 from optpipe import Result, Schedule, improve, solve
 from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, alternate
 from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
-from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.lowering.plain import one_at_a_time
 
 FIRST = "po-f"  # "for these estimation runs, we adopt PipeOffload due to its minimal memory footprint"
 
