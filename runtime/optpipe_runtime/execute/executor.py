@@ -179,12 +179,9 @@ class Executor:
             before_op(step, op)
         if op.kind == Kind.F and op.stage not in step.begun:
             self._begin_stage(step, op.stage)
-        waited = None
         received: Tensors = ()
         if action.receives:
-            asked = step.mark()
             received = self._take(step, action.receives)
-            waited = asked, step.mark()
         elif op.kind == Kind.F:
             received = step.inputs[op.microbatch]
         if op.kind == Kind.F:
@@ -198,7 +195,7 @@ class Executor:
         del received
         if action.sends is not None and action.to is not None:
             self._messages.send(action.sends, made, action.to, self._sent_specs(op))
-        step.ops.append(OpRecord(op, start, step.mark(), waited, copies))
+        step.ops.append(OpRecord(op, start, step.mark(), copies))
 
     def _end(self, step: StepRecord, op: Op) -> None:
         """What may go on once the op was issued: the mean and the reduction of the stage's gradients, or what features

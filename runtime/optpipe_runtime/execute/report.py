@@ -15,8 +15,6 @@ from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Kwargs
 
-WAITED_MS = 0.2  # taking a message that is there takes the host less
-
 
 class OpTime(NamedTuple):
     """When an op ran on this rank, and what the rank held after it.
@@ -34,8 +32,6 @@ class OpTime(NamedTuple):
         How many the certificate allows.
     allocated_bytes
         `torch.cuda.memory_allocated` on CUDA, else None.
-    message_ms
-        When the op's message came, if the op had to wait for it; else None.
     """
 
     op: Op
@@ -44,7 +40,6 @@ class OpTime(NamedTuple):
     held_bytes: int
     certified_bytes: int
     allocated_bytes: int | None
-    message_ms: float | None = None
 
 
 class Excess(NamedTuple):
@@ -126,13 +121,11 @@ class StepReport:
 
 
 class OpRecord(NamedTuple):
-    """One op that was issued. Marks are those of the step's clock; `waited` are two, from when to when the host waited
-    for the op's message."""
+    """One op that was issued. Marks are those of the step's clock."""
 
     op: Op
     start: Any
     end: Any
-    waited: tuple[Any, Any] | None
     copies: Sequence[Handle]
 
 
@@ -203,9 +196,7 @@ class StepRecord:
     def _trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
         held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
         allocations = self.allocated or repeat(None)
-        for (op, start, end, waited, copies), counted, allocated in zip(self.ops, held, allocations, strict=False):
+        for (op, start, end, copies), counted, allocated in zip(self.ops, held, allocations, strict=False):
             spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
             starts, ends = [clock.ms(begun, a) for a, _ in spans], [clock.ms(begun, b) for _, b in spans]
-            late = waited is not None and clock.ms(*waited) > WAITED_MS
-            message = clock.ms(begun, waited[1]) if waited and late else None
-            yield OpTime(op, min(starts), max(ends), *counted, allocated, message)
+            yield OpTime(op, min(starts), max(ends), *counted, allocated)
