@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.ranks import links as rank_links
 from support.ranks.worker import Ranks
+from torch.nn.functional import mse_loss
 
+from optpipe.errors import InputError
+from optpipe_runtime.arguments import require_valid_arguments
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.pci import Place, shared_links
+from optpipe_runtime.options import Options
 
 # NUMA node, bridges from the host on, and GPU; domain 0000, function 0. Dumps of NCCL leave out root ports.
 DGX_A100 = """
@@ -29,7 +33,7 @@ DGX_A100 = """
 HGX_H100 = """
 1 b6:00 b8:00
 1 d7:00 d9:00
-"""  # github.com/aliyun/SimAI/issues/128: GPUs 5 and 7, each with a NIC below a switch of its own
+"""  # github.com/aliyun/SimAI/issues/128: GPUs 5 and 7, each with a NIC below a bridge of its own; b6 is named by us
 DGX_1 = """
 0 03:00 06:00
 0 03:00 07:00
@@ -116,3 +120,9 @@ def test_a_profile_tells_which_ranks_share_a_link_and_auto_schedules_it(ranks: R
     ((alone, (told,)), _) = ranks(rank_links.profile_on_one_port, links=None)
     assert alone == [None, None]
     assert told.startswith("ranks 0, 1 share a host link, but not in the problem")
+
+
+def test_links_are_found_or_one_for_each_rank() -> None:
+    options = Options(stages={}, placement=[0], loss_fn=mse_loss, microbatches=1, links="pcie0")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^links = 'pcie0': must be \"auto\", or the link of each of 2 ranks$"):
+        require_valid_arguments(options, 0, 2)
