@@ -2,7 +2,7 @@
 
     sudo python scripts/containers.py FOLDER
 
-needs root and Debian's packages (`PACKAGES`). Images, networks and volumes are in FOLDER; nothing else is changed.
+needs root and Debian's packages (`PACKAGES`). Images and volumes are in FOLDER, which may be removed afterwards.
 
 - Python's image is replaced by a minimal Debian from debootstrap, PostgreSQL's by Debian's package on it.
 - docker-compose.yml runs as it stands, but for Prometheus, which is not started.
