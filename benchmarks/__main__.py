@@ -29,6 +29,7 @@ BENCHMARKS = {
     "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),
     "steps": Benchmark("steps", "how soon each step has a schedule and each replica its micro-batches, and how good"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
+    "predictions": Benchmark("predictions", "measured iterations, predicted by the cost model"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
     "table3": Benchmark("papers.table3", "PipeOffload's Table 3: two GPUs on one PCIe switch"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),

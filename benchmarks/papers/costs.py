@@ -131,6 +131,7 @@ def offload_ratios() -> Iterator[Check]:
     flops, host = 220e12, 15e9
     speeds = {"flops": {"bf16": flops}, "host_bytes_per_s": host, "memory_bytes_per_s": 1e20, "gpus_per_host_link": 1}
     speeds |= dict.fromkeys(("matmul_fraction", "attention_fraction", "memory_fraction", "host_fraction"), 1.0)
+    speeds |= {"matmul_depth": 0.0, "host_us": 0.0}
     for hidden in (4096, 8192, 12288):
         for sequence in (1024, 4096, 16384):
             shape = dense(1, hidden, hidden // 128)

@@ -119,7 +119,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
         f"{run.attention} attention, recompute {run.recompute}"
     )
     yield assumed(estimate)
-    yield f"if no device waited, MFU would be {estimate.utilization:.1%}: that is these fractions, not a measurement"
+    yield f"if no device waited, MFU would be {estimate.utilization:.1%}: that is these figures, not a measurement"
     yield ""
     held = ((m.weights, m.gradients, m.optimizer, m.workspace, m.reserved, m.budget) for m in estimate.devices)
     yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in each) for each in held))
@@ -143,12 +143,14 @@ def left_out(shape: Transformer) -> Iterator[str]:
 
 
 def assumed(estimate: Estimate) -> str:
-    """The fractions of a data sheet that times are made of."""
+    """The parameters that times are made of."""
     gpu, peak = estimate.gpu, estimate.clock.peak(estimate.run.precision)
     return (
-        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
-        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
-        f"the host link {gpu.host_fraction:.0%}"
+        f"{'assumed' if gpu.covariance is None else 'learned'}: matmuls reach {gpu.matmul_fraction:.0%} of "
+        f"{peak / 1e12:.0f} TFLOP/s, half of that at depth {gpu.matmul_depth:.0f}, attention "
+        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, the network "
+        f"{gpu.network_fraction:.0%}, the host link {gpu.host_fraction:.0%}; launching a kernel takes "
+        f"{gpu.host_us:.0f} µs, a step of a collective {gpu.link_us:.1f} µs"
     )
 
 

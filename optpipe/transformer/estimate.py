@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -14,7 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage, StageCosts, one_for_all
 from optpipe.transformer.pieces import Piece, Pieces
 from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
-from optpipe.transformer.times import Clock
+from optpipe.transformer.times import Clock, Times
 
 MESSAGES = 4  # two on the way in, two on the way out
 
@@ -125,7 +125,7 @@ class Estimate:
         return Problem(
             name=f"{self.shape.name or 'model'}-{self.parallelism.pp}x{self.run.microbatches}"[:200],
             microbatches=self.run.microbatches,
-            p2p_ms=self.clock.message_ms(self._pieces.message_bytes),
+            p2p_ms=self.message_ms,
             transfer_mode="full_duplex",
             devices=tuple(
                 Device(
@@ -143,6 +143,11 @@ class Estimate:
         )
 
     @property
+    def message_ms(self) -> float:
+        """The time of an activation, or of its gradient, from one stage to the next."""
+        return self.clock.message_ms(self._pieces.message_bytes)
+
+    @property
     def parameters(self) -> int:
         """Parameters of the whole model; tied matrices count once."""
         one = Pieces(self.shape, Parallelism(), self.run, self.sequence).all()
@@ -157,6 +162,12 @@ class Estimate:
         """
         one = [piece.work.matmul + self._pieces.skipped * piece.work.scores for piece in self.pieces]
         return 3 * sum(one) * self.parallelism.tp * self.parallelism.cp
+
+    @cached_property
+    def device_times(self) -> list[Times]:
+        """Where the time of one micro-batch goes, on each device."""
+        of_piece = {piece: self.clock.all_ops(piece) for piece in set(self.pieces)}
+        return [reduce(Times.plus, (of_piece[self.pieces[i]] for i in held)) for held in self._held]
 
     @cached_property
     def busy_ms(self) -> list[float]:
@@ -179,12 +190,36 @@ class Estimate:
 
     @cached_property
     def reduction_ms(self) -> float:
-        """The longest time that a device reduces its gradients over data-parallel ranks, once an iteration."""
+        """The longest time that a device adds its gradients to those of others, once an iteration.
+
+        Data-parallel ranks do, then the first and the last stage where their matrices are tied.
+        """
         pieces = [[self.pieces[i] for i in held] for held in self._held]
-        return max(
+        longest = max(
             self.clock.reduction_ms(self._dense_weights(of_device), sum(piece.expert_weights for piece in of_device))
             for of_device in pieces
         )
+        is_copied = self.shape.tied and self.order[0] != self.order[-1]
+        return longest + is_copied * self.clock.tied_ms(self.shape.embedding_matrix / self.parallelism.tp)
+
+    @cached_property
+    def optimizer_ms(self) -> float:
+        """The longest time that a device's optimizer takes for its step."""
+        replicas = self.parallelism.dp * self.parallelism.cp if self.parallelism.zero else 1
+        expert_replicas = self._expert_replicas if self.parallelism.zero else 1
+        pieces = [[self.pieces[i] for i in held] for held in self._held]
+        return max(
+            self.clock.optimizer_ms(
+                self._dense_weights(of_device) / replicas
+                + sum(piece.expert_weights for piece in of_device) / expert_replicas
+            )
+            for of_device in pieces
+        )
+
+    @property
+    def after_ms(self) -> float:
+        """What comes after the schedule in an iteration: the gradients' reduction, and the optimizer's step."""
+        return self.reduction_ms + self.optimizer_ms
 
     def divided(self, parallelism: Parallelism, run: Run) -> Estimate:
         """The same pieces on other devices, in other stages, for more or fewer micro-batches.
@@ -194,6 +229,12 @@ class Estimate:
         zero, and no host link may be shared in one and not in the other.
         """
         return self._with_pieces(Estimate(self.shape, parallelism, self.gpu, run))
+
+    def on(self, gpu: Gpu) -> Estimate:
+        """The same on another GPU."""
+        other = Estimate(self.shape, self.parallelism, gpu, self.run)
+        vars(other).update(pieces=self.pieces)
+        return other
 
     def with_memory(self, nbytes: int) -> Estimate:
         """The same on GPUs with so much memory."""

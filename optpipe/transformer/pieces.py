@@ -7,15 +7,17 @@ Letters as in the papers: b sequences of s tokens a micro-batch, hidden size h, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
+from optpipe.transformer.work import Collective, Matmul, Work
 
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 FP32, MASK, INDEX = 4, 1, 8  # bytes
 NORM, RESIDUAL = 2, 3  # tensors of the width of the model that are read and written
+LOSS = 5  # times that F of a cross entropy over divided logits reads or writes them in 32 bits (Megatron-LM's)
 
 
 @dataclass(frozen=True)
@@ -34,27 +36,6 @@ class Saved:
     def kept(self, recompute: Recompute) -> bool:
         """Whether it stays from F until the backward."""
         return self.dropped_by is None or LEVELS.index(recompute) < LEVELS.index(self.dropped_by)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What F of a piece does on one GPU: operations of matmuls and of scores, and bytes.
-
-    `traffic` is what norms, activation functions and the like read and write, `again` the part of it that the backward
-    repeats if they are recomputed. `over_tensor`, `over_context` and `over_experts` are sent to the other GPUs that
-    work on the same stage, along these dimensions of parallelism.
-    """
-
-    matmul: float = 0.0
-    scores: float = 0.0
-    traffic: float = 0.0
-    again: float = 0.0
-    over_tensor: float = 0.0
-    over_context: float = 0.0
-    over_experts: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -141,11 +122,7 @@ class Pieces:
             expert_weights=0.0,
             saved=(Saved("tokens", INDEX * self.tokens, None, operand=True), Saved("dropout mask", mask, None)),
             gradients=self.message_bytes,
-            work=Work(
-                matmul=2 * self.tokens * shape.embedding_projection,
-                traffic=2 * self.message_bytes,
-                over_tensor=self.reduced,
-            ),
+            work=Work(matmuls=self._projection, traffic=2 * self.message_bytes, passes=2, sent=self._reduced),
         )
 
     def head(self) -> Piece:
@@ -166,9 +143,13 @@ class Pieces:
             ),
             gradients=value_bytes * logits,
             work=Work(
-                matmul=2 * self.tokens * (shape.embedding_matrix / tp + shape.embedding_projection),
-                traffic=2 * self.message_bytes + (value_bytes + 2 * FP32) * logits,
-                over_tensor=self.reduced,
+                matmuls=(
+                    Matmul(self.tokens, shape.vocabulary / tp, shape.embedding_width or shape.hidden),
+                    *self._projection,
+                ),
+                traffic=2 * self.message_bytes + (value_bytes + LOSS * FP32) * logits,
+                passes=1 + LOSS,
+                sent=self._reduced,
             ),
         )
 
@@ -205,7 +186,7 @@ class Pieces:
         shape, parallelism, whole = self.shape, self.parallelism, self.message_bytes
         queries = shape.query_width / parallelism.tp
         keys = max(shape.key_width / parallelism.tp, shape.query_width / shape.heads)  # at least one group on each GPU
-        weights = shape.hidden * (2 * queries + 2 * keys)
+        weights, head_size = shape.hidden * (2 * queries + 2 * keys), shape.query_width // shape.heads
         saved = [
             Saved("norm input", whole, None),
             Saved("qkv input", whole, "cheap", operand=True),
@@ -222,13 +203,17 @@ class Pieces:
             saved=tuple(saved),
             gradients=self._tensor(queries + 2 * keys) + whole,
             work=Work(
-                matmul=2 * self.tokens * weights,
+                matmuls=(
+                    Matmul(self.tokens, queries + 2 * keys, shape.hidden),
+                    Matmul(self.tokens, shape.hidden, queries),
+                ),
                 scores=4 * self.tokens * keys_of_query * queries,
-                traffic=(NORM + RESIDUAL) * whole + self._scores_traffic,
+                traffic=(NORM + RESIDUAL) * whole,
                 again=NORM * whole,
-                over_tensor=self.reduced,
-                over_context=2 * self._tensor(keys) * (parallelism.cp - 1),
-            ),
+                passes=2,
+                sent=(*self._reduced, *self._exchanged(2 * self._tensor(keys))),
+            )
+            + self._unfused(head_size, head_size),
         )
 
     def _latent_attention(self, keys_of_query: float) -> Piece:
@@ -265,13 +250,19 @@ class Pieces:
             ),
             gradients=latents + self._tensor(2 * keys + values) + whole,
             work=Work(
-                matmul=2 * self.tokens * (down / along + up + out),
+                matmuls=(
+                    Matmul(self.tokens / along, latent_width + shape.rope_size, shape.hidden),
+                    Matmul(self.tokens, keys, shape.query_latent or shape.hidden),
+                    Matmul(self.tokens, heads * head_size + values, shape.kv_latent),
+                    Matmul(self.tokens, shape.hidden, values),
+                ),
                 scores=2 * self.tokens * keys_of_query * (keys + values),
-                traffic=(NORM + RESIDUAL) * whole + NORM * latents + self._scores_traffic,
+                traffic=(NORM + RESIDUAL) * whole + NORM * latents,
                 again=NORM * (whole + latents),
-                over_tensor=self.reduced,
-                over_context=self._tensor(keys + values) * (parallelism.cp - 1),
-            ),
+                passes=3,
+                sent=(*self._reduced, *self._exchanged(self._tensor(keys + values))),
+            )
+            + self._unfused(keys / heads, shape.value_size),
         )
 
     def _scores(self) -> list[Saved]:
@@ -288,10 +279,18 @@ class Pieces:
     def _score_count(self) -> float:
         return self.shape.heads * self.tokens * self.sequence / self.parallelism.tp
 
-    @property
-    def _scores_traffic(self) -> float:
-        """What a softmax of stored scores reads and writes."""
-        return 0.0 if self.run.attention == "flash" else 2 * self.run.value_bytes * self._score_count
+    def _unfused(self, key_size: float, value_size: float) -> Work:
+        """The two matmuls of a head, and its softmax and dropout, which read and write stored scores."""
+        if self.run.attention == "flash":
+            return Work()
+        value_bytes, dropout, keys = self.run.value_bytes, self.shape.dropout, self.sequence
+        heads = self.run.microbatch_size * self.shape.heads / self.parallelism.tp
+        queries = keys / self.parallelism.cp
+        return Work(
+            products=(Matmul(queries, keys, key_size, heads), Matmul(queries, value_size, keys, heads)),
+            traffic=(2 * value_bytes + dropout * (2 * value_bytes + MASK)) * self._score_count,
+            passes=1 + dropout,
+        )
 
     def _mlp(self, width: int) -> Piece:
         """19·b·s·h and its norm's 2·b·s·h, if the width is 4h and there is no gate."""
@@ -307,10 +306,14 @@ class Pieces:
             saved=tuple(saved),
             gradients=shape.up_matrices * middle + whole,
             work=Work(
-                matmul=2 * self.tokens * weights,
+                matmuls=(
+                    Matmul(self.tokens, shape.up_matrices * local_width, shape.hidden),
+                    Matmul(self.tokens, shape.hidden, local_width),
+                ),
                 traffic=(NORM + RESIDUAL) * whole + matrices * middle,
                 again=NORM * whole + matrices * middle,
-                over_tensor=self.reduced,
+                passes=3,
+                sent=self._reduced,
             ),
         )
 
@@ -326,6 +329,9 @@ class Pieces:
         sent_bytes = value_bytes * sent * hidden
         numbers = shape.expert_ffn * sent / tp + shape.shared_ffn * self.tokens / tp  # behind the up matrices
         middle = value_bytes * numbers
+        local = shape.experts / parallelism.ep
+        over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / parallelism.ep) / tp, 2 * (parallelism.ep - 1))
+        exchanged = (over_experts,) if parallelism.ep > 1 else ()
         saved = [
             Saved("norm input", whole),
             Saved("router's input", whole, "cheap", operand=True),
@@ -343,11 +349,16 @@ class Pieces:
             saved=tuple(saved),
             gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
             work=Work(
-                matmul=2 * self.tokens * hidden * shape.experts / along + 2 * hidden * matrices * numbers,
+                matmuls=(
+                    Matmul(self.tokens / along, shape.experts, hidden),
+                    Matmul(sent / local, shape.up_matrices * shape.expert_ffn / tp, hidden, local),
+                    Matmul(sent / local, hidden, shape.expert_ffn / tp, local),
+                    *self._shared_expert,
+                ),
                 traffic=(NORM + RESIDUAL) * whole + 4 * sent_bytes + matrices * middle,
                 again=NORM * whole + matrices * middle,
-                over_tensor=self.reduced,
-                over_experts=2 * sent_bytes * (1 - 1 / parallelism.ep) / tp,
+                passes=5,
+                sent=(*self._reduced, *exchanged),
             ),
         )
 
@@ -361,11 +372,35 @@ class Pieces:
             Saved("activation function's output", size, "cheap", operand=True),
         ]
 
+    @property
+    def _shared_expert(self) -> tuple[Matmul, ...]:
+        shape = self.shape
+        if not shape.shared_ffn:
+            return ()
+        width = shape.shared_ffn / self.parallelism.tp
+        return (
+            Matmul(self.tokens, shape.up_matrices * width, shape.hidden),
+            Matmul(self.tokens, shape.hidden, width),
+        )
+
+    @property
+    def _projection(self) -> tuple[Matmul, ...]:
+        """Between an embedding, or a head, of another width and the layers."""
+        shape = self.shape
+        if not shape.embedding_projection:
+            return ()
+        return (Matmul(self.tokens, shape.hidden, shape.embedding_width or shape.hidden),)
+
     @cached_property
-    def reduced(self) -> float:
-        """What a GPU sends for an all-reduce of its output over the tensor-parallel ring.
+    def _reduced(self) -> tuple[Collective, ...]:
+        """An all-reduce of a GPU's output over the tensor-parallel ring, in 2(t - 1) steps.
 
         Patarasuk and Yuan 2009: 2(t - 1)/t of its bytes; with sequence parallelism, an all-gather and a reduce-scatter.
         """
         t = self.parallelism.tp
-        return 2 * (t - 1) / t * self.run.value_bytes * self.tokens * self.shape.hidden
+        return (Collective("tensor", 2 * (t - 1) / t * self._tensor(self.shape.hidden), 2 * (t - 1)),) if t > 1 else ()
+
+    def _exchanged(self, nbytes: float) -> tuple[Collective, ...]:
+        """Keys and values, which go around the context-parallel ring."""
+        further = self.parallelism.cp - 1
+        return (Collective("context", further * nbytes, further),) if further else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.transformer.records import Gpu, Transformer
@@ -139,26 +139,43 @@ MODELS: dict[str, Transformer] = {
 _HOPPER = {"bf16": 989.4 * TFLOPS, "fp8": 1978.9 * TFLOPS, "fp32": 494.7 * TFLOPS}  # dense; fp32 in TF32
 # Fractions. PipeOffload, Figure 1: 220 of 312 TFLOP/s on A100, and 15 GB/s each way of a PCIe 4 link that two GPUs
 # share. FlashAttention-2 (Dao 2023), section 4.1: up to 73 % in F on A100, up to 63 % in B; FlashAttention-3 (Shah
-# et al. 2024): up to 75 % on H100. The others are assumptions: measure with `optpipe profile` where they matter.
-_NVIDIA = {"memory_fraction": 0.8, "link_fraction": 0.75, "host_fraction": 0.8, "reserved_bytes": 4 * GIB}
-_HOPPER_FRACTIONS = _NVIDIA | {"matmul_fraction": 0.65, "attention_fraction": 0.55}
+# et al. 2024): up to 75 % on H100. The others are assumptions, which `records.PARAMETERS` says how far to trust:
+# `optpipe calibrate` measures them, or learns them from measured iterations.
+_ASSUMED = {
+    "matmul_depth": 128.0,
+    "memory_fraction": 0.8,
+    "link_fraction": 0.75,
+    "network_fraction": 0.75,
+    "host_fraction": 0.8,
+    "host_us": 20.0,
+    "link_us": 5.0,
+    "reserved_bytes": 4 * GIB,
+}
+_HOPPER_FRACTIONS = _ASSUMED | {"matmul_fraction": 0.65, "attention_fraction": 0.55}
+
+_A100: dict[str, Any] = {
+    "source": "NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s a GPU; PipeOffload, figure 17: shared PCIe",
+    "memory_bytes": 80 * GIB,
+    "flops": {"bf16": 312 * TFLOPS, "fp32": 156 * TFLOPS},
+    "memory_bytes_per_s": 2039 * GBPS,
+    "link_bytes_per_s": 300 * GBPS,
+    "network_bytes_per_s": 25 * GBPS,
+    "host_bytes_per_s": 32 * GBPS,
+    "gpus_per_host_link": 2,
+    **_ASSUMED,
+    "host_fraction": 0.94,
+    "matmul_fraction": 0.7,
+    "attention_fraction": 0.6,
+}
 
 GPUS: dict[str, Gpu] = {
     name: Gpu.from_dict({"name": name} | sheet, name)
     for name, sheet in {
-        "A100": {
-            "source": "NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s a GPU; PipeOffload, figure 17: shared PCIe",
-            "memory_bytes": 80 * GIB,
-            "flops": {"bf16": 312 * TFLOPS, "fp32": 156 * TFLOPS},
-            "memory_bytes_per_s": 2039 * GBPS,
-            "link_bytes_per_s": 300 * GBPS,
-            "network_bytes_per_s": 25 * GBPS,
-            "host_bytes_per_s": 32 * GBPS,
-            "gpus_per_host_link": 2,
-            **_NVIDIA,
-            "host_fraction": 0.94,
-            "matmul_fraction": 0.7,
-            "attention_fraction": 0.6,
+        "A100": _A100,
+        "A100-800G": _A100
+        | {
+            "source": "as A100, in nodes of 8 that share 800 Gb/s to other nodes (vTrain, Bang et al., MICRO 2024)",
+            "network_bytes_per_s": 12.5 * GBPS,
         },
         "H100": {
             "source": "NVIDIA H100 SXM data sheet (half of the figures with sparsity); DGX H100: 400 Gb/s a GPU",
@@ -198,7 +215,7 @@ GPUS: dict[str, Gpu] = {
             "link_bytes_per_s": 448 * GBPS,
             "network_bytes_per_s": 50 * GBPS,
             "host_bytes_per_s": 64 * GBPS,
-            **_NVIDIA,
+            **_ASSUMED,
             "matmul_fraction": 0.5,
             "attention_fraction": 0.4,
         },

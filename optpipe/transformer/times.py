@@ -1,26 +1,53 @@
-"""How long a piece takes on a GPU: operations and bytes over the speeds that are reached."""
+"""How long a piece takes on a GPU: its kernels, the host that launches them, and what is sent.
+
+A matmul takes its operations over the speed that matmuls of its depth reach, or its bytes over that of memory,
+whichever is longer. Kernels run while the host launches further ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
 from optpipe.transformer.pieces import LEVELS, Piece
 from optpipe.transformer.records import Gpu, Parallelism, Run
+from optpipe.transformer.work import Matmul, Work
 
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
 # two (Dao 2023, FlashAttention-2, section 3.1).
 SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
-MS = 1000
+TRAFFIC_BACKWARD = 1.5  # F reads x and writes y, B reads x and dy and writes dx
+# Kernels are shorter or longer than it takes to launch them, so a piece takes longer than either sum, and less than
+# both: the norm of both with this exponent. 2 to 6 predict measured iterations about equally well.
+HOST_AND_GPU = 3
+MS, US = 1000, 1e-3  # ms of a second and of a microsecond
+
+
+class Times(NamedTuple):
+    """Where the time of an op goes, in ms; `host` is by how much launching kernels makes it longer."""
+
+    matmuls: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    host: float = 0.0
+    messages: float = 0.0
+    recomputing: float = 0.0
+
+    def plus(self, other: Times) -> Times:
+        return Times(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def ms(self) -> float:
+        return sum(self)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Times of pieces on one GPU of a stage, in ms."""
+    """Times of pieces on one GPU of a stage."""
 
     gpu: Gpu
     parallelism: Parallelism
@@ -32,18 +59,16 @@ class Clock:
         With ZeRO 2 every W reduces its gradients, with ZeRO 3 every F and B gather its weights, too (Rajbhandari et al.
         2020, section 7.2). Nothing of that is hidden.
         """
-        run, zero = self.run, self.parallelism.zero
-        gather = self._over_replicas(run.value_bytes, piece.weights, piece.expert_weights) if zero >= 3 else 0.0
-        reduce = self._over_replicas(run.gradient_bytes, piece.weights, piece.expert_weights) if zero >= 2 else 0.0
-        forward = self.forward_ms(piece) + gather
+        run = self.run
+        forward_ms = self.forward(piece).ms
         held = ceil(piece.activation_bytes(run.recompute))
         fields: dict[str, Any] = {}
         if piece.is_layer and run.recompute != "full":
-            fields = {"recompute_ms": forward, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
+            fields = {"recompute_ms": forward_ms, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
         return StageCosts(
-            forward_ms=forward,
-            backward_input_ms=self.backward_input_ms(piece) + gather,
-            backward_weight_ms=self.backward_weight_ms(piece) + reduce,
+            forward_ms=forward_ms,
+            backward_input_ms=self.backward_input(piece).ms,
+            backward_weight_ms=self.backward_weight(piece).ms,
             activation_bytes=held,
             saved_for_weight_bytes=ceil(piece.saved_for_weight_bytes),
             offload_ms=held / self.host_speed * MS,
@@ -52,28 +77,82 @@ class Clock:
             **fields,
         )
 
-    def forward_ms(self, piece: Piece) -> float:
-        work = piece.work
-        return self._matmul(work.matmul) + self._scores(work.scores) + self._memory(work.traffic) + self._sent(piece)
+    def forward(self, piece: Piece) -> Times:
+        return self._computed_forward(piece)._replace(messages=self._sent(piece.work) + self._gathered(piece))
 
-    def backward_input_ms(self, piece: Piece) -> float:
-        """A matmul's input gradient is one matmul of the same size; what reads x and writes y, now also reads dy."""
+    def backward_input(self, piece: Piece) -> Times:
+        """A matmul's input gradient is one matmul of the same operations; keys and values come around again."""
         work = piece.work
-        scores = SCORES_BACKWARD[self.run.attention] * self._scores(work.scores)
-        again = self._sent(piece) + self._over(work.over_context, self.parallelism.tp * self.parallelism.cp)
-        return self._matmul(work.matmul) + scores + 2 * self._memory(work.traffic) + again + self._recomputed(piece)
+        products = [each for one in work.products for each in (one.input_gradient, one.weight_gradient)]
+        launched = len(work.matmuls) + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
+        own = self._overlapped(
+            sum(self.matmul_ms(each.input_gradient) for each in work.matmuls),
+            sum(map(self.matmul_ms, products)) + SCORES_BACKWARD["flash"] * self._flash(work),
+            self.pass_ms(TRAFFIC_BACKWARD * work.traffic),
+            launched,
+        )
+        return own._replace(
+            messages=self._sent(work) + self._sent(work, "context") + self._gathered(piece),
+            recomputing=self._recomputed(piece),
+        )
 
-    def backward_weight_ms(self, piece: Piece) -> float:
-        """A matmul's weight gradient is one matmul of the same size, or longer if memory is too slow for its sums.
+    def backward_weight(self, piece: Piece) -> Times:
+        """A matmul's weight gradient is one matmul of the same operations, or longer if memory is too slow.
 
         The matmul adds to the gradients of earlier micro-batches while it runs.
         """
-        sums = 2 * self.run.gradient_bytes * (piece.weights + piece.expert_weights)
-        return max(self._matmul(piece.work.matmul), self._memory(sums))
+        work, weights = piece.work, piece.weights + piece.expert_weights
+        sums = self.pass_ms(2 * self.run.gradient_bytes * weights)
+        matmuls = sum(self.matmul_ms(each.weight_gradient) for each in work.matmuls)
+        reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
+        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), len(work.matmuls))._replace(
+            messages=self._over_replicas(reduced, piece.weights, piece.expert_weights)
+        )
+
+    def all_ops(self, piece: Piece) -> Times:
+        """F, B and W together."""
+        return self.forward(piece).plus(self.backward_input(piece)).plus(self.backward_weight(piece))
+
+    def matmul_ms(self, matmul: Matmul) -> float:
+        """How long one kernel of matmuls takes: its operations at the speed of its depth, or its bytes.
+
+        What a tile computes grows with the depth, what it takes to begin and to end does not: at `matmul_depth` half of
+        the fraction is reached.
+        """
+        gpu = self.gpu
+        computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (self._peak * gpu.matmul_fraction) * MS
+        return max(computing, self.pass_ms(self.run.value_bytes * matmul.numbers))
+
+    def pass_ms(self, nbytes: float) -> float:
+        """How long it takes to read and write so many bytes."""
+        return nbytes / (self.gpu.memory_bytes_per_s * self.gpu.memory_fraction) * MS
 
     def message_ms(self, nbytes: float) -> float:
-        """Time of a message between stages; they are on other nodes unless one node has all GPUs."""
-        return self._over(nbytes, self.parallelism.gpus) if self.parallelism.pp > 1 else 0.0
+        """Time of an activation between stages; they are on other nodes unless one node has all GPUs.
+
+        What all GPUs of a tensor-parallel group have is sent in parts, one by each, and gathered (Narayanan et al.
+        2021, section 4.1).
+        """
+        t = self.parallelism.tp // self.parallelism.along_sequence
+        return self.transfer_ms(nbytes / t) + self.ring_ms((t - 1) / t * nbytes, t, 1, t - 1)
+
+    def transfer_ms(self, nbytes: float) -> float:
+        """Time of so many bytes from a GPU of one stage to one of the next."""
+        p = self.parallelism
+        return self.ring_ms(nbytes, 2, p.gpus // 2, 1) if p.pp > 1 else 0.0
+
+    def ring_ms(self, nbytes: float, ranks: int, stride: int, steps: int) -> float:
+        """Time of a collective in which each of some ranks sends so many bytes in so many steps, on a ring.
+
+        The ranks are every `stride`-th GPU. A ring leaves a node by one network card, or by all cards if it has all
+        GPUs of the node.
+        """
+        gpu = self.gpu
+        if ranks * stride <= gpu.gpus_per_node:
+            speed = gpu.link_bytes_per_s * gpu.link_fraction
+        else:
+            speed = gpu.network_bytes_per_s * gpu.network_fraction * (gpu.gpus_per_node if stride == 1 else 1)
+        return nbytes / speed * MS + steps * gpu.link_us * US if ranks > 1 else 0.0
 
     def reduction_ms(self, weights: float, expert_weights: float) -> float:
         """Time in which data-parallel ranks sum so many weights' gradients and share the new weights, in an iteration.
@@ -82,18 +161,21 @@ class Clock:
         reduces in every W instead, and ZeRO 3 gathers when weights are used.
         """
         gradients, values = self.run.gradient_bytes, self.run.value_bytes
-        each = (2 * gradients, gradients + values, values, 0)[self.parallelism.zero]
-        return self._over_replicas(each, weights, expert_weights)
+        collectives = ((gradients, gradients), (gradients, values), (values,), ())[self.parallelism.zero]
+        return sum(self._over_replicas(each, weights, expert_weights) for each in collectives)
 
-    def _over_replicas(self, each: int, weights: float, expert_weights: float) -> float:
-        """Time of a reduce-scatter or an all-gather of so many bytes a weight over data-parallel ranks.
+    def tied_ms(self, weights: float) -> float:
+        """Time in which the first and the last stage add the gradients of a matrix that both have."""
+        return self.transfer_ms(self.run.gradient_bytes * weights)
 
-        On a ring each of n ranks sends (n - 1)/n of all bytes (Patarasuk and Yuan 2009).
+    def optimizer_ms(self, weights: float) -> float:
+        """Time of an optimizer's step for so many weights of this GPU.
+
+        Gradients are read for their norm, read and written by clipping, read by the update, and zeroed; the state is
+        read and written, new weights are written.
         """
-        parallelism = self.parallelism
-        ranks = parallelism.dp * parallelism.cp
-        shares = ((weights, ranks), (expert_weights, ranks // parallelism.ep))
-        return self._over(sum(each * (n - 1) / n * size for size, n in shares), parallelism.tp * ranks)
+        run = self.run
+        return self.pass_ms((5 * run.gradient_bytes + 2 * run.state_bytes + run.value_bytes) * weights)
 
     @cached_property
     def host_speed(self) -> float:
@@ -110,16 +192,6 @@ class Clock:
         """Whether neighbours in the pipeline share host links."""
         return self.gpu.gpus_per_host_link > 1 and self.parallelism.gpus == self.parallelism.pp
 
-    def _recomputed(self, piece: Piece) -> float:
-        """What the backward computes again."""
-        if not piece.is_layer:
-            return 0.0
-        level = LEVELS.index(self.run.recompute)
-        if self.run.recompute == "full":
-            return self.forward_ms(piece)
-        scores = self._scores(piece.work.scores) if level >= 1 and self.run.attention == "unfused" else 0.0
-        return scores + (self._memory(piece.work.again) if level >= LEVELS.index("cheap") else 0.0)
-
     def peak(self, precision: str) -> float:
         """The GPU's peak at this precision. Raises InputError if it has none."""
         for name, flops in self.gpu.flops.items():
@@ -127,27 +199,61 @@ class Clock:
                 return flops
         raise InputError(f"precision = {precision}: {self.gpu.name or 'the GPU'} has {', '.join(self.gpu.flops)}")
 
-    def _matmul(self, operations: float) -> float:
-        return operations / (self.peak(self.run.precision) * self.gpu.matmul_fraction) * MS
+    @cached_property
+    def _peak(self) -> float:
+        return self.peak(self.run.precision)
 
-    def _scores(self, operations: float) -> float:
+    def _overlapped(self, matmuls: float, attention: float, passes: float, launched: int) -> Times:
+        """The time of kernels while the host launches so many."""
+        gpu, host = matmuls + attention + passes, launched * self.gpu.host_us * US
+        both = (gpu**HOST_AND_GPU + host**HOST_AND_GPU) ** (1 / HOST_AND_GPU)
+        return Times(matmuls, attention, passes, both - gpu)
+
+    def _computed_forward(self, piece: Piece) -> Times:
+        work = piece.work
+        flash = self._flash(work)
+        launched = len(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
+        attention = sum(map(self.matmul_ms, work.products)) + flash
+        return self._overlapped(sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched)
+
+    def _flash(self, work: Work) -> float:
+        """The time of flash attention's kernel. Its numbers have 16 bits where matmuls' have 8."""
+        if work.products:
+            return 0.0
         precision = "bf16" if self.run.precision == "fp8" else self.run.precision
-        return operations / (self.peak(precision) * self.gpu.attention_fraction) * MS
+        return work.scores / (self.peak(precision) * self.gpu.attention_fraction) * MS
 
-    def _memory(self, nbytes: float) -> float:
-        return nbytes / (self.gpu.memory_bytes_per_s * self.gpu.memory_fraction) * MS
+    def _recomputed(self, piece: Piece) -> float:
+        """What the backward computes again."""
+        if not piece.is_layer:
+            return 0.0
+        level, work = LEVELS.index(self.run.recompute), piece.work
+        if self.run.recompute == "full":
+            return self.forward(piece).ms
+        products = sum(map(self.matmul_ms, work.products)) if level >= LEVELS.index("selective") else 0.0
+        return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
 
-    def _sent(self, piece: Piece) -> float:
-        """What F waits for, from the other GPUs of its stage."""
-        work, parallelism = piece.work, self.parallelism
-        return (
-            self._over(work.over_tensor, parallelism.tp)
-            + self._over(work.over_context, parallelism.tp * parallelism.cp)
-            + self._over(work.over_experts, parallelism.tp * parallelism.ep)
+    def _sent(self, work: Work, over: str | None = None) -> float:
+        """What an op waits for, from the other GPUs of its stage; over one dimension if that is named."""
+        p = self.parallelism
+        groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.tp)}
+        return sum(
+            self.ring_ms(each.bytes, *groups[each.over], each.steps) for each in work.sent if over in (None, each.over)
         )
 
-    def _over(self, nbytes: float, gpus: int) -> float:
-        """Time of so many bytes among so many neighbouring GPUs."""
-        near = gpus <= self.gpu.gpus_per_node
-        speed = self.gpu.link_bytes_per_s if near else self.gpu.network_bytes_per_s
-        return nbytes / (speed * self.gpu.link_fraction) * MS
+    def _gathered(self, piece: Piece) -> float:
+        """With ZeRO 3 the weights are gathered whenever they are used."""
+        values = self.run.value_bytes if self.parallelism.zero >= 3 else 0
+        return self._over_replicas(values, piece.weights, piece.expert_weights)
+
+    def _over_replicas(self, each: int, weights: float, expert_weights: float) -> float:
+        """Time of a reduce-scatter or an all-gather of so many bytes a weight over data-parallel ranks.
+
+        On a ring each of n ranks sends (n - 1)/n of all bytes, in n - 1 steps (Patarasuk and Yuan 2009).
+        """
+        p = self.parallelism
+        ranks = p.dp * p.cp
+        groups = ((weights, ranks), (expert_weights, ranks // p.ep))
+        return sum(
+            self.ring_ms(each * (n - 1) / n * size, n, p.tp * ranks // n, n - 1) for size, n in groups if each * size
+        )

@@ -16,6 +16,7 @@ from optpipe.transformer.huggingface import read
 from optpipe.transformer.pieces import Piece
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe.transformer.work import Matmul
 from optpipe_solver import systems
 
 GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)
@@ -88,7 +89,7 @@ def test_the_work_of_a_model_is_that_of_the_paper():
 
 def test_each_matmul_takes_one_forward_for_each_gradient_and_scores_have_no_weights():
     """Where nothing but matmuls and scores takes time."""
-    fast = {"memory_bytes_per_s": 1e20, "matmul_fraction": 1.0, "attention_fraction": 1.0}
+    fast = {"memory_bytes_per_s": 1e20, "matmul_fraction": 1.0, "matmul_depth": 0.0, "host_us": 0.0}
     gpu = GPUS["H100"].model_copy(update=fast)
     e = estimate(GPT, Parallelism(), gpu, Run(microbatches=1, attention="unfused"))
     dense, work = e.layers[1], e.pieces[1].work
@@ -152,7 +153,8 @@ def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
     one, four = made(shape, {"dp": 4}), made(shape, {"dp": 4, "ep": 4})
     assert [piece.kind for piece in one.pieces] == ["embedding", "dense", "dense", "dense", "expert", "head"]
     assert four.pieces[4].expert_weights == one.pieces[4].expert_weights / 4
-    assert four.pieces[4].work.over_experts > one.pieces[4].work.over_experts == 0
+    assert [each.over for each in four.pieces[4].work.sent] == ["experts"]
+    assert one.pieces[4].work.sent == ()
     numbers = (sum(getattr(p, what) for p in four.pieces) for what in ("weights", "expert_weights"))
     dense, experts = numbers
     divided = made(shape, {"dp": 4, "ep": 4, "zero": 1}).devices[0]
@@ -189,8 +191,50 @@ def test_neighbours_share_a_host_link_only_if_they_are_neighbours_in_the_node():
 def test_messages_to_other_nodes_take_the_network():
     eight = GPT.model_copy(update={"layers": 8})
     near, far = made(eight, {"pp": 8}), made(eight, {"pp": 8, "tp": 2})
-    assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / (450e9 * 0.75))
-    assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / (50e9 * 0.75))
+    latency = GPUS["H100"].link_us / 1000
+    assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / (450e9 * 0.75) + latency)
+    assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / (50e9 * 0.75) + latency)
+    whole = made(eight, {"pp": 8, "tp": 2, "sequence_parallel": False})  # sent in halves, and gathered
+    assert whole.problem.p2p_ms == pytest.approx(far.problem.p2p_ms + 1000 * 512 * 1024 / (450e9 * 0.75) + latency)
+
+
+def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus():
+    """And has the latency of each of its steps."""
+    nbytes, gpu = 1e9, GPUS["A100"]
+    clock = made(gpu="A100").clock
+    card_ms = 1000 * nbytes / (gpu.network_bytes_per_s * gpu.network_fraction)
+    for ranks, stride, expected_ms in ((16, 1, card_ms / 8), (16, 2, card_ms), (2, 8, card_ms)):
+        assert clock.ring_ms(nbytes, ranks, stride, steps=0) == pytest.approx(expected_ms)
+    assert clock.ring_ms(nbytes, 8, 1, steps=0) == pytest.approx(1000 * nbytes / (gpu.link_bytes_per_s * 0.75))
+    assert clock.ring_ms(0.0, 8, 1, steps=14) == pytest.approx(14 * gpu.link_us / 1000)
+    assert clock.ring_ms(nbytes, 1, 1, steps=1) == 0
+
+
+@given(st.integers(64, 8192), st.integers(64, 8192), st.integers(16, 8192))
+def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
+    """At `matmul_depth` half of the fraction; never less time than their bytes take."""
+    e = made()
+    clock, gpu = e.clock, e.gpu
+    ms = clock.matmul_ms(Matmul(rows, columns, depth))
+    reached = 2e3 * rows * columns * depth / ms / gpu.flops["bf16"]
+    assert reached <= gpu.matmul_fraction * depth / (depth + gpu.matmul_depth) * (1 + 1e-9)
+    assert ms >= clock.pass_ms(2 * (rows * depth + depth * columns + rows * columns))
+    half = clock.matmul_ms(Matmul(8192, 8192, gpu.matmul_depth))
+    twice = clock.matmul_ms(Matmul(8192, 8192, 3 * gpu.matmul_depth))  # thrice the work, at 3/4 of the fraction
+    assert twice == pytest.approx(2 * half)
+
+
+def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
+    """The longer of both where they are far apart, at most both together."""
+    for size, host_us in ((1, 1e4), (64, 1e-3), (1, 20.0)):
+        gpu = GPUS["H100"].model_copy(update={"host_us": host_us})
+        e = estimate(GPT, Parallelism(), gpu, Run(microbatches=1, microbatch_size=size))
+        times = e.clock.forward(e.pieces[1])
+        kernels = times.matmuls + times.attention + times.passes
+        launching = 10 * host_us / 1000  # four matmuls, attention, two norms, an activation function, two residuals
+        assert max(kernels, launching) <= times.ms <= kernels + launching
+        if host_us != 20.0:
+            assert times.ms == pytest.approx(max(kernels, launching), rel=1e-2)
 
 
 def test_recomputation_trades_bytes_for_time():

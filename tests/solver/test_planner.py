@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 
 import pytest
 
@@ -64,7 +65,7 @@ def everything(asked: Question) -> float:
                 listed.append(next(STREAMS["adaoffload"](candidate.problem, "makespan")))
         for schedule in (*published(candidate, asked.stack), *listed):
             if not check(schedule.problem, schedule):
-                best = min(best, candidate.with_reduction(schedule.makespan_ms))
+                best = min(best, candidate.with_step_end(schedule.makespan_ms))
     return best
 
 
@@ -83,8 +84,8 @@ def test_bounds_hold_and_schedules_fit(found: Plan) -> None:
         assert check(candidate.schedule.problem, candidate.schedule) == []
         assert max(candidate.used_bytes(candidate.schedule)) <= asked.gpu.memory_bytes
         if candidate.start:  # it evicts nothing
-            bound = max(candidate.bound_ms, candidate.with_reduction(memory_bound(candidate.problem)))
-            assert bound <= candidate.with_reduction(candidate.start.makespan_ms) * (1 + 1e-9)
+            bound = max(candidate.bound_ms, candidate.with_step_end(memory_bound(candidate.problem)))
+            assert bound <= candidate.with_step_end(candidate.start.makespan_ms) * (1 + 1e-9)
     for held, ms, candidate, method in found.frontier:
         assert candidate.lengths[method] == (ms, held)
         assert held <= asked.gpu.memory_bytes
@@ -113,10 +114,11 @@ def test_activations_may_be_evicted_to_other_devices() -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
+    """But for a percent: list scheduling may find less in more memory."""
     sizes = [RESERVED + size for size in (3_000_000_000, 3_200_000_000, 3_500_000_000, 4_000_000_000, 9_000_000_000)]
     plans = [planned(question(size)) for size in sizes]
     iterations = [plan.best.iteration_ms for plan in plans]
-    assert iterations == sorted(iterations, reverse=True)
+    assert all(more <= 1.01 * less for less, more in pairwise(iterations))
     assert iterations[0] > 1.3 * iterations[-1]
 
 
@@ -146,13 +148,14 @@ def test_parts_add_up(found: Plan) -> None:
 
 
 def test_gradients_are_reduced_over_replicas() -> None:
-    """2(n - 1)/n of the bytes, over the nodes' network where a node has fewer GPUs than a stage and its replicas."""
+    """2(n - 1)/n of the bytes, over all network cards of a node as every replica is one of its GPUs."""
     divided = {c.division: c.estimate for c in candidates(question()) if c.estimate.parallelism.zero < 2}
     assert divided[2, 2, 1, 1, 1].reduction_ms == 0
     made = divided[1, 1, 4, 1, 1]
     weights = made.parameters
-    speed = made.gpu.network_bytes_per_s * made.gpu.link_fraction
-    assert made.reduction_ms == pytest.approx(3 / 4 * 6 * weights / speed * 1000)
+    speed = made.gpu.gpus_per_node * made.gpu.network_bytes_per_s * made.gpu.network_fraction
+    steps_ms = 2 * 3 * made.gpu.link_us / 1000
+    assert made.reduction_ms == pytest.approx(3 / 4 * 6 * weights / speed * 1000 + steps_ms)
 
 
 def test_divisions_are_whole() -> None:
@@ -192,9 +195,8 @@ def test_zero_is_what_the_stack_has() -> None:
 
 def test_more_of_zero_takes_longer_and_less_memory() -> None:
     """Within a micro-batch gradients are reduced and weights gathered; at the end of the iteration less is left."""
-    by_stage = {
-        zero: estimate(SMALL, Parallelism(dp=4, zero=zero), GPUS["A100"], Run(microbatches=8)) for zero in range(4)
-    }
+    gpu = GPUS["A100"].model_copy(update={"link_us": 0.0})
+    by_stage = {zero: estimate(SMALL, Parallelism(dp=4, zero=zero), gpu, Run(microbatches=8)) for zero in range(4)}
     busy = [made.busy_ms[0] for made in by_stage.values()]
     state = [made.devices[0].state for made in by_stage.values()]
     rest = [made.reduction_ms for made in by_stage.values()]
@@ -203,12 +205,13 @@ def test_more_of_zero_takes_longer_and_less_memory() -> None:
     assert rest == sorted(rest, reverse=True)
     assert rest[3] == 0
     gathered = busy[3] - busy[2]  # 2 bytes a weight before F and before B, each three quarters over the ring
-    speed = GPUS["A100"].link_bytes_per_s * GPUS["A100"].link_fraction
+    speed = gpu.link_bytes_per_s * gpu.link_fraction
     assert gathered == pytest.approx(2 * 2 * 3 / 4 * by_stage[3].parameters / speed * 1000, rel=1e-6)
 
 
 def test_without_offload_nothing_leaves() -> None:
-    (candidate, *_) = candidates(question(offload=False))
+    asked = question(offload=False)
+    candidate = next(c for c in candidates(asked) if c.state_bytes < asked.gpu.memory_bytes)
     assert not any(stage.can_offload for stage in candidate.problem.stages)
 
 

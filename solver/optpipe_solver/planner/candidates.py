@@ -97,17 +97,17 @@ class Candidate:
     lengths: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The busiest device has all its work to do, and then gradients to reduce."""
-        self.bound_ms = self.with_reduction(self.estimate.run.microbatches * max(self.estimate.busy_ms))
+        """The busiest device has all its work to do, then gradients to reduce and weights to update."""
+        self.bound_ms = self.with_step_end(self.estimate.run.microbatches * max(self.estimate.busy_ms))
 
-    def with_reduction(self, makespan_ms: float) -> float:
-        """The iteration of so long a schedule: gradients are reduced after it."""
-        return makespan_ms + self.estimate.reduction_ms
+    def with_step_end(self, makespan_ms: float) -> float:
+        """The iteration of so long a schedule: after it gradients are reduced and weights updated."""
+        return makespan_ms + self.estimate.after_ms
 
     @property
     def iteration_ms(self) -> float:
         """By the best schedule so far; `NEVER` without one."""
-        return self.with_reduction(self.schedule.makespan_ms) if self.schedule else NEVER
+        return self.with_step_end(self.schedule.makespan_ms) if self.schedule else NEVER
 
     @property
     def least_ms(self) -> float:
@@ -159,7 +159,7 @@ class Candidate:
         peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
         stages = []
         for stage in self.problem.stages:
-            ms = self.estimate.clock.message_ms(one_for_all(stage.activation_bytes))
+            ms = self.estimate.clock.transfer_ms(one_for_all(stage.activation_bytes))
             eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
             stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
         pairs = zip(self.problem.devices, peers, strict=True)
@@ -188,8 +188,8 @@ class Candidate:
         """Keep what fits. Returns whether it is the best so far."""
         if schedule.compiled.complaints:
             return False
-        better = self.with_reduction(schedule.makespan_ms) < self.iteration_ms
-        point = self.with_reduction(schedule.makespan_ms), max(self.used_bytes(schedule))
+        better = self.with_step_end(schedule.makespan_ms) < self.iteration_ms
+        point = self.with_step_end(schedule.makespan_ms), max(self.used_bytes(schedule))
         self.lengths[schedule.method] = min(self.lengths.get(schedule.method, point), point)
         if better:
             self.schedule = schedule

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from statistics import mean
 
-from optpipe.transformer.estimate import Estimate
 from optpipe_solver.planner.candidates import Candidate
 
-AT_ONCE = 1e21  # bytes per second: a link that takes no time
+NAMES = {
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "passes": "norms, losses and the like",
+    "host": "launching kernels",
+    "messages": "messages within stages",
+    "recomputing": "recomputing",
+}
 
 
 def parts(candidate: Candidate) -> dict[str, float]:
     """Divide the iteration into ms that add up to it.
 
-    The first four are the means over devices of what all ops of one kind take; `uneven stages` is how much longer the
+    Those of `NAMES` are the means over devices of what all ops together take; `uneven stages` is how much longer the
     busiest device computes, `waiting` how long it does not. Without a schedule `waiting` is what the bound says.
     """
-    whole, m = candidate.estimate, candidate.estimate.run.microbatches
-    links = {"link_bytes_per_s": AT_ONCE, "network_bytes_per_s": AT_ONCE}
-    alone = replace(whole, gpu=whole.gpu.model_copy(update=links))
-    plain = replace(alone, run=whole.run.model_copy(update={"recompute": "none"}))
-    longest = max(whole.busy_ms)
+    estimate, m = candidate.estimate, candidate.estimate.run.microbatches
+    busy = estimate.busy_ms
+    longest = max(busy)
+    divided = {
+        title: m * mean(getattr(times, field) for times in estimate.device_times) for field, title in NAMES.items()
+    }
     again = 0.0  # what the schedule recomputes beside
     if candidate.schedule:
-        again = candidate.schedule.timeline.busy_ms()[whole.busy_ms.index(longest)] - m * longest
-    reduction = whole.reduction_ms
-    return {
-        "computing": m * _mean(plain),
-        "recomputing": m * (_mean(alone) - _mean(plain)) + again,
-        "messages within stages": m * (_mean(whole) - _mean(alone)),
-        "uneven stages": m * (longest - _mean(whole)),
-        "waiting": candidate.least_ms - reduction - m * longest - again,
-        "reducing gradients": reduction,
+        again = candidate.schedule.timeline.busy_ms()[busy.index(longest)] - m * longest
+    divided["recomputing"] += again
+    return divided | {
+        "uneven stages": m * (longest - mean(busy)),
+        "waiting": candidate.least_ms - estimate.after_ms - m * longest - again,
+        "reducing gradients": estimate.reduction_ms,
+        "the optimizer": estimate.optimizer_ms,
     }
-
-
-def _mean(estimate: Estimate) -> float:
-    return sum(estimate.busy_ms) / len(estimate.busy_ms)

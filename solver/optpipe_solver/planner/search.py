@@ -256,7 +256,7 @@ class PlanSearch:
                 return
             if self._is_open(candidate):
                 tighter = memory_bound(candidate.problem)
-                candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(tighter))
+                candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(tighter))
             if self._is_open(candidate):
                 work.spend(_ops(candidate))
                 try:
@@ -296,7 +296,7 @@ class PlanSearch:
         if result.schedule:
             self._take(candidate, result.schedule)
         if result.lower_bound_ms is not None:
-            candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(result.lower_bound_ms))
+            candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(result.lower_bound_ms))
 
     def _place(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
@@ -304,7 +304,7 @@ class PlanSearch:
             candidate.bound_ms = NEVER
             self.too_large += 1
         else:
-            candidate.bound_ms = max(candidate.bound_ms, candidate.with_reduction(trivial_bound(candidate.problem)))
+            candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(trivial_bound(candidate.problem)))
 
     def _take(self, candidate: Candidate, schedule: Schedule) -> None:
         if candidate.take(schedule) and (self.best is None or shorter(candidate.iteration_ms, self.best.iteration_ms)):

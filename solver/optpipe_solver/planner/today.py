@@ -66,7 +66,7 @@ class Running:
 
     @property
     def iteration_ms(self) -> float:
-        return self.candidate.with_reduction(self.schedule.makespan_ms)
+        return self.candidate.with_step_end(self.schedule.makespan_ms)
 
     @property
     def fits(self) -> bool:

@@ -1,0 +1,106 @@
+"""Measured iterations, predicted: after learning from 60 of them, errors on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import typer
+
+from benchmarks.tables import head, line
+from optpipe.errors import InputError
+from optpipe.model.problem import read_file
+from optpipe.transformer.calibrate import NAMES, covariance, learn
+from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, read_iterations
+from optpipe.transformer.presets import GPUS
+from optpipe.transformer.records import Gpu
+
+GPU = GPUS["A100-800G"]
+FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}
+LEARNED_FROM = {"one node": 34, "several nodes": 26}  # rows, evenly spread over the file
+DRAWS = 5  # further sets of as many rows, drawn at random
+COLUMNS = ("rows", "learned from", "judged by", "mean error", "median", "ordered right, of pairs", "regret", "at most")
+
+
+class Split(NamedTuple):
+    """The rows of a file that parameters are learned from, and the others."""
+
+    learned: list[Iteration]
+    rest: list[Iteration]
+
+
+def predictions(
+    folder: Annotated[Path, typer.Argument(help="Folder with vTrain's measured iterations: two files of CSV.")],
+) -> None:
+    """Predict measured iterations: from what is known of the GPU alone, and after learning from 60 rows, which are
+    evenly spread over the files, the others; then the same with rows that are drawn at random."""
+    tables = read_tables(folder)
+    typer.echo(head(COLUMNS, "lrrrrrrr"))
+    for name, rows in tables.items():
+        typer.echo(_line(name, 0, errors(rows, predicted(GPU, rows)), len(rows)))
+    splits = {name: evenly(rows, LEARNED_FROM[name]) for name, rows in tables.items()}
+    gpu = learned(splits.values())
+    for name, split in splits.items():
+        typer.echo(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
+    by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
+    for draw in range(DRAWS):
+        drawn = {name: drawn_at_random(rows, LEARNED_FROM[name], draw) for name, rows in tables.items()}
+        other = learned(drawn.values())
+        for name, split in drawn.items():
+            by_draw[name].append(errors(split.rest, predicted(other, split.rest)))
+    for name, each in by_draw.items():
+        means = Errors(*(mean(column) for column in zip(*each, strict=True)))
+        typer.echo(_line(f"{name}, {DRAWS} draws", 60, means, len(tables[name]) - LEARNED_FROM[name]))
+    typer.echo("\nlearned, with the standard deviation of each before and after:\n")
+    typer.echo(head(("parameter", "assumed", "±", "learned", "±"), "lrrrr"))
+    spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (GPU, gpu)), strict=True)
+    for parameter, (before, after) in zip(NAMES, spreads, strict=True):
+        values = (f"{getattr(each, parameter):.3g}" for each in (GPU, gpu))
+        typer.echo(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
+    typer.echo(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
+
+
+def judged(folder: Path) -> list[Errors]:
+    """The errors on the rows of one node and of several nodes that nothing was learned from."""
+    splits = [evenly(rows, LEARNED_FROM[name]) for name, rows in read_tables(folder).items()]
+    gpu = learned(splits)
+    return [errors(split.rest, predicted(gpu, split.rest)) for split in splits]
+
+
+def read_tables(folder: Path) -> dict[str, list[Iteration]]:
+    """The rows of both files. Raises InputError if one is missing."""
+    if missing := [file for file in FILES.values() if not (folder / file).exists()]:
+        raise InputError(
+            f"{folder}: no {missing[0]}; expected {' and '.join(FILES.values())}, as vTrain publishes them"
+        )
+    return {name: read_iterations(read_file(folder / file), file) for name, file in FILES.items()}
+
+
+def predicted(gpu: Gpu, rows: Sequence[Iteration]) -> list[float]:
+    return [iteration_ms(row.on(gpu)) for row in rows]
+
+
+def learned(splits: Iterable[Split]) -> Gpu:
+    return learn(GPU, [row for split in splits for row in split.learned])
+
+
+def evenly(rows: Sequence[Iteration], count: int) -> Split:
+    """The first row of each of so many parts of equal length."""
+    return _split(rows, {n * len(rows) // count for n in range(count)})
+
+
+def drawn_at_random(rows: Sequence[Iteration], count: int, seed: int) -> Split:
+    return _split(rows, set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist()))
+
+
+def _split(rows: Sequence[Iteration], chosen: set[int]) -> Split:
+    return Split([rows[n] for n in sorted(chosen)], [row for n, row in enumerate(rows) if n not in chosen])
+
+
+def _line(name: str, learned_from: int, judged: Errors, rows: int) -> str:
+    cells = (name, learned_from, rows, f"{judged.mean:.1%}", f"{judged.median:+.1%}")
+    ordered = f"{judged.ordered:.1%} of {judged.pairs:.0f}"
+    return line((*cells, ordered, f"{judged.regret:.1%}", f"{judged.most_regret:.1%}"))

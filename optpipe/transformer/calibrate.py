@@ -1,0 +1,159 @@
+"""Learn a GPU's parameters from what was measured, with their uncertainty, and how far a prediction can be trusted.
+
+All parameters are positive, and every prediction is a product or a sum of their powers, so that logarithms are used:
+a prior is normal around the preset (`Gpu.covariance`), errors of predictions are alike in percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from optpipe.errors import InputError
+from optpipe.transformer.iterations import Iteration, iteration_ms
+from optpipe.transformer.records import PARAMETERS, Gpu, Parameter
+
+Floats = npt.NDArray[np.float64]
+NAMES: tuple[Parameter, ...] = get_args(Parameter)
+STEP = 1e-3  # of a logarithm, for derivatives
+ROUNDS, STEPS = 3, 30
+HUBER = 1.5  # standard deviations from which on an error counts by its size, not by its square
+LEAST = 1e-9  # parameters that are 0 begin here
+
+
+class Observation(NamedTuple):
+    """Something that was measured, and what a GPU of given parameters would take for it; both in ms."""
+
+    predict: Callable[[Gpu], float]
+    measured_ms: float
+
+
+def logarithms(gpu: Gpu) -> Floats:
+    """The logarithms of the parameters, in the order of `NAMES`."""
+    return np.log([max(getattr(gpu, name), LEAST) for name in NAMES])
+
+
+def with_logarithms(gpu: Gpu, values: Floats) -> Gpu:
+    """The GPU with these parameters; fractions are at most 1."""
+    numbers = np.exp(values)
+    return gpu.model_copy(
+        update={
+            name: float(min(1.0, number) if name.endswith("fraction") else number)
+            for name, number in zip(NAMES, numbers, strict=True)
+        }
+    )
+
+
+def covariance(gpu: Gpu) -> Floats:
+    """The covariance of `logarithms(gpu)`: what was learned, or what is assumed of a GPU of which nothing was."""
+    if gpu.covariance is None:
+        return np.diag([PARAMETERS[name] ** 2 for name in NAMES])
+    return np.array(gpu.covariance)
+
+
+def gradient(predict: Callable[[Gpu], float], gpu: Gpu) -> Floats:
+    """The derivatives of a prediction's logarithm by those of the parameters."""
+    values = logarithms(gpu)
+    base = np.log(predict(gpu))
+    nudged = [values + STEP * np.eye(len(NAMES))[n] for n in range(len(NAMES))]
+    return np.array([(np.log(predict(with_logarithms(gpu, each))) - base) / STEP for each in nudged])
+
+
+def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
+    """Learn a GPU's parameters by robust least squares around what is known of it.
+
+    Parameters
+    ----------
+    gpu
+        Where to begin: its parameters and their covariance are the prior.
+    observations
+        What was measured.
+
+    Returns
+    -------
+    Gpu
+        With the parameters of the largest posterior, their covariance (Laplace's approximation), and the root mean
+        square of the errors that are left as `unexplained`.
+
+    Raises
+    ------
+    InputError
+        If there is nothing to learn from.
+
+    Notes
+    -----
+    Levenberg (1944) and Marquardt (1963) with the weights of Huber (1964). The standard deviation that an error is
+    compared with is estimated from the errors themselves (the median of their sizes over 0.67), round by round.
+    """
+    if not observations:
+        raise InputError("observations = 0: at least one measurement is needed")
+    prior: Floats = logarithms(gpu)
+    precision: Floats = np.linalg.inv(covariance(gpu)).astype(np.float64)
+    measured: Floats = np.log([each.measured_ms for each in observations])
+
+    def residuals(values: Floats) -> Floats:
+        other = with_logarithms(gpu, values)
+        return np.log([each.predict(other) for each in observations]) - measured
+
+    values, sigma = prior, gpu.unexplained
+    for _ in range(ROUNDS):
+        values, hessian = _minimize(residuals, values, prior, precision, sigma)
+        left = residuals(values)
+        sigma = max(float(np.median(abs(left))) / 0.67, 1e-3)
+    learned = with_logarithms(gpu, values)
+    return learned.model_copy(
+        update={
+            "covariance": tuple(map(tuple, np.linalg.inv(hessian).tolist())),
+            "unexplained": float(np.sqrt(np.mean(left**2))),
+        }
+    )
+
+
+def learn(gpu: Gpu, iterations: Sequence[Iteration]) -> Gpu:
+    """Learn a GPU's parameters from measured iterations by 1F1B, as `calibrate` does.
+
+    Raises InputError if there are none, or a parallelism does not divide its model.
+    """
+    return calibrate(gpu, [_observation(row, gpu) for row in iterations])
+
+
+def _observation(row: Iteration, gpu: Gpu) -> Observation:
+    estimated = row.on(gpu)
+    return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
+
+
+def _minimize(
+    residuals: Callable[[Floats], Floats], values: Floats, prior: Floats, precision: Floats, sigma: float
+) -> tuple[Floats, Floats]:
+    """The minimum of Huber's loss and the prior's, and the Hessian there by Gauss and Newton."""
+
+    def cost(left: Floats, values: Floats) -> float:
+        size = abs(left) / sigma
+        loss = np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)).sum()
+        return float(loss + (values - prior) @ precision @ (values - prior))
+
+    left, damping = residuals(values), 1e-2
+    for _ in range(STEPS):
+        nudged = [residuals(values + STEP * each) for each in np.eye(len(values))]
+        jacobian = np.array([(each - left) / STEP for each in nudged]).T / sigma
+        weights = np.minimum(1.0, HUBER * sigma / np.maximum(abs(left), 1e-12))
+        hessian = jacobian.T @ (jacobian * weights[:, None]) + precision
+        slope = jacobian.T @ (weights * left / sigma) + precision @ (values - prior)
+        before = cost(left, values)
+        while True:
+            step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -slope)
+            further = values + np.clip(step, -0.5, 0.5)
+            further_left = residuals(further)
+            gain = before - cost(further_left, further)
+            if gain > 0 or damping > 1e6:
+                break
+            damping *= 4
+        if gain <= 0:
+            break
+        values, left, damping = further, further_left, damping / 3
+        if gain < 1e-3:
+            break
+    return values, hessian
