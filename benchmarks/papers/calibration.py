@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.papers.costs import estimated
+from benchmarks.papers.costs import AT_ONCE, estimated
 from benchmarks.problems import pipeline, stage_costs, with_budget
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
@@ -187,7 +187,7 @@ def _problem(row: Row, work_ms: float, transfer_ms: float) -> Problem:
 def _stage(gpus: int, billions: float, size: int) -> tuple[tuple[float, float, float], int, int]:
     """Of a stage without embedding and head: the shares of F, B and W, what F saves, and what of it W needs."""
     run = {"microbatch_size": size}
-    stage = estimated(f"optpipe-{billions:g}b", {"pp": gpus}, "H100", run).problem.stages[1]
+    stage = estimated(f"optpipe-{billions:g}b", {"pp": gpus}, "H100", run, AT_ONCE).problem.stages[1]
     times = [one_for_all(ms) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)]
     forward, backward, weight = (ms / sum(times) for ms in times)
     return (forward, backward, weight), one_for_all(stage.activation_bytes), one_for_all(stage.saved_for_weight_bytes)

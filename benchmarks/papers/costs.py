@@ -19,6 +19,7 @@ from optpipe_solver import systems
 
 GIB = 2**30
 BILLION = 10**9
+AT_ONCE = {"host_us": 0.0, "matmul_depth": 0.0, "link_us": 0.0}  # kernels begin and end without delay
 
 
 def costs() -> None:
@@ -131,7 +132,7 @@ def offload_ratios() -> Iterator[Check]:
     flops, host = 220e12, 15e9
     speeds = {"flops": {"bf16": flops}, "host_bytes_per_s": host, "memory_bytes_per_s": 1e20, "gpus_per_host_link": 1}
     speeds |= dict.fromkeys(("matmul_fraction", "attention_fraction", "memory_fraction", "host_fraction"), 1.0)
-    speeds |= {"matmul_depth": 0.0, "host_us": 0.0}
+    speeds |= AT_ONCE
     for hidden in (4096, 8192, 12288):
         for sequence in (1024, 4096, 16384):
             shape = dense(1, hidden, hidden // 128)

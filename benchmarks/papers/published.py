@@ -11,7 +11,7 @@ import typer
 from benchmarks.papers import costs
 from benchmarks.papers.calibration import most_held, where_it_reaches
 from benchmarks.papers.checks import Check, table
-from benchmarks.papers.costs import estimated
+from benchmarks.papers.costs import AT_ONCE, estimated
 from benchmarks.problems import Times, all_kept, pipeline, stage_costs, with_budget
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line, text
@@ -129,8 +129,10 @@ def uneven() -> dict[str, Problem]:
     """Models whose layers differ, two chunks a device with the same number of layers each."""
     rest = {"optimizer_bytes": 8, "gradient_bytes": 2, "microbatches": 16}
     experts: dict[str, Any] = {"ffn": 6144, "vocabulary": 151936, "layers": 32, "expert_every": 2}
-    mixed = estimated("qwen3-30b-a3b", {"pp": 4, "dp": 8, "ep": 8, "zero": 1}, "H200", rest, **experts)
-    dense = estimated("qwen3-30b-a3b", {"pp": 4, "dp": 8, "ep": 8, "zero": 1}, "H200", rest, layers=32, dense_layers=16)
+    mixed = estimated("qwen3-30b-a3b", {"pp": 4, "dp": 8, "ep": 8, "zero": 1}, "H200", rest, AT_ONCE, **experts)
+    dense = estimated(
+        "qwen3-30b-a3b", {"pp": 4, "dp": 8, "ep": 8, "zero": 1}, "H200", rest, AT_ONCE, layers=32, dense_layers=16
+    )
     gemma = [GEMMA_LAYER] * 32 + [GEMMA_HEAD]
     return {
         "Gemma's ratios, 32 layers and the head, 4 × 16": even(_layers(gemma), 4, 16),

@@ -9,6 +9,7 @@ import typer
 from optpipe_cli import (
     bench,
     cache,
+    calibrate,
     compare,
     demo,
     example,
@@ -52,7 +53,7 @@ def optpipe(
 
 
 register(app, "Start here", example.try_, solve.solve, compare.compare, plan.plan, demo.demo)
-register(app, "Problems", model.model, profile.profile)
+register(app, "Problems", model.model, calibrate.calibrate, profile.profile)
 app.add_typer(measured.app, name="problem", rich_help_panel="Problems")
 register(
     app,

@@ -20,7 +20,7 @@ from optpipe.transformer.work import Matmul, Work
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
 # two (Dao 2023, FlashAttention-2, section 3.1).
 SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
-TRAFFIC_BACKWARD = 1.5  # F reads x and writes y, B reads x and dy and writes dx
+TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, and norms read both once more
 # Kernels are shorter or longer than it takes to launch them, so a piece takes longer than either sum, and less than
 # both: the norm of both with this exponent. 2 to 6 predict measured iterations about equally well.
 HOST_AND_GPU = 3
@@ -123,6 +123,11 @@ class Clock:
         computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (self._peak * gpu.matmul_fraction) * MS
         return max(computing, self.pass_ms(self.run.value_bytes * matmul.numbers))
 
+    def flash_ms(self, operations: float) -> float:
+        """How long flash attention takes. Its numbers have 16 bits where matmuls' have 8."""
+        precision = "bf16" if self.run.precision == "fp8" else self.run.precision
+        return operations / (self.peak(precision) * self.gpu.attention_fraction) * MS
+
     def pass_ms(self, nbytes: float) -> float:
         """How long it takes to read and write so many bytes."""
         return nbytes / (self.gpu.memory_bytes_per_s * self.gpu.memory_fraction) * MS
@@ -217,11 +222,7 @@ class Clock:
         return self._overlapped(sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched)
 
     def _flash(self, work: Work) -> float:
-        """The time of flash attention's kernel. Its numbers have 16 bits where matmuls' have 8."""
-        if work.products:
-            return 0.0
-        precision = "bf16" if self.run.precision == "fp8" else self.run.precision
-        return work.scores / (self.peak(precision) * self.gpu.attention_fraction) * MS
+        return 0.0 if work.products else self.flash_ms(work.scores)
 
     def _recomputed(self, piece: Piece) -> float:
         """What the backward computes again."""

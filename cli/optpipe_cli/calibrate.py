@@ -1,0 +1,123 @@
+"""`optpipe calibrate`: a GPU's parameters in the cost model, from kernels or from measured iterations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.errors import InputError
+from optpipe_cli.extras import need
+from optpipe_cli.model import read_gpu
+from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from optpipe.transformer.iterations import Iteration
+    from optpipe.transformer.records import Gpu
+
+
+def calibrate(
+    gpu: Annotated[str, typer.Option(help="What is known before: a preset, or a file with a data sheet's fields.")],
+    measured: Annotated[
+        list[Path] | None, typer.Option("--from", help="Learn from this table of measured iterations; repeatable.")
+    ] = None,
+    check: Annotated[
+        list[Path] | None, typer.Option(help="Predict each row of this table of measured iterations; repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Without tables, measure kernels here: cuda, cuda:1, or cpu.")] = "cuda",
+    vocabulary: Annotated[int, typer.Option(help="Of the models of the tables.", min=1)] = 50257,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the GPU with its parameters here.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Learn the parameters of the cost model: from kernels on this GPU, or from measured iterations (--from). With
+    --check, compare predictions with measured iterations."""
+    from optpipe.model.problem import write_file
+    from optpipe.transformer.calibrate import learn
+    from optpipe.transformer.iterations import errors, iteration_ms
+
+    require_writable(output)
+    before = read_gpu(gpu)
+    rows = [row for path in measured or () for row in _read(path, vocabulary)]
+    tables = {str(path): _read(path, vocabulary) for path in check or ()}
+    after = learn(before, rows) if rows else before if tables else _measured(before, device)
+    predicted = {name: [iteration_ms(row.on(after)) for row in table] for name, table in tables.items()}
+    if output:
+        write_file(output, after.model_dump_json(indent=1) + "\n")
+    if json:
+        judged = {name: errors(table, predicted[name])._asdict() for name, table in tables.items()}
+        checks = {name: {"predicted_ms": predicted[name]} | judged[name] for name in tables}
+        print_json({"gpu": after.model_dump(mode="json"), "rows": len(rows), "checks": checks})
+        return
+    for name, table in tables.items():
+        print_table(_rows(table, predicted[name]))
+        each = errors(table, predicted[name])
+        echo(
+            f"{name}: {len(table)} rows, mean error {each.mean:.1%}, median {each.median:+.1%}; of {each.pairs} pairs "
+            f"of plans more than 5 % apart {each.ordered:.1%} ordered right; the shortest prediction takes "
+            f"{each.regret:.1%} longer than the shortest plan on average, at most {each.most_regret:.1%}"
+        )
+    if after is not before:
+        print_table(_parameters(before, after))
+        echo(f"left unexplained: {after.unexplained:.1%} of an iteration")
+    if output:
+        echo(f"written to {output}")
+
+
+def _read(path: Path, vocabulary: int) -> list[Iteration]:
+    from optpipe.model.problem import read_file
+    from optpipe.transformer.iterations import read_iterations
+
+    return read_iterations(read_file(path), str(path), vocabulary)
+
+
+def _measured(gpu: Gpu, device: str) -> Gpu:
+    need("runtime", "torch")
+    import torch
+
+    from optpipe_runtime.measure.kernels import measure
+
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device)
+    if not match:
+        raise InputError(f"--device = {device}: expected cuda, cuda:N or cpu")
+    if device != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device = {device}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here; "
+            "cpu runs anywhere"
+        )
+    return measure(gpu, torch.device(device))
+
+
+def _rows(table: Sequence[Iteration], predicted: Sequence[float]) -> Table:
+    from rich.table import Table
+
+    shown = Table(*("layers", "hidden", "tp", "dp", "pp", "micro-batches", "sequences"), box=None)
+    for column in ("predicted ms", "measured ms", "error"):
+        shown.add_column(column, justify="right")
+    for row, ms in zip(table, predicted, strict=True):
+        shape, division, run = row.shape, row.parallelism, row.run
+        cells: list[Any] = [shape.layers, shape.hidden, division.tp, division.dp, division.pp]
+        cells += [run.microbatches, run.microbatch_size, f"{ms:.1f}", f"{row.measured_ms:.1f}"]
+        shown.add_row(*map(str, cells), f"{ms / row.measured_ms - 1:+.1%}")
+    return shown
+
+
+def _parameters(before: Gpu, after: Gpu) -> Table:
+    """The parameters with their standard deviations."""
+    import numpy as np
+    from rich.table import Table
+
+    from optpipe.transformer.calibrate import NAMES, covariance
+
+    table = Table("parameter", "before", "±", "after", "±", box=None)
+    spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (before, after)), strict=True)
+    for name, (wide, narrow) in zip(NAMES, spreads, strict=True):
+        values = [f"{getattr(each, name):.3g}" for each in (before, after)]
+        table.add_row(name, values[0], f"{wide:.0%}", values[1], f"{narrow:.0%}")
+    return table
