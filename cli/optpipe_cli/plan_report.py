@@ -11,8 +11,10 @@ from optpipe.model.placement import counts_text
 from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
+from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.doubt import UNEXPLAINED, Difference, difference
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
@@ -110,6 +112,12 @@ def _memory(best: Candidate) -> Iterator[str]:
     yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in held) for held in _held(best, _schedule(best))))
     of = estimate.gpu.memory_bytes / GB
     yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {of:.2f} GB"
+    least, most = (max(each) / GB for each in zip(*best.peak_ranges(_schedule(best)), strict=True))
+    yield (
+        f"fragments and communication buffers: measured peaks of others were {1 - MEASURED_PEAKS[0]:.0%} below to "
+        f"{MEASURED_PEAKS[1] - 1:.0%} above such sums, so the fullest GPU may hold {least:.2f} to {most:.2f} GB"
+        + (", which is more than it has" if most > of else "")
+    )
 
 
 def _less_memory(plan: Plan) -> Iterator[str]:
@@ -119,12 +127,31 @@ def _less_memory(plan: Plan) -> Iterator[str]:
 
 
 def _other_divisions(plan: Plan) -> Iterator[str]:
-    yield "other divisions, each by its best candidate"
-    for other in plan.other_divisions[:OTHERS]:
-        if other.schedule:
-            yield f"{other.iteration_ms / S:9.4g} s  {other}, {other.schedule.method}"
-        else:
-            yield f"{f'≥ {other.bound_ms / S:.4g}':>9} s  {other}"
+    """The best candidate of each, whether it is really slower, and what to measure where that is open."""
+    yield "other divisions, each by its best candidate; ≈ where it cannot be told from the best one"
+    differences = [difference(plan.best, other) for other in plan.other_divisions[:OTHERS]]
+    for other, each in zip(plan.other_divisions, differences, strict=False):
+        text = f"{other.iteration_ms / S:.4g}" if other.schedule else f"≥ {other.bound_ms / S:.4g}"
+        by = f", {other.schedule.method}" if other.schedule else ""
+        yield f"{f'≈ {text}' if each.is_open and other.schedule else text:>9} s  {other}{by}"
+    if differences and differences[0].is_open:
+        yield _to_measure(differences[0])
+
+
+def _to_measure(open_one: Difference) -> str:
+    """What to measure to tell the runner-up from the best one."""
+    measures = {
+        UNEXPLAINED: "a step of each",
+        "link_fraction": "iterations with tensor parallelism, for optpipe calibrate --from",
+        "link_us": "iterations with tensor parallelism, for optpipe calibrate --from",
+        "network_fraction": "iterations on several nodes, for optpipe calibrate --from",
+    }
+    largest = open_one.largest
+    what = measures.get(largest, "this GPU, by optpipe calibrate")
+    return (
+        f"the runner-up is {open_one.longer:.1%} longer, ± {open_one.spread:.1%} (a standard deviation), most of which "
+        f"is {largest.replace('_', ' ')}: to decide measure {what}"
+    )
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -143,7 +170,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "lower_bound_ms": plan.lower_bound_ms,
         "today": _running(plan.today) if plan.today else None,
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
-        "other_divisions": [_figures(other) for other in plan.other_divisions],
+        "other_divisions": [_figures(other) | _differs(best, other) for other in plan.other_divisions],
         "frontier": [
             {"bytes": held, "iteration_ms": ms, "candidate": str(candidate), "method": method}
             for held, ms, candidate, method in plan.frontier
@@ -162,6 +189,11 @@ def _running(today: Running) -> dict[str, Any]:
     }
 
 
+def _differs(best: Candidate, other: Candidate) -> dict[str, Any]:
+    each = difference(best, other)
+    return {"longer": {"logarithm": each.longer, "standard_deviation": each.spread, "variance": each.variance}}
+
+
 def _figures(candidate: Candidate) -> dict[str, Any]:
     estimate, schedule = candidate.estimate, candidate.schedule
     content: dict[str, Any] = {
@@ -178,6 +210,7 @@ def _figures(candidate: Candidate) -> dict[str, Any]:
             "mfu": estimate.utilization_in(candidate.iteration_ms),
             "bubble": schedule.timeline.bubble,
             "used_bytes": candidate.used_bytes(schedule),
+            "peak_ranges": candidate.peak_ranges(schedule),
         }
     return content
 
@@ -211,13 +244,16 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
 
 
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
-    """Where the runner-up's time goes, beside the best one's."""
+    """Where the runner-up's time goes, beside the best one's, and which term makes most of the difference."""
     by = other.schedule.method if other.schedule else "its bound"
     yield f"the runner-up takes {other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
-    yield f"{'s':>24}{'best':>10}{'runner-up':>11}{'more':>9}"
-    theirs = parts(other)
-    for name, ms in parts(best).items():
-        yield f"{name:>24}{ms / S:10.3f}{theirs[name] / S:11.3f}{(theirs[name] - ms) / S:+9.3f}"
+    yield f"{'s':>27}{'best':>10}{'runner-up':>11}{'more':>9}"
+    ours, theirs = parts(best), parts(other)
+    for name, ms in ours.items():
+        yield f"{name:>27}{ms / S:10.3f}{theirs[name] / S:11.3f}{(theirs[name] - ms) / S:+9.3f}"
+    more = {name: theirs[name] - ms for name, ms in ours.items()}
+    most = max(more, key=lambda name: more[name])
+    yield f"most of what it takes longer: {most}, {more[most] / S:+.3f} s"
 
 
 def _held(candidate: Candidate, schedule: Schedule) -> Iterator[tuple[int, ...]]:

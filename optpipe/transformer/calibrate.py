@@ -75,8 +75,8 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
     Returns
     -------
     Gpu
-        With the parameters of the largest posterior, their covariance (Laplace's approximation), and the root mean
-        square of the errors that are left as `unexplained`.
+        With the parameters of the largest posterior, their covariance (Laplace's approximation), and the standard
+        deviation of the errors that are left, outliers aside, as `unexplained`.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
     return learned.model_copy(
         update={
             "covariance": tuple(map(tuple, np.linalg.inv(hessian).tolist())),
-            "unexplained": float(np.sqrt(np.mean(left**2))),
+            "unexplained": sigma,
         }
     )
 

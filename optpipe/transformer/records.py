@@ -223,8 +223,8 @@ class Gpu(Document):
     `host_us`, in which the host launches a kernel; `link_us`, the latency of each step of a collective.
 
     `covariance` is that of the logarithms of `PARAMETERS`, in this order, None before anything was measured.
-    `unexplained` is the standard deviation of the logarithm of measured over predicted iterations, beside what these
-    parameters leave open.
+    `unexplained` is the standard deviation of the logarithm of measured over predicted iterations, outliers aside,
+    beside what these parameters leave open.
     """
 
     WHAT = "gpu"
@@ -250,7 +250,7 @@ class Gpu(Document):
     host_us: Time
     link_us: Time
     covariance: Items[Items[float]] | None = None
-    unexplained: Annotated[float, Field(ge=0, le=10)] = 0.1
+    unexplained: Annotated[float, Field(ge=0, le=10)] = 0.06  # as of vTrain's iterations (docs/costs.md)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

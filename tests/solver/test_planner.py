@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NEVER
 from optpipe.options import SearchOptions
+from optpipe.transformer.calibrate import NAMES
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -19,6 +21,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidates import Candidate, Question, candidates
+from optpipe_solver.planner.doubt import UNEXPLAINED, difference
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
@@ -83,6 +86,8 @@ def test_bounds_hold_and_schedules_fit(found: Plan) -> None:
         assert candidate.schedule
         assert check(candidate.schedule.problem, candidate.schedule) == []
         assert max(candidate.used_bytes(candidate.schedule)) <= asked.gpu.memory_bytes
+        ranges = zip(candidate.used_bytes(candidate.schedule), candidate.peak_ranges(candidate.schedule), strict=True)
+        assert all(least < used < most for used, (least, most) in ranges)
         if candidate.start:  # it evicts nothing
             bound = max(candidate.bound_ms, candidate.with_step_end(memory_bound(candidate.problem)))
             assert bound <= candidate.with_step_end(candidate.start.makespan_ms) * (1 + 1e-9)
@@ -349,3 +354,21 @@ def test_megatron_is_asked_for_no_groups_that_it_does_not_have() -> None:
     )
     assert [schedule.method for schedule in published(candidate, "optpipe") if schedule.method == "interleaved"]
     assert not list(published(candidate, "megatron"))
+
+
+def test_plans_are_equal_within_what_is_not_known(found: Plan) -> None:
+    """What both depend on in the same way does not count; better known parameters tell more of them apart."""
+    best, other = found.best, found.other_divisions[0]
+    itself = difference(best, best)
+    gpu = best.estimate.gpu
+    assert itself.longer == 0
+    assert itself.spread == pytest.approx(2**0.5 * gpu.unexplained)
+    assert itself.largest == UNEXPLAINED
+    vague = difference(best, other)
+    assert vague.spread >= itself.spread
+    assert sum(vague.variance.values()) == pytest.approx(1)
+    sure = gpu.model_copy(update={"covariance": [[0.0] * len(NAMES)] * len(NAMES), "unexplained": 1e-6})
+    known = difference(replace(best, estimate=best.estimate.on(sure)), other)
+    assert known.longer == pytest.approx(vague.longer)
+    assert not known.is_open
+    assert difference(best, other)._replace(spread=2 * abs(vague.longer)).is_open

@@ -16,7 +16,7 @@ from optpipe.model.placement import NAMES, Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES, Problem
 from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts, one_for_all
 from optpipe.schedule import Schedule
-from optpipe.transformer.estimate import Estimate, estimate, even_layers
+from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate, estimate, even_layers
 from optpipe.transformer.pieces import LEVELS
 from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run, Transformer
 from optpipe_solver import plan
@@ -183,6 +183,13 @@ class Candidate:
         whole = self.estimate.gpu.memory_bytes
         peaks = zip(schedule.compiled.certificate.device, self.estimate.devices, strict=True)
         return [whole - memory.budget + peak.bytes for peak, memory in peaks]
+
+    def peak_ranges(self, schedule: Schedule) -> list[tuple[int, int]]:
+        """The least and the most that each GPU may hold, with fragments and buffers as they were measured elsewhere."""
+        reserved = self.estimate.gpu.reserved_bytes
+        least, most = MEASURED_PEAKS
+        sums = [used - reserved for used in self.used_bytes(schedule)]
+        return [(reserved + round(least * each), reserved + round(most * each)) for each in sums]
 
     def take(self, schedule: Schedule) -> bool:
         """Keep what fits. Returns whether it is the best so far."""
