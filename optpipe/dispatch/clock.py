@@ -11,9 +11,11 @@ import numpy as np
 from optpipe.dispatch.devices import bytes_to_keep_free, choose_op, end_op, start_op, tell_next_stage
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.links import serve_link
-from optpipe.dispatch.state import NONE, State, look_at_links, reset
+from optpipe.dispatch.state import NONE, RECOMPUTE, State, look_at_links, reset
 from optpipe.evaluate.jit import compiled, compiled_in_place, compiled_phase
 from optpipe.model.rules import Rules
+
+ROUNDING = 1e-9  # of sums of times
 
 
 @compiled_in_place
@@ -25,7 +27,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     state
         Changed: afterwards `start` and `moved` say when ops and transfers start.
     stop_ms
-        No compute op may end later.
+        No compute op may end later. If what a device has still to do would, the rest is not listed.
 
     Returns
     -------
@@ -34,6 +36,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     reset(figures, rules, state)
     links = len(figures.stages_on_link)
     recomputed, sent = _count_leaving(rules)
+    late_ms = stop_ms * (1.0 + ROUNDING)
     to_start, some_leave = 3 * rules.leaves.size + recomputed, recomputed + sent > 0
     while True:
         place = _next_place(state)
@@ -53,8 +56,11 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         k, s = choose_op(figures, rules, state, d, now, reserved)
         if k == NONE:
             continue
-        end = now + figures.ms[k, s, state.column[state.next_microbatch[k, s]]]
-        if end > stop_ms:
+        ms = figures.ms[k, s, state.column[state.next_microbatch[k, s]]]
+        end = now + ms
+        if k != RECOMPUTE:
+            state.work_left[d] -= ms
+        if end > stop_ms or end + state.work_left[d] > late_ms:
             return False
         start_op(figures, rules, state, k, s, now, end)
         tell_next_stage(figures, rules, state, k, s, now, end)

@@ -23,6 +23,7 @@ from optpipe.schedule import Schedule
 MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
 AT_A_TIME = 100  # most changes before the caller is asked whether to go on
 OPS_AT_A_TIME = 20_000  # about the most simulated ops before that
+HEATS = (8, 4, 2, 1)  # how many starts race in each
 
 
 class Step(NamedTuple):
@@ -44,9 +45,13 @@ class Step(NamedTuple):
 
 
 def descents(
-    simulator: Simulator, objective: Objective, seed: int, warm_start: Schedule | None = None
+    simulator: Simulator, objective: Objective, seed: int, warm_start: Schedule | None = None, race: int = 0
 ) -> Iterator[Step]:
-    """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule."""
+    """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule.
+
+    Before that the best starts share `race` tries: after each quarter of them the better half goes on (successive
+    halving, Karnin, Koren and Somekh 2013).
+    """
     random = np.random.default_rng(seed)
     starts: list[tuple[float, int, Rules]] = []
     for n, rules in enumerate(first_rules(simulator, warm_start)):
@@ -55,24 +60,53 @@ def descents(
         if ms < NEVER:
             starts.append((ms, n, rules))
     starts.sort()
+    different = list({ms: rules for ms, _, rules in starts}.items())[: HEATS[0]] if race else []
+    racing = [_Descent(simulator, objective, rules, ms, random) for ms, rules in different]
+    for left in HEATS:
+        racing = sorted(racing, key=lambda descent: descent.ms)[:left]
+        for descent in racing:
+            yield descent.go_on(race // len(HEATS) // len(racing))
+    for descent in racing:
+        yield from descent
     while starts:
         for ms, _, rules in starts:
-            yield from _descent(simulator, objective, rules, ms, random)
+            yield from _Descent(simulator, objective, rules, ms, random)
 
 
-def _descent(
-    simulator: Simulator, objective: Objective, rules: Rules, ms: float, random: np.random.Generator
-) -> Iterator[Step]:
-    """Yields the best rules after each few changes, until many in a row have led to nothing shorter."""
-    from optpipe.dispatch.descend import FAILURES, MODULUS, SHORTEST, descend  # imports numba
+class _Descent:
+    """Changes of rules, one after the other, that begin with some rules."""
 
-    figures, choices, state = simulator.figures, simulator.choices, simulator.new_state()
-    at_hand, best, trial = (in_rows(rules).copy() for _ in range(3))
-    progress = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
-    tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops))
-    while progress[FAILURES] < MOST_FAILURES:
-        descend(figures, choices, at_hand, best, trial, state, progress, tries, objective == "span")
-        yield Step(best.copy(), float(progress[SHORTEST]), tries)
+    def __init__(
+        self, simulator: Simulator, objective: Objective, rules: Rules, ms: float, random: np.random.Generator
+    ) -> None:
+        from optpipe.dispatch.descend import MODULUS  # imports numba
+
+        self._simulator, self._objective, self._state = simulator, objective, simulator.new_state()
+        self._at_hand, self._best, self._trial = (in_rows(rules).copy() for _ in range(3))
+        self._progress = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
+
+    @property
+    def ms(self) -> float:
+        """Of the best rules."""
+        from optpipe.dispatch.descend import SHORTEST
+
+        return float(self._progress[SHORTEST])
+
+    def go_on(self, tries: int) -> Step:
+        from optpipe.dispatch.descend import descend
+
+        simulator, span = self._simulator, self._objective == "span"
+        rules = self._at_hand, self._best, self._trial
+        descend(simulator.figures, simulator.choices, *rules, self._state, self._progress, tries, span)
+        return Step(self._best.copy(), self.ms, tries)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yields the best rules after each few changes, until many in a row have led to nothing shorter."""
+        from optpipe.dispatch.descend import FAILURES
+
+        tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // self._simulator.ops))
+        while self._progress[FAILURES] < MOST_FAILURES:
+            yield self.go_on(tries)
 
 
 def descents_are_compiled() -> bool:

@@ -49,6 +49,8 @@ class Figures(NamedTuple):
         (2, D) the host link that carries each device's offloads and reloads: one for both, or one each way.
     stages_on_link
         (links, most) the stages whose activations each link carries, then -1.
+    work_ms
+        (D, classes) how long each micro-batch keeps each device busy.
     offset_ms
         (2, S, classes) how long after its micro-batch's begin the F, the B of each stage starts at full speed.
     alike
@@ -67,6 +69,7 @@ class Figures(NamedTuple):
     part_bytes: Ints
     links: Ints
     stages_on_link: Ints
+    work_ms: Floats
     offset_ms: Floats
     alike: Ints
 
@@ -99,6 +102,7 @@ class Figures(NamedTuple):
                 part_bytes=part_bytes,
                 links=links,
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
+                work_ms=_work_ms(ms, device, len(problem.devices)),
                 offset_ms=_offset_ms(ms, message_ms),
                 alike=costs.alike,
             )
@@ -167,6 +171,12 @@ def in_rows(arrays: T) -> T:
     """The tuple with all arrays in row-major order: code is compiled anew for arrays of another layout."""
     values: Any = (np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value for value in arrays)
     return type(arrays)(*values)
+
+
+def _work_ms(ms: Floats, device: Ints, devices: int) -> Floats:
+    work = np.zeros((devices, ms.shape[-1]))
+    np.add.at(work, device, ms[: len(COMPUTE) - 1].sum(axis=0))
+    return work
 
 
 def _offset_ms(ms: Floats, message_ms: Floats) -> Floats:

@@ -21,29 +21,33 @@ Relief = Literal["leaves", "recomputed"]  # what can become of an activation tha
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the activations of each stage, at first
+# Where micro-batches differ devices wait for F and B, as shares of the longest: small ones do not slip in before.
+WAITS = ((0.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.2, 0.0))
 
 
 def first_rules(simulator: Simulator, warm_start: Schedule | None = None) -> Iterator[Rules]:
-    """Yields rules that share each device's memory among its stages and wait for nothing: where all activations stay,
-    and where some leave or are computed again. Before them those of the warm start, and those that it seems to
-    follow."""
+    """Yields rules that share each device's memory among its stages: where all activations stay, and where some leave
+    or are computed again. Before them those of the warm start, and those that it seems to follow."""
     if warm_start is not None:
         for rules in (warm_start.rules, followed_rules(warm_start)):
             if rules is not None and (moved := moved_rules(simulator, rules, warm_start.problem)):
                 yield moved
-    stages, carry = simulator.stages, simulator.choices.carry_ms
-    no_wait, all_stay = np.zeros((2, stages)), np.zeros((stages, simulator.problem.microbatches), dtype=np.int64)
+    stages, choices = simulator.stages, simulator.choices
+    all_stay = np.zeros((stages, simulator.problem.microbatches), dtype=np.int64)
     shares = [memory_shares(simulator.problem, *choice) for choice in CHOICES]
     to_the_end = stages - np.arange(stages)
+    limits = np.unique([*shares, to_the_end], axis=0) if choices.order_is_free else shares
+    waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
     for order in entry_orders(simulator.problem):
-        for in_flight in shares:
-            yield Rules(in_flight, no_wait, all_stay, carry, order)
+        for wait_ms in waits:
+            for in_flight in limits:
+                yield Rules(in_flight, wait_ms, all_stay, choices.carry_ms, order)
         for relief in _reliefs(simulator):
             for share in SHARES:
                 leaves = spread(simulator, relief, np.full(stages, share), 0.0)
                 room_for = np.ceil(shares[0] / max(1 - share, 0.1)).astype(int)
                 for in_flight in (np.minimum(room_for, to_the_end), to_the_end):
-                    yield Rules(in_flight, no_wait, leaves, carry, order)
+                    yield Rules(in_flight, waits[0], leaves, choices.carry_ms, order)
 
 
 def entry_orders(problem: Problem) -> Iterator[Ints]:

@@ -37,6 +37,8 @@ class State(NamedTuple):
         expected at `begin + Figures.offset_ms`.
     forwards_left
         (D,) forwards that have not started.
+    work_left
+        (D,) how long each device takes for the F, B and W that have not started.
     held, hosted
         (D,) bytes on each device, and of each device in host memory.
     frees, frees_on_host
@@ -69,6 +71,7 @@ class State(NamedTuple):
     next_microbatch: Ints
     begin: Floats
     forwards_left: Ints
+    work_left: Floats
     held: Ints
     hosted: Ints
     frees: Ints
@@ -103,6 +106,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
         next_microbatch=ints(4, stages),
         begin=np.zeros(microbatches),
         forwards_left=ints(devices),
+        work_left=np.zeros(devices),
         held=ints(devices),
         hosted=ints(devices),
         frees=ints(devices),
@@ -153,8 +157,11 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.next_to_return[:] = 0
     state.carried[:] = NONE
     state.link_free_at[:] = 0.0
+    state.work_left[:] = 0.0
     for j in range(microbatches):
         state.column[j] = figures.alike[rules.order[j]]
+        for d in range(len(figures.memory)):
+            state.work_left[d] += figures.work_ms[d, state.column[j]]
 
 
 @compiled_phase

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -25,8 +24,9 @@ from optpipe.steps.cost_model import CostModel
 from optpipe.steps.memory import require_room
 
 METHOD = "step"
-# Ops that are simulated for a first answer: some tries cost, however short each is, as does each op.
-FIRST_OPS, FIRST_TRIES = 15_000, 900
+# Rules that are tried for a first answer: so many, and more where a try simulates few ops.
+FIRST_TRIES, FIRST_OPS = 1200, 15_000
+RACE_SHARE = 0.8  # of them for a race of the best first rules
 LONGEST_SEARCH_S = 60.0  # after that a search that nobody has ended ends by itself
 
 
@@ -45,9 +45,13 @@ class PlannedStep:
         self.problem = problem
         require_room(problem)
         self._simulator = Simulator(problem)
-        self._steps = self._start()
         self._best: Step | None = None
-        self._search(FIRST_OPS + FIRST_TRIES * self._simulator.ops)
+        tries = FIRST_TRIES + FIRST_OPS // self._simulator.ops
+        self._steps = descents(self._simulator, "makespan", 0, race=int(RACE_SHARE * tries))
+        self._search(tries)
+        if self._best is None:
+            self._steps = descents(self._simulator, "makespan", 0, self._one_by_one())
+            self._search(tries)
         self.first = self._schedule()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="step schedules")
@@ -69,28 +73,24 @@ class PlannedStep:
         better = self._schedule(self.first)
         return better if shorter(better.makespan_ms, self.first.makespan_ms) else self.first
 
-    def _start(self) -> Iterator[Step]:
-        """The search among rules; where none that share memory lead to a schedule, from one micro-batch at a time."""
-        steps = descents(self._simulator, "makespan", 0)
-        first = next((step for step in steps if step.ms < NEVER), None)
-        if first is not None:
-            return chain([first], steps)
+    def _one_by_one(self) -> Schedule:
+        """A schedule with one micro-batch at a time, where no rules that share memory lead to one."""
         for rules in _one_at_a_time(self._simulator):
             schedule = self._simulator.schedule(rules, METHOD)
             if schedule is not None and not check(self.problem, schedule):
-                return descents(self._simulator, "makespan", 0, schedule)
+                return schedule
         raise ScheduleError(
             f"no order is known in which the {self.problem.microbatches} micro-batches of this step fit the activation "
             "budgets and host memory"
         )
 
-    def _search(self, most_ops: float) -> None:
-        """Simulate about so many ops, unless the search is over."""
-        ops = 0
-        while ops < most_ops and (step := next(self._steps, None)):
-            if self._best is None or shorter(step.ms, self._best.ms):
+    def _search(self, most_tries: int) -> None:
+        """Simulate about so many rules, unless the search is over."""
+        tries = 0
+        while tries < most_tries and (step := next(self._steps, None)):
+            if step.ms < NEVER and (self._best is None or shorter(step.ms, self._best.ms)):
                 self._best = step
-            ops += step.tried * self._simulator.ops
+            tries += step.tried
 
     def _go_on(self) -> None:
         end = time.monotonic() + LONGEST_SEARCH_S

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import pairwise, product
-from typing import Any, NamedTuple
+from itertools import product
+from math import prod
+from typing import Any
 
 import numpy as np
 
-from optpipe import Kind, Op, Problem, Program, Schedule, Stage, certify, simulate
+from optpipe import Kind, Op, Problem, Program, Schedule, Stage, certify
 from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
 from support import problems
-from support.clock import message_ms
 from support.problems import pipeline
+from support.timed_programs import TimedPrograms
 
 
 def length(schedule: Schedule, objective: Objective) -> float:
@@ -59,6 +60,8 @@ def stage(
         more |= {"offload": away, "offload_parts": parts}
     return problems.stage(ms, (size, kept), device=device, **more)
 
+
+MOST_PROGRAMS, MOST_SCHEDULES = 4_000, 1_000_000  # of a device; of a problem whose links are not shared
 
 SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
 AWAY = (Kind.O, Kind.D, Kind.R)
@@ -117,8 +120,11 @@ def programs_of(problem: Problem, device: int) -> list[Program]:
             for (middle, back), (s, j) in zip(chosen, passes, strict=True)
         ]
         for ops in merged(chains, *changes(problem, device, chains), problem.devices[device].activation_budget_bytes):
-            if certify(problem, alone(problem, device, ops)).fits:
+            limited = problem.devices[device].host_memory_bytes is not None
+            if not limited or certify(problem, alone(problem, device, ops)).fits:
                 found.append(Program.from_items(ops))
+            if len(found) > MOST_PROGRAMS:
+                raise TooManyError
     return found
 
 
@@ -146,9 +152,16 @@ def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[d
 
 
 def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
-    """The shortest length over all schedules there are, and how many schedules were tried."""
+    """The shortest length over all schedules there are, and how many schedules were tried.
+
+    Raises TooManyError if that would take more than some seconds.
+    """
     best, tried = _bests(problem, tuple(TABLE.values()))
     return best[objective], tried
+
+
+class TooManyError(Exception):
+    """A problem has more schedules than can be tried."""
 
 
 @cache
@@ -160,20 +173,25 @@ def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objectiv
         # Equal micro-batches may enter the pipeline in order.
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
+    if prod(map(len, candidates)) > MOST_SCHEDULES / (10 if problem.shared_links else 1):
+        raise TooManyError
+    tables = TimedPrograms(problem, candidates)
+    if not problem.shared_links:
+        lengths, shortest = tables.shortest()
+        for ms, chosen in zip(lengths.items(), shortest, strict=True):
+            programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
+            assert ms[1] == length(Schedule(problem, programs), ms[0])
+        return lengths, prod(map(len, candidates))
     best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
-    steps = [{program: steps_of(problem, d, program) for program in own} for d, own in enumerate(candidates)]
     tried = 0
-    for programs in product(*candidates):
-        own = [each[program] for each, program in zip(steps, programs, strict=True)]
+    for chosen in product(*(range(len(own)) for own in candidates)):
+        programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
         for links in shared_orders(problem, programs):
             tried += 1
-            times = timed(own, waits_on_links(problem, links))
-            if times is None:
-                continue
-            lengths = lengths_of(own, times)
+            lengths = tables.lengths(chosen, links)
             if any(ms < best[objective] for objective, ms in lengths.items()):
-                timeline = simulate(problem, Schedule(problem, programs, links))
-                assert lengths == {"makespan": timeline.makespan_ms, "span": timeline.span_ms}
+                schedule = Schedule(problem, programs, links)
+                assert lengths == {objective: length(schedule, objective) for objective in best}
                 best = {objective: min(ms, best[objective]) for objective, ms in lengths.items()}
     return best, tried
 
@@ -182,117 +200,6 @@ def has_lists(problem: Problem) -> bool:
     """Whether some figure has a number for each micro-batch."""
     messages = [problem.p2p_ms, *(message.ms for message in problem.messages or ())]
     return any(isinstance(ms, tuple) for ms in messages) or any(any(stage.lists()) for stage in problem.stages)
-
-
-Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
-
-
-class Step(NamedTuple):
-    """An op, its time in ms, and what it waits for: the end of an event, and a delay after it."""
-
-    event: Event
-    ms: float
-    waits: tuple[tuple[Event, float], ...]
-
-
-def event_of(op: Op) -> Event:
-    """Who waits for a backward does not ask whether it is a B or a BW."""
-    return "backward" if op.kind in (Kind.B, Kind.BW) else op.kind.name, op.stage, op.microbatch, op.part
-
-
-def link_stream(problem: Problem, device: int, op: Op) -> str:
-    """Transfers with the same name here run one at a time."""
-    link = problem.devices[device].link
-    name = link if link in problem.shared_links else f"own {device}"
-    return f"{name} {op.kind.name}" if problem.transfer_mode == "full_duplex" else str(name)
-
-
-def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
-    """What each op of a program waits for, whatever the other devices run: the ops before it in its program, and the
-    data that it needs. The order on shared links is left out."""
-    steps = []
-    ops = list(program.ops())
-    there = set(map(event_of, ops))
-    last: dict[str, Event] = {}
-    shared = problem.devices[device].link in problem.shared_links
-    for op in ops:
-        stage, s, j = problem.stages[op.stage], op.stage, op.microbatch
-        route = problem.route(j)
-        k = route.index(s)
-        waits = [(last["compute"], 0.0)] if "compute" in last else []
-        if op.kind in (Kind.O, Kind.R):
-            stream = link_stream(problem, device, op)
-            waits += [(last[stream], 0.0)] if stream in last and not shared else []
-        else:
-            stream = "compute"
-        if op.kind is Kind.D:
-            waits.append((("O", s, j, op.part), 0.0))
-        sender = route[k - 1] if op.kind is Kind.F and k else None
-        if op.kind in (Kind.B, Kind.BW):
-            waits += [(back, 0.0) for part in range(stage.offload_parts) if (back := ("R", s, j, part)) in there]
-            sender = route[k + 1] if k + 1 < len(route) else None
-        if sender is not None:
-            delay = message_ms(problem, sender, s, j)
-            waits.append((("F" if op.kind is Kind.F else "backward", sender, j, 0), delay))
-        last[stream] = event_of(op)
-        steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind), tuple(waits)))
-    return steps
-
-
-def op_ms(stage: Any, kind: Kind) -> float:
-    """How long an op takes; a transfer of a part, its share."""
-    times = {
-        Kind.F: stage.forward_ms,
-        Kind.B: stage.backward_input_ms,
-        Kind.W: stage.backward_weight_ms,
-        Kind.BW: stage.backward_input_ms + stage.backward_weight_ms,
-        Kind.C: stage.recompute_ms,
-        Kind.O: (stage.offload_ms or 0.0) / stage.offload_parts,
-        Kind.R: (stage.reload_ms or 0.0) / stage.offload_parts,
-        Kind.D: 0.0,
-    }
-    return times[kind] or 0.0
-
-
-def waits_on_links(problem: Problem, links: dict[str, Program]) -> dict[Event, Event]:
-    """The transfer before each one on a shared link."""
-    before: dict[Event, Event] = {}
-    for order in links.values():
-        streams: dict[str, list[Event]] = {}
-        for op in order.ops():
-            streams.setdefault(link_stream(problem, problem.stages[op.stage].device, op), []).append(event_of(op))
-        for events in streams.values():
-            before |= {event: earlier for earlier, event in pairwise(events)}
-    return before
-
-
-def timed(steps: Sequence[list[Step]], on_links: dict[Event, Event]) -> dict[Event, tuple[float, float]] | None:
-    """Start and end of every op, each as early as may be; None if ops wait for each other."""
-    times: dict[Event, tuple[float, float]] = {}
-    waiting = [step for own in steps for step in own]
-    while waiting:
-        still = []
-        for step in waiting:
-            begin = 0.0
-            earlier = on_links.get(step.event)
-            for needed, delay in (*step.waits, (earlier, 0.0)) if earlier else step.waits:
-                if needed not in times:
-                    still.append(step)
-                    break
-                begin = max(begin, times[needed][1] + delay)
-            else:
-                times[step.event] = begin, begin + step.ms
-        if len(still) == len(waiting):
-            return None
-        waiting = still
-    return times
-
-
-def lengths_of(steps: Sequence[list[Step]], times: dict[Event, tuple[float, float]]) -> dict[Objective, float]:
-    """From the first start to the last end, of all devices together and of the one that takes longest."""
-    begins = [min(times[step.event][0] for step in own) for own in steps if own]
-    ends = [max(times[step.event][1] for step in own) for own in steps if own]
-    return {"makespan": max(ends) - min(begins), "span": max(b - a for a, b in zip(begins, ends, strict=True))}
 
 
 FAR = (2, 3, 1), (3, 2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 
 from optpipe.model.problem import Problem
@@ -121,3 +122,25 @@ def partly_frozen(draw: st.DrawFn, most_devices: int = 2, most_microbatches: int
         need[d] += max(held, kept)
     memory = [held + draw(st.integers(0, held + 1)) for held in need]
     return problem_of(stages, memory, m, draw(st.sampled_from((0.0, 1.0))))
+
+
+@st.composite
+def unequal_and_tiny(draw: st.DrawFn) -> Problem:
+    """Two or three micro-batches that differ, in memory that is scarce for them, few enough for every schedule to be
+    tried."""
+    problem = draw(equal_and_tiny())
+    if problem.routes is None and not any(s.can_offload or s.can_recompute for s in problem.stages):
+        problem = problem.replace(microbatches=draw(st.integers(2, 3)))
+    problem = draw(differing(problem))
+    costs = problem.costs
+    needed = np.maximum(costs.activation, costs.saved_for_weight).max(axis=1)
+    devices = [
+        device.model_copy(
+            update={
+                "activation_budget_bytes": int(needed[costs.device == d].max()) + draw(st.integers(0, 2)),
+                "host_memory_bytes": draw(st.sampled_from((None, None, 1, 2))),
+            }
+        )
+        for d, device in enumerate(problem.devices)
+    ]
+    return problem.replace(devices=devices, fixed_order=draw(st.sampled_from((False, False, True))))

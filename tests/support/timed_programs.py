@@ -1,0 +1,226 @@
+"""Times of programs, each combined with each: what one waits for is told in plain steps, which are then timed by
+compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optpipe import Kind, Op, Problem, Program
+from optpipe.evaluate.jit import compiled
+from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Floats, Ints
+from support.clock import message_ms
+
+Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
+
+
+class Step(NamedTuple):
+    """An op, its time in ms, and what it waits for: the end of an event, and a delay after it."""
+
+    event: Event
+    ms: float
+    waits: tuple[tuple[Event, float], ...]
+
+
+def event_of(op: Op) -> Event:
+    """Who waits for a backward does not ask whether it is a B or a BW."""
+    return "backward" if op.kind in (Kind.B, Kind.BW) else op.kind.name, op.stage, op.microbatch, op.part
+
+
+def link_stream(problem: Problem, device: int, op: Op) -> str:
+    """Transfers with the same name here run one at a time."""
+    link = problem.devices[device].link
+    name = link if link in problem.shared_links else f"own {device}"
+    return f"{name} {op.kind.name}" if problem.transfer_mode == "full_duplex" else str(name)
+
+
+def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
+    """What each op of a program waits for, whatever the other devices run: the ops before it in its program, and the
+    data that it needs. The order on shared links is left out."""
+    steps = []
+    ops = list(program.ops())
+    there = set(map(event_of, ops))
+    last: dict[str, Event] = {}
+    shared = problem.devices[device].link in problem.shared_links
+    for op in ops:
+        stage, s, j = problem.stages[op.stage], op.stage, op.microbatch
+        route = problem.route(j)
+        k = route.index(s)
+        waits = [(last["compute"], 0.0)] if "compute" in last else []
+        if op.kind in (Kind.O, Kind.R):
+            stream = link_stream(problem, device, op)
+            waits += [(last[stream], 0.0)] if stream in last and not shared else []
+        else:
+            stream = "compute"
+        if op.kind is Kind.D:
+            waits.append((("O", s, j, op.part), 0.0))
+        sender = route[k - 1] if op.kind is Kind.F and k else None
+        if op.kind in (Kind.B, Kind.BW):
+            waits += [(back, 0.0) for part in range(stage.offload_parts) if (back := ("R", s, j, part)) in there]
+            sender = route[k + 1] if k + 1 < len(route) else None
+        if sender is not None:
+            delay = message_ms(problem, sender, s, j)
+            waits.append((("F" if op.kind is Kind.F else "backward", sender, j, 0), delay))
+        last[stream] = event_of(op)
+        steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind), tuple(waits)))
+    return steps
+
+
+def op_ms(stage: Any, kind: Kind) -> float:
+    """How long an op takes; a transfer of a part, its share."""
+    times = {
+        Kind.F: stage.forward_ms,
+        Kind.B: stage.backward_input_ms,
+        Kind.W: stage.backward_weight_ms,
+        Kind.BW: stage.backward_input_ms + stage.backward_weight_ms,
+        Kind.C: stage.recompute_ms,
+        Kind.O: (stage.offload_ms or 0.0) / stage.offload_parts,
+        Kind.R: (stage.reload_ms or 0.0) / stage.offload_parts,
+        Kind.D: 0.0,
+    }
+    return times[kind] or 0.0
+
+
+def waits_on_links(problem: Problem, links: dict[str, Program]) -> dict[Event, Event]:
+    """The transfer before each one on a shared link."""
+    before: dict[Event, Event] = {}
+    for order in links.values():
+        streams: dict[str, list[Event]] = {}
+        for op in order.ops():
+            streams.setdefault(link_stream(problem, problem.stages[op.stage].device, op), []).append(event_of(op))
+        for events in streams.values():
+            before |= {event: earlier for earlier, event in pairwise(events)}
+    return before
+
+
+MOST_WAITS = 6
+
+
+class Tables(NamedTuple):
+    """Programs of all devices, one row each, padded with -1.
+
+    Attributes
+    ----------
+    events
+        (P, n) the number of each step's event.
+    ms
+        (P, n) how long each step takes.
+    waits, delays
+        (P, n, most) the events that each step waits for, and how long after them.
+    first
+        (D + 1,) the first row of each device, and the number of rows.
+    """
+
+    events: Ints
+    ms: Floats
+    waits: Ints
+    delays: Floats
+    first: Ints
+
+
+class TimedPrograms:
+    """The programs among which each device has one."""
+
+    def __init__(self, problem: Problem, candidates: Sequence[Sequence[Program]]) -> None:
+        self._problem = problem
+        rows = [steps_of(problem, d, program) for d, own in enumerate(candidates) for program in own]
+        self._numbers = {event: n for n, event in enumerate({step.event: None for row in rows for step in row})}
+        longest = max(map(len, rows), default=0)
+        first = np.cumsum([0, *map(len, candidates)])
+        shape = len(rows), longest
+        self._tables = tables = Tables(
+            np.full(shape, -1),
+            np.zeros(shape),
+            np.full((*shape, MOST_WAITS), -1),
+            np.zeros((*shape, MOST_WAITS)),
+            first,
+        )
+        for r, row in enumerate(rows):
+            for i, step in enumerate(row):
+                tables.events[r, i], tables.ms[r, i] = self._numbers[step.event], step.ms
+                for w, (event, delay) in enumerate(step.waits):
+                    # An event that no program has is waited for without end.
+                    tables.waits[r, i, w] = self._numbers.get(event, len(self._numbers))
+                    tables.delays[r, i, w] = delay
+
+    def lengths(self, chosen: Sequence[int], links: dict[str, Program]) -> dict[Objective, float]:
+        """The lengths of one program of each device, infinite if they wait for each other."""
+        on_links = waits_on_links(self._problem, links)
+        before = np.full(len(self._numbers) + 1, -1)
+        for event, earlier in on_links.items():
+            before[self._numbers[event]] = self._numbers[earlier]
+        lengths = np.zeros(2)
+        measure(self._tables, np.array(chosen), before, np.zeros(len(before)), lengths)
+        return {"makespan": float(lengths[0]), "span": float(lengths[1])}
+
+    def shortest(self) -> tuple[dict[Objective, float], list[list[int]]]:
+        """The shortest lengths of all, and by which programs."""
+        best, chosen = np.full(2, np.inf), np.zeros((2, len(self._tables.first) - 1), dtype=np.int64)
+        before = np.full(len(self._numbers) + 1, -1)
+        measure_all(self._tables, before, best, chosen)
+        return {"makespan": float(best[0]), "span": float(best[1])}, chosen.tolist()
+
+
+@compiled
+def measure(tables: Tables, chosen: Ints, before: Ints, ends: Floats, lengths: Floats) -> None:
+    """(2,) makespan and span of one program of each device, all ops as early as may be.
+
+    `before` has the transfer before each one on a shared link; `ends` is room.
+    """
+    devices, longest = len(chosen), tables.events.shape[1]
+    ends[:] = np.inf
+    place, begins, lasts = np.zeros(devices, np.int64), np.full(devices, np.inf), np.zeros(devices)
+    lengths[:] = np.inf
+    moved = True
+    while moved:
+        moved = False
+        for d in range(devices):
+            row = tables.first[d] + chosen[d]
+            while place[d] < longest and tables.events[row, place[d]] >= 0:
+                i = place[d]
+                event, begin = tables.events[row, i], 0.0
+                for w in range(tables.waits.shape[2]):
+                    if tables.waits[row, i, w] >= 0:
+                        begin = max(begin, ends[tables.waits[row, i, w]] + tables.delays[row, i, w])
+                if before[event] >= 0:
+                    begin = max(begin, ends[before[event]])
+                if begin == np.inf:
+                    break
+                ends[event] = begin + tables.ms[row, i]
+                begins[d], lasts[d] = min(begins[d], begin), max(lasts[d], ends[event])
+                place[d] += 1
+                moved = True
+    for d in range(devices):
+        row = tables.first[d] + chosen[d]
+        if place[d] < longest and tables.events[row, place[d]] >= 0:
+            return
+    lengths[0], lengths[1] = lasts.max() - begins.min(), 0.0
+    for d in range(devices):
+        if begins[d] < np.inf:
+            lengths[1] = max(lengths[1], lasts[d] - begins[d])
+
+
+@compiled
+def measure_all(tables: Tables, before: Ints, best: Floats, shortest: Ints) -> None:
+    """The (2,) best lengths of all combinations, and which they are."""
+    devices = len(tables.first) - 1
+    chosen, lengths, ends = np.zeros(devices, np.int64), np.zeros(2), np.zeros(len(before))
+    while True:
+        measure(tables, chosen, before, ends, lengths)
+        for n in range(2):
+            if lengths[n] < best[n]:
+                best[n] = lengths[n]
+                shortest[n] = chosen
+        d = 0
+        while d < devices:
+            chosen[d] += 1
+            if chosen[d] < tables.first[d + 1] - tables.first[d]:
+                break
+            chosen[d] = 0
+            d += 1
+        if d == devices:
+            return
