@@ -18,6 +18,7 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.process.niceness import be_a_nicer_thread
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
 from optpipe.steps.cost_model import CostModel
@@ -46,6 +47,8 @@ class PlannedStep:
         require_room(problem)
         self._simulator = Simulator(problem)
         self._best: Step | None = None
+        self._answer: Schedule | None = None
+        self._over = threading.Event()
         tries = FIRST_TRIES + FIRST_OPS // self._simulator.ops
         self._steps = descents(self._simulator, "makespan", 0, race=int(RACE_SHARE * tries))
         self._search(tries)
@@ -53,25 +56,25 @@ class PlannedStep:
             self._steps = descents(self._simulator, "makespan", 0, self._one_by_one())
             self._search(tries)
         self.first = self._schedule()
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="step schedules")
         if improve:
             self._thread.start()
 
     def ready(self) -> bool:
-        """Whether the search has ended by itself: `best` cannot become shorter by waiting."""
-        return not self._thread.is_alive()
+        """Whether the search is over: `best` cannot become shorter by waiting."""
+        return self._over.is_set() or not self._thread.is_alive()
 
     def best(self) -> Schedule:
-        """End the search, which takes some ms. Returns the shortest schedule, certified; `first` if none is shorter.
+        """End the search. Returns the shortest schedule, certified; `first` if none is shorter.
 
-        How far the search came depends on the clock: ranks take the one that one of them has chosen.
+        How far the search came depends on the clock: ranks take the one that one of them has chosen. The thread is not
+        waited for: it ends after some ms, and what it has by then is not used.
         """
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        better = self._schedule(self.first)
-        return better if shorter(better.makespan_ms, self.first.makespan_ms) else self.first
+        if self._answer is None:
+            better = self._schedule(self.first)
+            self._answer = better if shorter(better.makespan_ms, self.first.makespan_ms) else self.first
+        return self._answer
 
     def _one_by_one(self) -> Schedule:
         """A schedule with one micro-batch at a time, where no rules that share memory lead to one."""
@@ -88,11 +91,12 @@ class PlannedStep:
         """Simulate about so many rules, unless the search is over."""
         tries = 0
         while tries < most_tries and (step := next(self._steps, None)):
-            if step.ms < NEVER and (self._best is None or shorter(step.ms, self._best.ms)):
+            if not self._over.is_set() and step.ms < NEVER and (self._best is None or shorter(step.ms, self._best.ms)):
                 self._best = step
             tries += step.tried
 
     def _go_on(self) -> None:
+        be_a_nicer_thread()
         end = time.monotonic() + LONGEST_SEARCH_S
         while not self._over.is_set() and time.monotonic() < end:
             self._search(1)
