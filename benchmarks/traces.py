@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
@@ -60,12 +60,9 @@ def traces(
     measured: the step of the slowest replica. Then search better schedules for each replica of some traces, and prove
     how much better one can be at most. Searches count what they simulate, so that a table is the same on every
     machine."""
-    inside = folder.iterdir() if folder and folder.is_dir() else ()
-    files = sorted(path for path in inside if path.name.endswith((".json", ".json.gz")))
-    if folder and not files:
-        raise InputError(f"{folder}: no timelines: files named .json or .json.gz are expected")
-    if unknown := sorted(set(gains or ()) - {_name(path) for path in files}):
-        raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(_name, files)) or 'a folder'}")
+    files = timelines_in(folder) if folder else []
+    if unknown := sorted(set(gains or ()) - {job_name(path) for path in files}):
+        raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(job_name, files)) or 'a folder'}")
     kept = Results(results, "traces", ("trace", "step"), SearchOptions(), work=WORK)
     for path in files:
         for row in _measured_rows(path, gains or GAINS, kept):
@@ -84,23 +81,51 @@ def traces(
                 typer.echo(text)
 
 
-def _name(path: Path) -> str:
+def timelines_in(folder: Path) -> list[Path]:
+    """The files of timelines. Raises InputError if there is none."""
+    inside = folder.iterdir() if folder.is_dir() else ()
+    if files := sorted(path for path in inside if path.name.endswith((".json", ".json.gz"))):
+        return files
+    raise InputError(f"{folder}: no timelines: files named .json or .json.gz are expected")
+
+
+def job_name(path: Path) -> str:
     return path.name.partition(".")[0].removeprefix("timeline-")
 
 
-def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[Row]:
-    """Yields a row for each step of a timeline that has none yet."""
-    name = _name(path)
+class Timeline(NamedTuple):
+    """A file of a job: what each replica ran in each step, and how long a message takes."""
+
+    recording: Recording
+    steps: Mapping[int, Step]
+    message_ms: float
+
+
+def read_timeline(path: Path) -> Timeline:
     recording = straggler.read(read_pieces(path), str(path))
     steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
     for each in recording.ops:
         steps[each.step][each.replica].append(each)
     ways = [gap.message_ms for step in steps.values() for gap in gaps(step.values()) if not gap.same_device]
     message_ms = round(max(0.0, median(ways)), 4) if ways else 0.0
-    for number, by_replica in sorted(steps.items()):
+    by_number = {number: list(by_replica.values()) for number, by_replica in sorted(steps.items())}
+    return Timeline(recording, by_number, message_ms)
+
+
+def replicas_of(timeline: Timeline, weight_share: float = HALVES) -> Iterator[Problem]:
+    """Yields what each replica of each step ran, as a problem in the memory that it took."""
+    for step in timeline.steps.values():
+        for ops in step:
+            yield _replica(timeline.recording, ops, timeline.message_ms, weight_share).problem
+
+
+def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[Row]:
+    """Yields a row for each step of a timeline that has none yet."""
+    name = job_name(path)
+    recording, steps, message_ms = read_timeline(path)
+    for number, step in steps.items():
         if kept.find(name, number):
             continue
-        step = list(by_replica.values())
         ran = [_replica(recording, ops, message_ms) for ops in step]
         row = {
             "trace": name,
@@ -136,7 +161,7 @@ def _searched(recording: Recording, step: Step, message_ms: float) -> dict[str, 
 
 def _spread_ms(ran: Sequence[Replica], further: int) -> list[float]:
     """The slowest replica's ms where micro-batches may change replicas, and the mean work of the busiest stage."""
-    batch = _with_further(_joined([each.problem for each in ran]), further)
+    batch = _with_further(joined([each.problem for each in ran]), further)
     assignment = assign(batch, len(ran))
     slowest_ms = 0.0
     for microbatches in assignment.microbatches:
@@ -148,7 +173,7 @@ def _spread_ms(ran: Sequence[Replica], further: int) -> list[float]:
     return [round(slowest_ms, 4), round(assignment.floor_ms, 4)]
 
 
-def _joined(problems: Sequence[Problem]) -> Problem:
+def joined(problems: Sequence[Problem]) -> Problem:
     """The problem of all micro-batches of some replicas, in the budgets of the first one."""
     first, stages = problems[0], []
     for s, stage in enumerate(first.stages):

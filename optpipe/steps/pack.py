@@ -1,13 +1,14 @@
 """`pack`: which documents share a micro-batch, so that the slowest replica ends soonest.
 
-What a micro-batch takes is the sum of what its documents take and a constant, so all orders have the same work, and
-those of micro-batches that take equally long have the shortest fill and drain. Longest work first (Graham 1969), then
-documents change micro-batches.
+What a micro-batch takes is the sum of what its documents take and a constant, so all packings have the same work. Light
+micro-batches fill and empty a pipeline quickly, and equal ones between them keep it busy: some of each replica are
+lighter than the others. Longest work first on micro-batches of given shares (Graham 1969; Gonzalez, Ibarra and Sahni
+1977), then documents change micro-batches; `assign` says which shares are best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from optpipe.model.problem import Problem
 from optpipe.steps.assign import Assignment, assign, work_ms
 from optpipe.steps.cost_model import CostModel
 
-MOST_EXCHANGES = 2_000
+# How many micro-batches of each replica are light, and their share of the work of the others.
+PROFILES = ((0, 1.0), (1, 0.25), (2, 0.1), (2, 0.25), (2, 0.4), (3, 0.4), (4, 0.4))
+MOST_EXCHANGES = 1_000
 LEAST_GAIN = 1e-6  # of the work of a micro-batch: smaller differences are not worth an exchange
 
 
@@ -82,11 +85,21 @@ def pack(
     work = work_ms(costs.problem(template, [*documents, dict.fromkeys(costs.features, 0.0)])).sum(axis=0)
     work = work[:-1] - work[-1]
     most = np.array(list(limits.values()), dtype=np.float64)
-    packed = _longest_first(work, sizes, microbatches, most)
-    _exchange(packed, work, sizes, microbatches, most)
-    chosen = tuple(tuple(np.flatnonzero(packed == j).tolist()) for j in range(microbatches))
-    batch = costs.problem(template, [_sum(documents, each, costs.features) for each in chosen])
-    return Packing(chosen, batch, assign(batch, replicas))
+    packings = []
+    for shares in _profiles(microbatches, replicas):
+        packed = _longest_first(work, sizes, shares, most)
+        _exchange(packed, work, sizes, shares, most)
+        chosen = tuple(tuple(np.flatnonzero(packed == j).tolist()) for j in range(microbatches))
+        batch = costs.problem(template, [_sum(documents, each, costs.features) for each in chosen])
+        packings.append(Packing(chosen, batch, assign(batch, replicas)))
+    return min(packings, key=lambda packing: packing.assignment.slowest_ms)
+
+
+def _profiles(microbatches: int, replicas: int) -> Iterator[Floats]:
+    """Yields (microbatches,) shares of work."""
+    for light, share in PROFILES:
+        if 2 * light * replicas <= microbatches:
+            yield np.where(np.arange(microbatches) < light * replicas, share, 1.0)
 
 
 def _sizes(documents: Sequence[Mapping[str, float]], limits: Mapping[str, float], costs: CostModel) -> Floats:
@@ -107,18 +120,18 @@ def _sizes(documents: Sequence[Mapping[str, float]], limits: Mapping[str, float]
     return sizes
 
 
-def _longest_first(work: Floats, sizes: Floats, microbatches: int, most: Floats) -> Ints:
-    """(n,) the micro-batch of each document: that with the least work of those with room. Where none is left, the
-    largest documents come first, each where the least room stays."""
+def _longest_first(work: Floats, sizes: Floats, shares: Floats, most: Floats) -> Ints:
+    """(n,) the micro-batch of each document: of those with room, the one that then has least for its share. Where none
+    is left, the largest documents come first, each where the least room stays."""
     for by_size in (False, True):
-        load, room = np.zeros(microbatches), np.tile(most, (microbatches, 1))
+        load, room = np.zeros(len(shares)), np.tile(most, (len(shares), 1))
         packed = np.full(len(work), -1)
         filled = (sizes / most).max(axis=1, initial=0.0) if by_size else work
         for i in np.argsort(-filled, kind="stable").tolist():
             fits = (sizes[i] <= room).all(axis=1)
             if not fits.any():
                 break
-            least = (room / most).min(axis=1, initial=inf) if by_size else load
+            least = (room / most).min(axis=1, initial=inf) if by_size else (load + work[i]) / shares
             j = int(np.where(fits, least, inf).argmin())
             packed[i] = j
             load[j] += work[i]
@@ -126,41 +139,36 @@ def _longest_first(work: Floats, sizes: Floats, microbatches: int, most: Floats)
         if (packed >= 0).all():
             return packed
     raise InputError(
-        f"microbatches = {microbatches}: no way is known to put {len(work)} documents into them within limits"
+        f"microbatches = {len(shares)}: no way is known to put {len(work)} documents into them within limits"
     )
 
 
-def _exchange(packed: Ints, work: Floats, sizes: Floats, microbatches: int, most: Floats) -> None:
-    """The micro-batch with most work gives a document to another one, or changes one for another, so that the two come
-    closest; in place. Ends when none comes closer."""
-    load = np.bincount(packed, work, microbatches)
-    held = np.zeros((microbatches, sizes.shape[1]))
+def _exchange(packed: Ints, work: Floats, sizes: Floats, shares: Floats, most: Floats) -> None:
+    """The micro-batch with most work for its share gives a document to another one, or changes one for another, so that
+    the larger of the two becomes smallest; in place. Ends when none becomes smaller."""
+    load = np.bincount(packed, work, len(shares))
+    held = np.zeros((len(shares), sizes.shape[1]))
     np.add.at(held, packed, sizes)
     for _ in range(MOST_EXCHANGES):
-        j = int(load.argmax())
-        mine = np.flatnonzero(packed == j)
-        others = np.flatnonzero(packed != j)
+        j = int((load / shares).argmax())
+        mine, others = np.flatnonzero(packed == j), np.flatnonzero(packed != j)
         # The last column gives a document for none, to the micro-batch with the least work.
-        target = np.append(packed[others], int(load.argmin()))
-        back_work, back_size = np.append(work[others], 0.0), np.vstack([sizes[others], np.zeros_like(most)])
-        moved = work[mine][:, None] - back_work
-        gap = load[j] - load[target]
-        gain = np.where((moved > 0) & (moved < gap), np.minimum(moved, gap - moved), 0.0)
-        change = sizes[mine][:, None] - back_size
-        gain[((held[target] + change > most) | (held[j] - change > most)).any(axis=2)] = 0.0
+        target = np.append(packed[others], int((load / shares).argmin()))
+        change = work[mine][:, None] - np.append(work[others], 0.0)
+        larger = np.maximum((load[j] - change) / shares[j], (load[target] + change) / shares[target])
+        resized = sizes[mine][:, None] - np.vstack([sizes[others], np.zeros_like(most)])
+        larger[((held[target] + resized > most) | (held[j] - resized > most)).any(axis=2)] = inf
         if len(mine) == 1:
-            gain[:, -1] = 0.0  # no micro-batch becomes empty
-        a, b = np.unravel_index(int(gain.argmax()), gain.shape)
-        if gain[a, b] <= LEAST_GAIN * load[j]:
+            larger[:, -1] = inf  # no micro-batch becomes empty
+        a, b = np.unravel_index(int(larger.argmin()), larger.shape)
+        if larger[a, b] >= load[j] / shares[j] * (1 - LEAST_GAIN):
             return
         other = int(target[b])
         packed[mine[a]] = other
         if b < len(others):
             packed[others[b]] = j
-        load[j] -= moved[a, b]
-        load[other] += moved[a, b]
-        held[j] -= change[a, b]
-        held[other] += change[a, b]
+        load[[j, other]] += np.array([-1, 1]) * change[a, b]
+        held[[j, other]] += np.array([[-1], [1]]) * resized[a, b]
 
 
 def _sum(documents: Sequence[Mapping[str, float]], chosen: Sequence[int], features: Sequence[str]) -> dict[str, float]:
