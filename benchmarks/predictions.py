@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
-from optpipe.model.problem import read_file
+from optpipe.model.problem import read_file, write_file
 from optpipe.transformer.calibrate import NAMES, covariance, learn
 from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, read_iterations
 from optpipe.transformer.presets import GPUS
@@ -34,6 +35,10 @@ class Split(NamedTuple):
 
 def predictions(
     folder: Annotated[Path, typer.Argument(help="Folder with vTrain's measured iterations: two files of CSV.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write what is learned here, as the preset A100-megatron has it."),
+    ] = None,
 ) -> None:
     """Predict measured iterations: from what is known of the GPU alone, and after learning from 60 rows, which are
     evenly spread over the files, the others; then the same with rows that are drawn at random."""
@@ -43,6 +48,8 @@ def predictions(
         typer.echo(_line(name, 0, errors(rows, predicted(GPU, rows)), len(rows)))
     splits = {name: evenly(rows, LEARNED_FROM[name]) for name, rows in tables.items()}
     gpu = learned(splits.values())
+    if output:
+        write_file(output, json.dumps(preset(gpu), indent=1) + "\n")
     for name, split in splits.items():
         typer.echo(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
@@ -63,11 +70,10 @@ def predictions(
     typer.echo(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
 
 
-def judged(folder: Path) -> list[Errors]:
-    """The errors on the rows of one node and of several nodes that nothing was learned from."""
-    splits = [evenly(rows, LEARNED_FROM[name]) for name, rows in read_tables(folder).items()]
-    gpu = learned(splits)
-    return [errors(split.rest, predicted(gpu, split.rest)) for split in splits]
+def preset(gpu: Gpu) -> dict[str, Any]:
+    """What was learned, in three digits."""
+    values = {name: float(f"{getattr(gpu, name):.3g}") for name in (*NAMES, "unexplained")}
+    return values | {"covariance": [[float(f"{each:.3g}") for each in row] for row in covariance(gpu).tolist()]}
 
 
 def read_tables(folder: Path) -> dict[str, list[Iteration]]:

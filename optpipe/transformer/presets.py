@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any, TypeVar
 
 from optpipe.errors import InputError, did_you_mean
@@ -168,15 +170,23 @@ _A100: dict[str, Any] = {
     "attention_fraction": 0.6,
 }
 
+_A100_800G = _A100 | {
+    "source": "as A100, in nodes of 8 that share 800 Gb/s to other nodes (vTrain, Bang et al., MICRO 2024)",
+    "network_bytes_per_s": 12.5 * GBPS,
+}
+# What 60 iterations say of Megatron-LM of 2022 on A100. `python -m benchmarks predictions FOLDER -o` writes it again.
+_LEARNED: dict[str, Any] = json.loads(
+    resources.files("optpipe.transformer").joinpath("a100_megatron.json").read_text(encoding="utf-8")
+)
+
 GPUS: dict[str, Gpu] = {
     name: Gpu.from_dict({"name": name} | sheet, name)
     for name, sheet in {
         "A100": _A100,
-        "A100-800G": _A100
-        | {
-            "source": "as A100, in nodes of 8 that share 800 Gb/s to other nodes (vTrain, Bang et al., MICRO 2024)",
-            "network_bytes_per_s": 12.5 * GBPS,
-        },
+        "A100-800G": _A100_800G,
+        "A100-megatron": _A100_800G
+        | _LEARNED
+        | {"source": "as A100-800G; learned from 60 of vTrain's iterations (python -m benchmarks predictions)"},
         "H100": {
             "source": "NVIDIA H100 SXM data sheet (half of the figures with sparsity); DGX H100: 400 Gb/s a GPU",
             "memory_bytes": 80 * GIB,

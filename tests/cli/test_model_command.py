@@ -88,4 +88,4 @@ def test_what_does_not_fit_is_shown_by_device_before_the_error(monkeypatch, caps
 def test_presets_are_listed(monkeypatch, capsys):
     listed = json.loads(run(monkeypatch, capsys, "--presets", "--json")[0])
     assert {"llama-2-70b", "gpt-3-175b", "optpipe-7.1b"} <= listed["models"].keys()
-    assert {"A100", "A100-800G", "H100", "H200", "B200", "MI300X"} == listed["gpus"].keys()
+    assert {"A100", "A100-800G", "A100-megatron", "H100", "H200", "B200", "MI300X"} == listed["gpus"].keys()

@@ -134,12 +134,27 @@ def test_errors_are_of_pairs_that_answer_one_question():
     assert judged.mean == pytest.approx((0.1 + 0.1 + 0 + 0) / 4)
 
 
+def test_what_a_preset_has_learned_is_surer_than_what_was_assumed():
+    learned = covariance(GPUS["A100-megatron"])
+    assert (np.linalg.eigvalsh(learned) > 0).all()
+    assert (np.diag(learned) <= np.diag(covariance(GPU)) * 1.01).all()
+    assert GPUS["A100-megatron"].flops == GPU.flops
+
+
 @pytest.mark.skipif(DATA is None, reason="OPTPIPE_ITERATIONS names no folder of vTrain's tables")
 def test_measured_iterations_are_predicted():
     """The goals but for the order of plans on several nodes: docs/costs.md says what it misses."""
-    from benchmarks.predictions import judged
+    from benchmarks import predictions
 
-    one, several = judged(Path(DATA or ""))
+    splits = [
+        predictions.evenly(rows, predictions.LEARNED_FROM[name])
+        for name, rows in predictions.read_tables(Path(DATA or "")).items()
+    ]
+    gpu = predictions.learned(splits)
+    one, several = (errors(split.rest, predictions.predicted(gpu, split.rest)) for split in splits)
     assert max(one.mean, several.mean) <= 0.10
     assert one.ordered >= 0.93
-    assert max(one.regret, several.regret) <= 0.03
+    assert one.regret <= 0.03
+    preset = GPUS["A100-megatron"]
+    assert logarithms(gpu) == pytest.approx(logarithms(preset), abs=0.02)
+    assert preset.unexplained == pytest.approx(gpu.unexplained, rel=0.05)
