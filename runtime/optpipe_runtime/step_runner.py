@@ -24,7 +24,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.model.problem import Problem
 from optpipe_runtime.arguments import require_bytes, require_equal
 from optpipe_runtime.execute.batch import Batch, require_weights
 from optpipe_runtime.execute.executor import Executor
@@ -78,23 +79,34 @@ class StepRunner:
         self._gathers_again = False
         self._planned: PlannedStep | None = None  # this step, if it is one
 
-    def step(self, batch: Batch, planned: PlannedStep | None = None) -> StepReport:
-        self._planned = planned
-        self.schedules.plan_of_step = planned and planned.plan
+    def step(self, batch: Batch) -> StepReport:
+        report = self._step(batch, None)
+        assert isinstance(report, StepReport)
+        return report
+
+    def planned_step(self, batch: Batch, plan: Callable[[], PlannedStep]) -> StepReport | OptPipeError:
+        """A step by a schedule of its own, which `plan` waits for, the same on all ranks. It may use `profile_in_step`.
+        What it raises because there is no schedule is returned: nothing has begun then."""
+        return self._step(batch, plan)
+
+    def _step(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
+        self._planned = self.schedules.plan_of_step = None
         self._rank.reductions.start_step()
         self._weigh(batch)
-        self._agree()
+        self._agree(may_know=plan is None)
         if self._gathers_again:
             # `settle` has corrected here before the step. Another replica may do so only in it, by one more gathering;
             # this empty one is its counterpart.
             with self._replicas.gathering():
                 self._gathers_again = False
-        report = self._until_it_counts(batch)
+        report = self._until_it_counts(batch, plan)
+        self._planned = self.schedules.plan_of_step = None
+        if isinstance(report, OptPipeError):
+            return report
         for tie in self.ties:
             tie.end_step()
-        self._last_ms = 0.0 if planned else report.step_ms  # the next step has another schedule
+        self._last_ms = report.step_ms if plan is None else 0.0  # the next step has another schedule
         self._last_version = self.schedules.running.version
-        self._planned = self.schedules.plan_of_step = None
         fields = {name: value for feature in self._features for name, value in feature.report_fields().items()}
         return replace(report, version=self._last_version, **fields)
 
@@ -114,6 +126,19 @@ class StepRunner:
 
     def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         """As `Pipeline.profile`."""
+        with self._replicas.gathering():
+            measured = self._profile(batch, activation_budget_bytes, parts, repeats)
+        self.schedules.problem = measured.problem
+        return measured
+
+    def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Problem:
+        """The same before a planned step, so that other replicas need not do it, too. The step's schedules need not fit
+        this problem."""
+        measured = self._profile(batch, activation_budget_bytes, parts, repeats)
+        self._replicas.forget()
+        return measured.problem
+
+    def _profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         if not self.executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
@@ -126,14 +151,11 @@ class StepRunner:
             if activation_budget_bytes is None:
                 require_budget(rank)
 
-        with self._replicas.gathering():
-            self.gather_all()
-            if not rank.cpu_group.minimum(self._learner.knows(batch))[0]:
-                self.learn(batch)
-            rank.cpu_group.on_each_rank(require_arguments)
-            measured = self._measure(batch, activation_budget_bytes, parts, repeats)
-        self.schedules.problem = measured.problem
-        return measured
+        self.gather_all()
+        if not rank.cpu_group.minimum(self._learner.knows(batch))[0]:
+            self.learn(batch)
+        rank.cpu_group.on_each_rank(require_arguments)
+        return self._measure(batch, activation_budget_bytes, parts, repeats)
 
     def _measure(self, batch: Batch, *arguments: Any) -> Measured:
         """Profiles micro-batches that are cut already once for each form, one after the other."""
@@ -152,21 +174,6 @@ class StepRunner:
                 with rank.team.local():
                     profiles.append(profile(rank, one, *arguments))
         return by_microbatch(profiles, forms)
-
-    def choose_forms(self, batch: Batch, most: int) -> tuple[list[int], int]:
-        """Collective: micro-batches of the batch that differ in what passes, from the smallest to the largest, at most
-        so many; and how many micro-batches there are."""
-        rank = self._rank
-        with self._replicas.gathering():
-            self.learn(batch)
-        sizes: dict[int, int] = {}
-        for (_, form), io in rank.io.items():
-            sizes[form] = sizes.get(form, 0) + sum(spec.nbytes for spec in (*io.inputs, *io.outputs))
-        rising = sorted(set(rank.forms), key=lambda form: (sizes[form], form))
-        count = min(most, len(rising))
-        chosen = {rising[k * (len(rising) - 1) // max(count - 1, 1)] for k in range(count)}
-        forms = rank.cpu_group.broadcast([form for form in rising if form in chosen], 0)
-        return [rank.forms.index(form) for form in forms], rank.layout.microbatches
 
     def describe(self, batch: Batch) -> Given:
         """What this rank has of the batch's micro-batches. Not collective."""
@@ -230,12 +237,12 @@ class StepRunner:
 
     # The life of a step
 
-    def _agree(self) -> None:
+    def _agree(self, may_know: bool) -> None:
         """Before the first vote: what features agree on if the schedule cannot change in this step."""
-        on_trial = self.schedules.running.on_trial and self._planned is None
-        is_sure = self._planned is not None or (self._learner.done and not self.schedules.swap_due)
+        running = self.schedules.running
+        is_sure = may_know and self._learner.done and not self.schedules.swap_due
         for feature in self._features:
-            feature.agree_on_step(self.schedules.current if is_sure else None, on_trial)
+            feature.agree_on_step(running.plan if is_sure else None, may_know and running.on_trial)
 
     def _weigh(self, batch: Batch) -> None:
         """Tells the stages where routes end how much each loss counts. Collective over their replicas."""
@@ -246,9 +253,16 @@ class StepRunner:
                 require_weights(batch.weights, batch.count or self._rank.microbatches)
                 stage.loss_factors = self._rank.means.factors(s, batch.weights)
 
-    def _until_it_counts(self, batch: Batch) -> StepReport:
+    def _until_it_counts(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
         while True:
             with self._replicas.gathering():
+                if plan is not None and self._planned is None:
+                    try:
+                        self._planned = plan()
+                    except (InputError, ScheduleError) as error:
+                        return error
+                    self.schedules.plan_of_step = self._planned.plan
+                    self.executor.forget_sizes(self._learner.take(self._planned.given, batch))
                 while (result := self._attempt(batch)) is Repeat.AS_IT_IS:
                     pass
                 if isinstance(result, StepReport):
@@ -257,8 +271,6 @@ class StepRunner:
 
     def _attempt(self, batch: Batch) -> StepReport | Repeat:
         """One life of the step."""
-        if self._planned is not None and not self._learner.knows(batch):
-            self.executor.forget_sizes(self._learner.take(self._planned.given, batch))
         attempt = self._vote(batch)
         attempt.met = self._must_meet()
         if attempt.met and self._meet(attempt.all_know, batch):

@@ -3,10 +3,14 @@ shapes that do not follow from others are learned."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from support.ranks import cases, microbatches
-from support.ranks.microbatches import Sizes, Turn
+from support.ranks.cases import Gradients
+from support.ranks.microbatches import Planned, Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
@@ -43,15 +47,49 @@ COUNTS = [
 ]
 
 
-def test_each_step_has_a_schedule_of_its_own(ranks: Ranks) -> None:
-    seen = ranks(microbatches.planned, placement=[0, 1], taken=COUNTS, budget=10**6)
-    for turn, (losses, gradients), first, last in zip(COUNTS, microbatches.plain(2, COUNTS), *seen, strict=True):
-        assert last.losses == pytest.approx(losses, rel=1e-5), turn
-        together = first.gradients | last.gradients
+def require_equal(
+    seen: Sequence[Sequence[Planned]], expected: Sequence[tuple[list[float], Gradients]], budget: int
+) -> None:
+    """Of the ranks of one pipeline."""
+    for ranks, (losses, gradients) in zip(zip(*seen, strict=True), expected, strict=True):
+        assert [loss for rank in ranks for loss in rank.losses] == pytest.approx(losses, rel=1e-5)
+        together = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
         assert together.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            np.testing.assert_allclose(together[name], gradient, atol=1e-6, err_msg=f"{turn} {name}")
-        assert first.programs == last.programs, "all ranks run one schedule"
-        for rank in (first, last):
-            assert rank.peak_bytes <= rank.certified_bytes, turn
-    assert len({tuple(step.programs) for step in seen[0]}) == len(COUNTS)
+            np.testing.assert_allclose(together[name], gradient, atol=1e-6, err_msg=name)
+        assert len({rank.programs for rank in ranks}) == 1, "all ranks run one schedule"
+        for rank in ranks:
+            assert rank.peak_bytes <= rank.certified_bytes <= budget
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 0]], ids=["2 stages", "2 chunks a device"])
+def test_each_step_has_a_schedule_of_its_own(ranks: Ranks, placement: list[int]) -> None:
+    budget = 200_000 * len(placement)
+    seen = ranks(microbatches.planned, placement=placement, taken=COUNTS, budget=budget)
+    require_equal(seen, microbatches.plain(len(placement), COUNTS), budget)
+    assert len({step.programs for step in seen[0]}) == len(COUNTS)
+
+
+def test_on_three_ranks_in_little_memory(three_ranks: Ranks) -> None:
+    budget = 130_000  # the largest micro-batch takes two thirds of it
+    seen = three_ranks(microbatches.planned, placement=[0, 1, 2], taken=COUNTS, budget=budget)
+    require_equal(seen, microbatches.plain(3, COUNTS), budget)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicas_have_micro_batches_of_their_own(four_ranks: Ranks, how: str) -> None:
+    """As many as each has, weighted over both."""
+    turns = [COUNTS[0], COUNTS[2], COUNTS[1], COUNTS[3], COUNTS[2], FIRST]
+    seen = four_ranks(microbatches.planned, placement=[0, 1], taken=turns, budget=10**6, how=how)
+    for step, (losses, gradients) in enumerate(microbatches.plain_replicas(2, turns)):
+        by_replica = [len(turn.sizes) for turn in turns[2 * step : 2 * step + 2]]
+        for replica, part in ((0, losses[: by_replica[0]]), (1, losses[by_replica[0] :])):
+            require_equal([[rank[step]] for rank in seen[2 * replica :][:2]], [(part, gradients)], 10**6)
+
+
+def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:
+    large = Turn((Sizes(1, 8), Sizes(4, 60), Sizes(1, 9)))
+    seen = ranks(microbatches.planned, placement=[0, 1], taken=[FIRST, large, COUNTS[3]], budget=200_000)
+    for _, refused, after in seen:
+        assert re.match(r"^devices\[\d\]\.activation_budget_bytes = .*: micro-batch 1 by itself needs", refused.refused)
+        assert after.programs, "the training may go on without it"

@@ -69,6 +69,9 @@ class Feature:
 
     # Before a schedule runs
 
+    def require_own_schedules(self) -> None:
+        """Raises `InputError` if steps cannot each have a schedule of their own."""
+
     def require(self, schedule: Schedule, layout: Layout) -> None:
         """Raises `ScheduleError` if it cannot run here; on every rank for the same reason. From any thread."""
 

@@ -150,14 +150,17 @@ class Learner:
             self._learn(missing, usable, batch, anew)
         if anew:
             self._stage_modes = modes
-        self._fill_in(shapes, usable)
+        self._fill_in(shapes, usable, bool(counts))
         self._current = by_rank
         return bool(missing)
 
-    def _find(self, usable: Sequence[Modes], r: int, shape: Shape) -> Passing | None:
+    def _find(self, usable: Sequence[Modes], r: int, shape: Shape, varies: bool = False) -> Passing | None:
         """What passes on a route, by what was learned for one of these modes."""
-        passings = (self._passings[modes, r, shape.kind].find(shape.sizes) for modes in usable)
-        return next((passing for passing in passings if passing is not None), None)
+        for modes in usable:
+            passings = self._passings[modes, r, shape.kind]
+            if (passing := passings.find(shape.sizes)) is not None:
+                return passings.among_others(passing) if varies else passing
+        return None
 
     def _missing(self, shapes: Sequence[Shape], usable: Sequence[Modes]) -> list[tuple[int, Shape, int]]:
         """What must perhaps be learned: route, shape and a micro-batch of it, the smallest and the largest first."""
@@ -180,7 +183,7 @@ class Learner:
                 stages |= fresh
                 self._passings[usable[0], r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
 
-    def _fill_in(self, shapes: Sequence[Shape], usable: Sequence[Modes]) -> None:
+    def _fill_in(self, shapes: Sequence[Shape], usable: Sequence[Modes], varies: bool) -> None:
         """The rank's `io` and `forms`."""
         rank = self._rank
         routes = rank.layout.routes
@@ -193,7 +196,7 @@ class Learner:
             stage.io.clear()
         for shape, k in numbers.items():
             for r, route in enumerate(routes):
-                for s, io in zip(route, self._find(usable, r, shape) or (), strict=False):
+                for s, io in zip(route, self._find(usable, r, shape, varies) or (), strict=False):
                     form = k * len(routes) + r
                     rank.io[s, form] = io
                     if s in rank.stages:

@@ -73,6 +73,13 @@ class GradientWindows(Feature):
             raise InputError(f"whole_gradients = {whole!r}: must be an integer, at least 1, or None for all stages")
         self._rank.replicas.require_windows(whole)
 
+    def require_own_schedules(self) -> None:
+        if self._whole is not None:
+            raise InputError(
+                f"whole_gradients = {self._whole}: all replicas must run one schedule then, so a step cannot have its "
+                "own: leave it out"
+            )
+
     def agree_on_step(self, plan: Plan | None, on_trial: bool) -> None:
         """This step is in windows if all replicas run the same schedule for the same problem."""
         if self._whole is None:

@@ -101,7 +101,7 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
     for each in zip(*(problem.stages for problem in problems), strict=True):
         figures: dict[str, Any] = {"device": each[0].device, "offload_parts": each[0].offload_parts}
         for name in StageCosts.model_fields:
-            values = [_or_nothing(stage, name) for stage in each]
+            values = [figure_or_nothing(stage, name) for stage in each]
             if name not in figures and any(getattr(stage, name) is not None for stage in each):
                 figures[name] = values[0] if len(set(values)) == 1 else tuple(values[form] for form in forms)
         stages.append(figures)
@@ -126,8 +126,8 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
     )
 
 
-def _or_nothing(stage: Stage, name: str) -> Any:
-    """A figure of one form; of what it cannot do, what doing nothing takes."""
+def figure_or_nothing(stage: Stage, name: str) -> Any:
+    """A figure of a stage; of what it cannot do, what doing nothing takes."""
     nothing = {"recompute_ms": stage.forward_ms, "checkpoint_bytes": stage.activation_bytes}
     value = getattr(stage, name)
     return nothing.get(name, 0) if value is None else value

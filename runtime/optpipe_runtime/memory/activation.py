@@ -138,10 +138,17 @@ class OffloadedPart:
 
 class Activation:
     """What a stage keeps of a micro-batch. `excluded` are keys of storages not to capture; `shared` are numbers of
-    blocks that something else holds, too, so that they stay on the device."""
+    blocks that something else holds, too, so that they stay on the device; `leaving` of some that leave however small
+    they are."""
 
-    def __init__(self, device: torch.device, excluded: frozenset[int], shared: frozenset[int] = frozenset()) -> None:
-        self._device, self._excluded, self._shared = device, excluded, shared
+    def __init__(
+        self,
+        device: torch.device,
+        excluded: frozenset[int],
+        shared: frozenset[int] = frozenset(),
+        leaving: frozenset[int] = frozenset(),
+    ) -> None:
+        self._device, self._excluded, self._shared, self._leaving = device, excluded, shared, leaving
         self._blocks: dict[int, Block] = {}
         self._parts: dict[int, OffloadedPart] = {}
         self._released: list[StorageRef] = []  # blocks that only the graph owns since the backward began
@@ -209,7 +216,8 @@ class Activation:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each block that can leave, 0 for one that stays."""
         return tuple(
-            0 if i in self._shared or b.nbytes < SMALLEST else b.nbytes for i, b in enumerate(self._blocks.values())
+            0 if i in self._shared or (b.nbytes < SMALLEST and i not in self._leaving) else b.nbytes
+            for i, b in enumerate(self._blocks.values())
         )
 
     def offload(self, part: int, parts: int, destination: Destination) -> Sequence[Handle]:

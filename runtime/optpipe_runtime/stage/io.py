@@ -97,6 +97,9 @@ class StageIO:
         The numbers of the saved blocks that something else holds, too, so that offloading them frees nothing.
     block_bytes
         The bytes of each saved block, 0 for one that stays on the device.
+    large_elsewhere
+        The numbers of the blocks that leave however small they are, because they are large in other shapes. So bytes
+        follow from lengths.
     """
 
     inputs: tuple[Spec, ...]
@@ -110,6 +113,7 @@ class StageIO:
     as_torch: bool = False
     shared_blocks: frozenset[int] = frozenset()
     block_bytes: tuple[int, ...] = ()
+    large_elsewhere: frozenset[int] = frozenset()
 
     @cached_property
     def asked(self) -> tuple[int, ...]:

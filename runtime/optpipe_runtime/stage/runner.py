@@ -319,7 +319,8 @@ class StageRunner:
         )
 
     def _new_activation(self, io: StageIO, staying: Iterable[Tensor] = ()) -> Activation:
-        return Activation(self.device, self._excluded.union(map(storage_key, staying)), io.shared_blocks)
+        excluded = self._excluded.union(map(storage_key, staying))
+        return Activation(self.device, excluded, io.shared_blocks, io.large_elsewhere)
 
     def _forward_without_graph(self, running: Running, microbatch: int, given: Given) -> Tensors:
         """An F that a C repeats: keeps the inputs."""

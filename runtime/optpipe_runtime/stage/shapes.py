@@ -56,6 +56,7 @@ class Passings:
 
     def __init__(self) -> None:
         self._learned: dict[Sizes, Passing] = {}
+        self._large: list[frozenset[int]] = []  # of each stage, the blocks that are large in any shape
         self._rules: list[list[_Rule]] | None = None  # None: nothing can be derived
 
     def add(self, sizes: Sizes, passing: Passing) -> None:
@@ -64,10 +65,18 @@ class Passings:
         if len(self._learned) > MOST_KEPT:
             del self._learned[next(iter(self._learned))]
         self._rules = self._explain()
+        self._large = [
+            frozenset(i for io in same_stage for i, nbytes in enumerate(io.block_bytes) if nbytes)
+            for same_stage in zip(*self._learned.values(), strict=True)
+        ]
 
     def find(self, sizes: Sizes) -> Passing | None:
         """What passes for a shape; None if it must be learned."""
         return self._learned.get(sizes) or self._derive(sizes)
+
+    def among_others(self, passing: Passing) -> Passing:
+        """The same, in a step with micro-batches of other shapes."""
+        return tuple(replace(io, large_elsewhere=large) for io, large in zip(passing, self._large, strict=True))
 
     def _derive(self, sizes: Sizes) -> Passing | None:
         if self._rules is None or not self._lies_between(sizes):

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -52,8 +52,15 @@ class Told(NamedTuple):
     seen: tuple[Seen, ...]
 
 
+class Unmeasured(NamedTuple):
+    """Instead of a plan: these of so many micro-batches must be profiled first."""
+
+    chosen: Sequence[int]
+    microbatches: int
+
+
 # Plans a step, given what all ranks tell; until the flag is set it may look for a better schedule.
-Planner = Callable[[Sequence[Told], threading.Event], Schedule]
+Planner = Callable[[Sequence[Told], threading.Event], Schedule | Unmeasured]
 
 
 class PreparedStep:
@@ -62,10 +69,10 @@ class PreparedStep:
     def __init__(self) -> None:
         self.begins = threading.Event()
         self._over = threading.Event()
-        self._planned: PlannedStep | None = None
+        self._planned: PlannedStep | Unmeasured | None = None
         self._failure: BaseException | None = None
 
-    def prepare(self, work: Callable[[threading.Event], PlannedStep]) -> None:
+    def prepare(self, work: Callable[[threading.Event], PlannedStep | Unmeasured]) -> None:
         """In the thread."""
         try:
             self._planned = work(self.begins)
@@ -74,7 +81,7 @@ class PreparedStep:
         finally:
             self._over.set()
 
-    def wait(self) -> PlannedStep:
+    def wait(self) -> PlannedStep | Unmeasured:
         """When the step is to begin. Raises what went wrong."""
         self.begins.set()
         self._over.wait()
@@ -102,12 +109,14 @@ class Ahead:
         if self._rank.team.failure is None:
             self._thread.close()
 
-    def _prepare(self, told: Told, plan: Planner | None, begins: threading.Event) -> PlannedStep:
+    def _prepare(self, told: Told, plan: Planner | None, begins: threading.Event) -> PlannedStep | Unmeasured:
         by_rank: list[Told] = self._group.gather(told)
         for each in by_rank:
             if isinstance(each.given, InputError):
                 raise each.given
         schedule = self._shared(by_rank, plan, begins)
+        if isinstance(schedule, Unmeasured):
+            return schedule
         lowered = self._lowered(schedule)
         if not self._group.all_equal(None if lowered is None else lowered.number):
             lowered = self._lowered(one_at_a_time(schedule.problem))
@@ -116,22 +125,22 @@ class Ahead:
         assert lowered is not None
         return PlannedStep(lowered, [each.given for each in by_rank])
 
-    def _shared(self, by_rank: Sequence[Told], plan: Planner | None, begins: threading.Event) -> Schedule:
-        """The planned schedule, on every rank. Raises on all what planning has raised on one."""
-        content: Schedule | OptPipeError | None = None
+    def _shared(self, by_rank: Sequence[Told], plan: Planner | None, begins: threading.Event) -> Schedule | Unmeasured:
+        """What was planned, on every rank. Raises on all what planning has raised on one."""
+        content: Schedule | Unmeasured | OptPipeError | None = None
         if plan is not None:
             try:
                 content = plan(by_rank, begins)
             except OptPipeError as error:
                 content = error
-        parts = content and (
-            content
-            if isinstance(content, OptPipeError)
-            else (content.problem, content.programs, dict(content.links), content.method)
-        )
+        parts: Any = content
+        if isinstance(content, Schedule):
+            parts = content.problem, content.programs, dict(content.links), content.method
         received = self._group.broadcast(parts, self._planner)
         if isinstance(received, OptPipeError):
             raise received
+        if isinstance(received, Unmeasured):
+            return received
         return content if isinstance(content, Schedule) else Schedule(*received)
 
     def _lowered(self, schedule: Schedule) -> Plan | None:

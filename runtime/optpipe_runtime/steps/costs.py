@@ -1,14 +1,16 @@
-"""`StepCosts`: what the micro-batches of a step to come will cost, by a profile of a few and by what steps have taken.
+"""`StepCosts`: what the micro-batches of a step to come will cost, by profiles of a few and by what steps have taken.
 
 Times of F, B and W follow from features of a micro-batch by a `CostModel` that learns from every step. All other
-figures follow from the profile: bytes, offloads, recomputes, messages. Where a step held more bytes than certified, all
-bytes are from then on as many times larger.
+figures follow from the profiles: bytes, offloads, recomputes, messages. A micro-batch larger than all profiled ones is
+profiled before it runs, so that its bytes are measured and not extrapolated. Where a step held more bytes than
+certified nevertheless, all bytes are from then on as many times larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from operator import gt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from optpipe.model.records import Stage, of_microbatch
 from optpipe.steps import CostModel
 from optpipe.steps.cost_model import LEARNT, robust_fit
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.measure.profiler import figure_or_nothing
 
 TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 F, B, W = range(3)
@@ -27,6 +30,7 @@ HELD = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes")
 MOST_STEPS = 8  # whose features are kept for the times that are to come
 
 Features = Sequence[Mapping[str, float]]  # of each micro-batch
+Row = tuple[float, ...]  # the features of one
 
 
 class Seen(NamedTuple):
@@ -72,34 +76,58 @@ class StepCosts:
     Attributes
     ----------
     times
-        The model of the times, which can be kept in a file.
+        The model of the times, which can be kept in a file; None until a first profile.
     template
-        The profiled problem, with one figure for all micro-batches.
+        The first profiled problem, with one figure for all micro-batches.
     """
 
-    def __init__(self, profiled: Problem, features: Features, times: CostModel | None) -> None:
-        names, stages = tuple(features[0]), profiled.stages
-        measured = [{name: _each(getattr(stage, name), len(features)) for name in LEARNT} for stage in stages]
-        others = [name for name in LEARNT if name not in TIMES and all(each[name] is not None for each in measured)]
-        self.times = times or CostModel(names, len(stages), TIMES)
-        self.times.learn(features, measured)
-        self._others = CostModel(names, len(stages), others)
-        self._others.learn(features, measured)
-        self._names = names
-        rows = np.array([[*map(float, each.values()), 1.0] for each in features])
-        self._message_ms = robust_fit(rows, np.array(_each(profiled.p2p_ms, len(features))))
-        self.template = profiled.replace(
-            microbatches=1,
-            stages=[stage.of_microbatch(0) for stage in stages],
-            p2p_ms=of_microbatch(profiled.p2p_ms, 0),
-        )
+    def __init__(self, times: CostModel | None) -> None:
+        self.times: CostModel | None = times
+        self._others: CostModel | None = None
+        self.template: Problem | None = None
+        self._profiled: list[Row] = []  # the features of each profiled micro-batch
+        self._message_ms: list[Any] = []  # of each of them
         self._features: dict[int, Features] = {}  # of the steps whose times are not here yet
         self._margin = 1.0
+
+    def unmeasured(self, features: Features) -> list[int]:
+        """The micro-batches of a step that must be profiled before it can be planned: the largest and the smallest
+        first, and no more than are needed to tell what a figure follows from."""
+        rows = [_row(each) for each in features]
+        by_size = sorted(range(len(rows)), key=lambda j: (sum(rows[j]), j))
+        missing = len(rows[0]) + 1 - len(set(self._profiled))  # as many as a figure has coefficients
+        chosen: dict[Row, int] = {}
+        for j in [*by_size[:-2:-1], *by_size[:1], *by_size[len(rows) // 2 :], *by_size]:
+            largest = [max(column) for column in zip(*self._profiled, *chosen, strict=True)]
+            is_new = rows[j] not in self._profiled and rows[j] not in chosen
+            if is_new and (len(chosen) < missing or any(map(gt, rows[j], largest))):
+                chosen[rows[j]] = j
+        return list(chosen.values())
+
+    def add(self, profiled: Problem, features: Features) -> None:
+        """A profile of micro-batches with these features."""
+        m, names, stages = len(features), tuple(features[0]), profiled.stages
+        measured = [{name: _each(figure_or_nothing(stage, name), m) for name in LEARNT} for stage in stages]
+        if self.template is None or self._others is None:
+            self.template = profiled.replace(
+                microbatches=1,
+                stages=[stage.of_microbatch(0) for stage in stages],
+                p2p_ms=of_microbatch(profiled.p2p_ms, 0),
+            )
+            figures = [name for name in LEARNT if all(getattr(stage, name) is not None for stage in stages)]
+            self._others = CostModel(names, len(stages), [name for name in figures if name not in TIMES])
+        self.times = self.times or CostModel(names, len(stages), TIMES)
+        self.times.learn(features, measured)
+        self._others.learn(features, measured)
+        self._profiled += map(_row, features)
+        self._message_ms += _each(profiled.p2p_ms, m)
 
     def learn(self, by_rank: Sequence[Sequence[Seen]]) -> None:
         """What all ranks have seen in their last steps. Of inner peers the slowest counts."""
         steps = {step.number for steps in by_rank for step in steps}
         for number in sorted(steps & self._features.keys()):
+            assert self.times is not None
+            assert self.template is not None
             times = [np.zeros((3, len(self._features[number]))) for _ in self.template.stages]
             for step in (step for steps in by_rank for step in steps if step.number == number):
                 self._margin = max(self._margin, self._margin * step.excess)
@@ -112,11 +140,14 @@ class StepCosts:
         self._features[number] = features
         if len(self._features) > MOST_STEPS:
             del self._features[min(self._features)]
+        assert self.times is not None
+        assert self.template is not None
+        assert self._others is not None
         problem = self.times.problem(self._others.problem(self.template, features), features)
-        rows = np.array([[*(float(each[name]) for name in self._names), 1.0] for each in features])
+        message_ms = robust_fit(_with_one(self._profiled), np.array(self._message_ms))
         return problem.replace(
             stages=[self._enlarged(stage, len(features)) for stage in problem.stages],
-            p2p_ms=tuple((rows @ self._message_ms).tolist()),
+            p2p_ms=tuple((_with_one(list(map(_row, features))) @ message_ms).tolist()),
         )
 
     def _enlarged(self, stage: Stage, m: int) -> Stage:
@@ -129,6 +160,14 @@ class StepCosts:
         )
 
 
-def _each(figure: Any, m: int) -> Any:
-    """With a number for each micro-batch; None stays None."""
-    return figure if figure is None or isinstance(figure, tuple) else (figure,) * m
+def _row(features: Mapping[str, float]) -> Row:
+    return tuple(map(float, features.values()))
+
+
+def _with_one(rows: Sequence[Row]) -> Floats:
+    return np.array([[*row, 1.0] for row in rows])
+
+
+def _each(figure: Any, m: int) -> tuple[Any, ...]:
+    """With a number for each micro-batch."""
+    return figure if isinstance(figure, tuple) else (figure,) * m

@@ -6,9 +6,9 @@
             report = train.step(inputs, targets)
             optimizer.step()
 
-Before the first step some of its micro-batches are profiled. From then on each step has its own problem, by what the
-steps before have taken, and its own schedule, which fits the memory of its own micro-batches. While a step runs, the
-next one is planned, sent, checked and lowered beside it (`steps.ahead`).
+Micro-batches larger than any before are profiled, at first three of different sizes. Each step has its own problem, by
+what the steps before have taken, and its own schedule, which fits the memory of its own micro-batches. While a step
+runs, the next one is planned, sent, checked and lowered beside it (`steps.ahead`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from typing import Any
 
 from torch import Tensor
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepScheduler
 from optpipe_runtime.execute.batch import Batch
+from optpipe_runtime.execute.learner import Given
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.io import tensors_in
-from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told
+from optpipe_runtime.step_runner import PlannedStep
+from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
 from optpipe_runtime.steps.costs import Features, Seen, StepCosts, seen
 
-PROFILED = 3  # forms: as many as a time has coefficients, by tokens, by squares of lengths, and once
+REPEATS = 3  # of each measurement of a profile
 IMPROVE_SHARE = 0.5  # of a step's time, until the next one's schedule is sent
 
 
@@ -63,7 +65,7 @@ class PlannedSteps:
     Raises
     ------
     InputError
-        If the pipeline has several routes.
+        If the pipeline has several routes, or `whole_gradients`.
     """
 
     def __init__(
@@ -77,16 +79,17 @@ class PlannedSteps:
         rank, runner = pipe._rank, pipe._step_runner
         if len(pipe.layout.routes) > 1:
             raise InputError(f"routes has {len(pipe.layout.routes)} entries: a schedule for every step needs one route")
+        for feature in rank.features:
+            feature.require_own_schedules()
         self._pipe, self._rank, self._runner = pipe, rank, runner
-        self._features, self._times = features, costs
+        self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
         self._planner = pipe.layout.placement[pipe.layout.routes[0][0]]
         self._plans = rank.cpu_group.rank == self._planner
         self._ahead = Ahead(rank, self._planner)
-        self._costs: StepCosts | None = None  # on the rank that plans, once it has profiled
-        self._profiled = False
-        self._announced: deque[Batch] = deque()  # before the profile
-        self._prepared: deque[PreparedStep] = deque()
+        self._costs = StepCosts(costs)  # on the rank that plans
+        self._lock = threading.Lock()  # of the costs: a step is planned while another one's micro-batches are profiled
+        self._prepared: deque[tuple[Told, PreparedStep]] = deque()
         self._seen: list[Seen] = []  # not told yet
         self._count, self._step_s = 0, 0.0
         self.schedule: Schedule | None = None
@@ -95,7 +98,7 @@ class PlannedSteps:
     def costs(self) -> CostModel | None:
         """On the rank of the first stage, after its first step: what F, B and W take by the features, as learnt until
         now. `save` keeps it in a file."""
-        return None if self._costs is None else self._costs.times
+        return self._costs.times
 
     def ahead(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         """Yields the batches, one after the other, and announces each one step before it is to run.
@@ -117,11 +120,20 @@ class PlannedSteps:
     def announce(self, inputs: Any = None, targets: Any = None, kwargs: Mapping[Any, Any] | None = None) -> None:
         """Tells the micro-batches of the step after those that were announced before, without waiting. Their tensors
         may still be filled, but keep their shapes."""
-        batch = self._pipe._batch(inputs, targets, kwargs)
-        if self._profiled:
-            self._prepare(batch)
-        else:
-            self._announced.append(batch)
+        batch, features = self._pipe._batch(inputs, targets, kwargs), None
+        try:
+            given: Given | InputError = self._runner.describe(batch)
+            if self._plans:
+                features = self._features_of(batch)
+        except InputError as error:
+            given = error
+        told = Told(self._count, given, features, tuple(self._seen))
+        self._count, self._seen = self._count + 1, []
+        self._prepared.append((told, self._prepare(told)))
+
+    def _prepare(self, told: Told) -> PreparedStep:
+        """Begins to prepare a step."""
+        return self._ahead.prepare(told, self._plan if self._plans else None)
 
     def step(
         self,
@@ -141,60 +153,56 @@ class PlannedSteps:
         ScheduleError
             If no schedule is found for another reason.
         """
-        if not (self._announced or self._prepared):
+        if not self._prepared:
             self.announce(inputs, targets, kwargs)
-        if not self._profiled:
-            self._profile(self._announced[0])
-            while self._announced:
-                self._prepare(self._announced.popleft())
-        planned = self._prepared.popleft().wait()
+        told, prepared = self._prepared.popleft()
+        planned = prepared.wait()
         batch = self._pipe._batch(inputs, targets, kwargs, trace, outputs, weights, timed=True)
-        with self._pipe._calls.wrap("step"):
-            report = self._runner.step(batch, planned)
-        self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
-        number = self._count - len(self._prepared) - 1
-        self._seen.append(seen(number, report, planned.plan.problem, list(self._rank.stages)))
-        return report
 
-    def _prepare(self, batch: Batch) -> None:
-        """Begins to prepare the step with this batch."""
-        given: Any
-        features = None
-        try:
-            given = self._runner.describe(batch)
-            if self._plans:
-                features = self._features_of(batch)
-        except InputError as error:
-            given = error
-        told = Told(self._count, given, features, tuple(self._seen))
-        self._count += 1
-        self._seen = []
-        self._prepared.append(self._ahead.prepare(told, self._plan if self._plans else None))
+        def plan() -> PlannedStep:
+            nonlocal planned
+            while isinstance(planned, Unmeasured):
+                self._profile(batch, planned)
+                planned = self._prepare(told._replace(seen=())).wait()
+            return planned
+
+        with self._pipe._calls.wrap("step"):
+            report = self._runner.planned_step(batch, plan)
+        if isinstance(report, OptPipeError):
+            raise report
+        assert isinstance(planned, PlannedStep)
+        self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
+        self._seen.append(seen(told.number, report, planned.plan.problem, list(self._rank.stages)))
+        return report
 
     def _features_of(self, batch: Batch) -> Features:
         return [self._features(*values) for values in batch.cut_inputs(batch.count or self._rank.microbatches)]
 
-    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule:
+    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
         """In the thread of the rank that plans."""
         costs, told = self._costs, by_rank[self._planner]
-        assert costs is not None
         assert told.features is not None
-        costs.learn([each.seen for each in by_rank])
-        planned = StepScheduler(costs.template).plan(costs.problem(told.number, told.features))
+        with self._lock:
+            costs.learn([each.seen for each in by_rank])
+            if chosen := costs.unmeasured(told.features):
+                return Unmeasured(chosen, len(told.features))
+            assert costs.template is not None
+            template, problem = costs.template, costs.problem(told.number, told.features)
+        planned = StepScheduler(template).plan(problem)
         begins.wait(IMPROVE_SHARE * self._step_s)
         return planned.best()
 
-    def _profile(self, batch: Batch) -> None:
-        """Profiles the smallest of the first step's micro-batches, the largest, and one between."""
-        budget, parts = self._profile_arguments
-        with self._pipe._calls.wrap("profile"):
-            chosen, m = self._runner.choose_forms(batch, PROFILED)
-            some = batch.only(chosen, m)
-            problem = self._runner.profile(some, budget, parts, repeats=3).problem
-        if self._plans:
-            self._costs = StepCosts(problem, self._features_of(some), self._times)
+    def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
+        """Profiles some micro-batches."""
+        some = batch.only(*unmeasured)
+        problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS)
+        if not self._plans:
+            return
+        is_first = self._costs.template is None
+        with self._lock:
+            self._costs.add(problem, self._features_of(some))
+        if is_first and self._costs.template is not None:
             StepScheduler(self._costs.template).prepare()
-        self._profiled = True
 
     def close(self) -> None:
         """Ends the thread. Steps that were announced and not run are dropped."""

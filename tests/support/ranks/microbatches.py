@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.schedule import Schedule
+from optpipe.steps import StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
@@ -125,15 +126,39 @@ def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
     return seen
 
 
+def plain_replicas(stages: int, turns: Sequence[Turn]) -> list[tuple[list[float], Gradients]]:
+    """Two replicas, of which each takes every other turn: the losses of both, and the gradients that they share."""
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    optimizer = sgd(*modules)
+    seen = []
+    for step in range(len(turns) // 2):
+        optimizer.zero_grad()
+        pair = turns[2 * step : 2 * step + 2]
+        total = sum(sum(turn.weights or [0.0]) for turn in pair)
+        losses, added = [], dict[str, Any]()
+        for turn in pair:
+            optimizer.zero_grad()
+            losses += plain_turn(modules, turn, step, total)
+            for name, gradient in numbers(dict(enumerate(modules))).items():
+                added[name] = added.get(name, 0.0) + gradient * (1.0 if turn.weighted else 0.5)
+        for s, module in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                parameter.grad = torch.from_numpy(added[f"{s}.{name}"])
+        seen.append((losses, added))
+        optimizer.step()
+    return seen
+
+
 class Planned(NamedTuple):
-    """Of one planned step on one rank: what training saw, and its bytes."""
+    """Of one planned step on one rank: what training saw, and its bytes; of one that was refused before it, why."""
 
     losses: list[float]
     gradients: Gradients
-    peak_bytes: int
-    certified_bytes: int
-    programs: list[str]  # of all ranks
-    kinds: frozenset[str]
+    peak_bytes: int = 0
+    certified_bytes: int = 0
+    programs: tuple[str, ...] = ()  # of all ranks
+    refused: str = ""
 
 
 def planned(
@@ -143,7 +168,7 @@ def planned(
     host_memory_bytes: int | None = None,
     how: str = "alone",
 ) -> list[Planned]:
-    """Trains with a schedule for every step; with `how` in replicas, of which each has turns of its own, in turn."""
+    """Trains with a schedule for every step; with `how` in replicas, of which each takes every other turn."""
     here = place() if how != "alone" else None
     number = here.number if here else dist.get_rank()
     turns = list(taken[here.replica :: 2]) if here else list(taken)
@@ -163,19 +188,21 @@ def planned(
         steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
         for (inputs, targets), each in zip(steps, batches, strict=True):
             optimizer.zero_grad()
-            report = train.step(inputs, targets, weights=each["weights"], trace=True)
+            try:
+                report = train.step(inputs, targets, weights=each["weights"], trace=True)
+            except StepMemoryError as error:
+                seen.append(Planned([], {}, refused=str(error)))
+                continue
             schedule = train.schedule
             assert schedule is not None
             assert report.peak_activation_bytes is not None
-            kinds = {op.kind.name for program in schedule.programs for op in program.ops()}
             seen.append(
                 Planned(
                     report.losses or [],
                     gradients(modules),
                     report.peak_activation_bytes,
                     schedule.compiled.certificate.device[number].bytes,
-                    [" ".join(map(str, program.ops())) for program in schedule.programs],
-                    frozenset(kinds),
+                    tuple(" ".join(map(str, program.ops())) for program in schedule.programs),
                 )
             )
             optimizer.step()
