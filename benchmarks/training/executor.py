@@ -7,10 +7,11 @@ import typer
 
 from benchmarks.training.in_a_row import METHOD, InARow
 from benchmarks.training.overhead import beside, lowering, overhead
+from benchmarks.training.own_steps import OwnSteps
 from benchmarks.training.swap import SwapCost
 from optpipe_cli.launch import measured_on_ranks
 
-IN_A_ROW_RANKS, SWAP_RANKS = 4, 2
+IN_A_ROW_RANKS, SWAP_RANKS, OWN_STEPS_RANKS = 4, 2, 5
 
 
 def executor() -> None:
@@ -46,4 +47,9 @@ def executor() -> None:
     typer.echo(
         f"a swap: a step takes {swap.ratio:.3f} times its time, {swap.prepared_ratio:.3f} while the offer is prepared "
         f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
+    )
+    own = OwnSteps(**measured_on_ranks(OWN_STEPS_RANKS, "benchmarks.training.own_steps"))
+    typer.echo(
+        f"a schedule for every step, on {OWN_STEPS_RANKS} ranks: {own.overhead:+.1%} of a step of {own.kept_ms:.0f} ms "
+        f"by plans that are there; predicted times were off by {own.error:.1%} ({own.steps} steps)"
     )

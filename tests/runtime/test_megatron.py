@@ -123,6 +123,16 @@ def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks
         require_same(schedule.method or "", outcomes, theirs, tolerance=1e-12)
 
 
+def test_sequences_may_have_different_lengths(ranks: Ranks) -> None:
+    """With `variable_seq_lengths`, as Megatron's own functions."""
+    problem = cases.problem((0, 1), megatron.MICROBATCHES)
+    schedules = [systems.generate(name, problem) for name in ("1f1b", "zb-h1", "1f1b-recompute")]
+    plain = together(ranks(megatron.plain, stages=2, different=True)[:1])
+    require_same("Megatron's own", ranks(megatron.theirs, placement=(0, 1), different=True), plain)
+    for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, different=True), strict=True):
+        require_same(schedule.method or "", outcomes, plain)
+
+
 def test_a_profile_leaves_gradient_buffers_as_they_are(ranks: Ranks) -> None:
     schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
     assert ranks(megatron.profiled_in_ddp, schedule=schedule) == [[], []]

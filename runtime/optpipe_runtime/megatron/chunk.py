@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.inner import Told
 from optpipe_runtime.stage.split import weight_grads
+from optpipe_runtime.torch_private.trees import tree_leaves
 
 
 @dataclass
@@ -61,6 +62,11 @@ class Chunk(Told):
         self._step, self._ran = step, False
         if self._feed.source is not iterator:
             self._feed = Feed(iterator)
+
+    def sizes(self, microbatch: int) -> tuple[int, ...]:
+        """All sizes of a micro-batch's data; none where Megatron has no data."""
+        item = self._feed.look(microbatch)
+        return tuple(max(1, size) for leaf in tree_leaves(item) if isinstance(leaf, Tensor) for size in leaf.shape)
 
     def end_step(self, microbatches: int) -> None:
         self._step = None
@@ -120,13 +126,18 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        assert self.source is not None
         if self._taken:
             raise InputError("forward_step_func takes two items of data_iterator: one is expected for a micro-batch")
-        while len(self._items) <= self._microbatch:
-            self._items.append(next(self.source))
         self._taken = True
-        return self._items[self._microbatch]
+        return self.look(self._microbatch)
+
+    def look(self, microbatch: int) -> Any:
+        """What belongs to a micro-batch; None where there is no source."""
+        if self.source is None:
+            return None
+        while len(self._items) <= microbatch:
+            self._items.append(next(self.source))
+        return self._items[microbatch]
 
 
 class _Linear(torch.autograd.Function):

@@ -23,6 +23,7 @@ from optpipe.errors import InputError
 from optpipe.formats.order import require_one_route
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.megatron.chunk import Chunk, Step
 from optpipe_runtime.pipeline import Pipeline
@@ -41,7 +42,6 @@ REFUSED = {
     "hybrid_context_parallel": "its order of ops is Megatron's own",
     "defer_embedding_wgrad_compute": "weight gradients come with the schedule's W",
     "enable_autocast": "linear layers compute in the type of their parameters",
-    "variable_seq_lengths": "messages have the same shape in every micro-batch",
 }
 MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its buffer themselves
 
@@ -121,7 +121,7 @@ class ForwardBackward:
             partial(schedules.check_first_val_step, first_val_step, forward_only),
         )
         pipeline = self._start(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
-        batch = _places(num_microbatches, seq_length, micro_batch_size)
+        batch = self._places(step, seq_length, micro_batch_size)
         run = pipeline.evaluate if forward_only else pipeline.step
         with _timed(config):
             with _without_sync(config):
@@ -161,7 +161,7 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
         pipeline = self._start(chunks, groups, step, data_iterator)
-        batch = _places(num_microbatches, seq_length, micro_batch_size)
+        batch = self._places(step, seq_length, micro_batch_size)
         with _main_grads_unchanged(chunks):
             return pipeline.profile(
                 batch, batch, activation_budget_bytes, offload_parts, repeats, kwargs={"place": batch}
@@ -261,11 +261,16 @@ class ForwardBackward:
         for chunk, iterator in zip(self._chunks, iterators, strict=True):
             chunk.start_step(step, iterator)
 
-
-def _places(microbatches: int, seq_length: int, micro_batch_size: int) -> Tensor:
-    """The number of each micro-batch, in a shape that changes when the batch does: then the stages are learned
-    again."""
-    return torch.arange(microbatches).view(-1, 1, 1).expand(-1, seq_length, micro_batch_size)
+    def _places(self, step: Step, seq_length: int, micro_batch_size: int) -> Tensor | Microbatches:
+        """The number of each micro-batch, in a shape that changes when the batch does; with `variable_seq_lengths`, in
+        the shape of the micro-batch's own data."""
+        if not step.config.variable_seq_lengths:
+            return torch.arange(step.microbatches).view(-1, 1, 1).expand(-1, seq_length, micro_batch_size)
+        places = Microbatches()
+        for j in range(step.microbatches):
+            sizes = next((sizes for chunk in self._chunks if (sizes := chunk.sizes(j))), ())
+            places.append(torch.full((1,) * (1 + len(sizes)), j).expand(1, *sizes))
+        return places
 
 
 def _groups() -> Any:

@@ -20,13 +20,14 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, of_microbatch
 from optpipe.steps import CostModel
-from optpipe.steps.cost_model import LEARNT, robust_fit
+from optpipe.steps.cost_model import LEARNT, WINDOW, robust_fit
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.measure.profiler import figure_or_nothing
 
 TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 F, B, W = range(3)
 HELD = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes")
+FAIR_PART = 8  # one of so many
 MOST_STEPS = 8  # whose features are kept for the times that are to come
 
 Features = Sequence[Mapping[str, float]]  # of each micro-batch
@@ -87,6 +88,8 @@ class StepCosts:
         self.template: Problem | None = None
         self._profiled: list[Row] = []  # the features of each profiled micro-batch
         self._message_ms: list[Any] = []  # of each of them
+        self._measured: list[tuple[Features, Floats]] = []  # by steps whose times the model has not learnt
+        self._learnt = 0  # micro-batches in the model's window
         self._features: dict[int, Features] = {}  # of the steps whose times are not here yet
         self._margin = 1.0
 
@@ -126,14 +129,25 @@ class StepCosts:
         """What all ranks have seen in their last steps. Of inner peers the slowest counts."""
         steps = {step.number for steps in by_rank for step in steps}
         for number in sorted(steps & self._features.keys()):
-            assert self.times is not None
             assert self.template is not None
             times = [np.zeros((3, len(self._features[number]))) for _ in self.template.stages]
             for step in (step for steps in by_rank for step in steps if step.number == number):
                 self._margin = max(self._margin, self._margin * step.excess)
                 for s, measured in step.times.items():
                     times[s] = np.maximum(times[s], measured)
-            self.times.learn(self._features.pop(number), [dict(zip(TIMES, each, strict=True)) for each in times])
+            self._measured.append((self._features.pop(number), np.array(times)))
+        self._learn_times()
+
+    def _learn_times(self) -> None:
+        """Learns what was measured once that is a fair part of the model's window: a fit costs as much as a plan."""
+        measured = sum(len(features) for features, _ in self._measured)
+        if self.times is None or not measured or FAIR_PART * measured < self._learnt:
+            return
+        features = [each for of_step, _ in self._measured for each in of_step]
+        times = np.concatenate([times for _, times in self._measured], axis=2)
+        self.times.learn(features, [dict(zip(TIMES, stage, strict=True)) for stage in times])
+        self._learnt = min(WINDOW, self._learnt + measured)
+        self._measured.clear()
 
     def problem(self, number: int, features: Features) -> Problem:
         """The problem of a step. Raises `InputError` if a feature is missing."""

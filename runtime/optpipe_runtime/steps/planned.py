@@ -14,6 +14,7 @@ runs, the next one is planned, sent, checked and lowered beside it (`steps.ahead
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -180,7 +181,7 @@ class PlannedSteps:
 
     def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
         """In the thread of the rank that plans."""
-        costs, told = self._costs, by_rank[self._planner]
+        costs, told, began = self._costs, by_rank[self._planner], time.monotonic()
         assert told.features is not None
         with self._lock:
             costs.learn([each.seen for each in by_rank])
@@ -189,7 +190,7 @@ class PlannedSteps:
             assert costs.template is not None
             template, problem = costs.template, costs.problem(told.number, told.features)
         planned = StepScheduler(template).plan(problem)
-        begins.wait(IMPROVE_SHARE * self._step_s)
+        begins.wait(max(0.0, began + IMPROVE_SHARE * self._step_s - time.monotonic()))
         return planned.best()
 
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:

@@ -19,6 +19,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
 MICROBATCHES, LENGTH, WORDS, HIDDEN, SAMPLES = 6, 16, 64, 32, 2
+EQUAL, DIFFERENT = [LENGTH] * MICROBATCHES, [9, 16, 4, 12, 7, 15]  # lengths of micro-batches
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_aux_loss_coeff": 0.1,
@@ -44,8 +45,8 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Megatron's GPT asks for a GPU in these places: buffers, the attention's random numbers, and sums of tokens in
-    its schedules."""
+    """Megatron's GPT asks for a GPU in these places: buffers, the attention's random numbers, and sums of tokens and
+    messages of lengths in its schedules."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
@@ -56,6 +57,7 @@ def on_cpu() -> Iterator[None]:
 
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(tensor_parallel.get_cuda_rng_tracker(), "fork", return_value=nullcontext()),
         mock.patch.object(torch, "zeros", on_this_device),
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # it asks for it where it is not defined
@@ -63,13 +65,13 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def plain(stages: int) -> Outcome:
+def plain(stages: int, **how: bool) -> Outcome:
     """By Megatron's `forward_backward_no_pipelining`."""
     with _parallel([0] * stages, chunks=1), on_cpu():
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
         chunks = _chunks([0] * stages, whole=True)
-        return _outcome(forward_backward_no_pipelining, chunks)
+        return _outcome(forward_backward_no_pipelining, chunks, **how)
 
 
 def theirs(placement: Sequence[int], tensor: int = 1, experts: bool = False, **how: bool) -> Outcome:
@@ -323,22 +325,23 @@ def _in_whole(name: str, stage: int) -> str:
     return ".".join(parts)
 
 
-def _batches(step: int) -> Iterator[tuple[Tensor, ...]]:
+def _batches(step: int, lengths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     """New micro-batches, as a data loader has them: others in each replica of a pipeline."""
     from megatron.core import parallel_state
 
     alone = parallel_state.get_pipeline_model_parallel_world_size() == 1
     replica = 0 if alone else parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(step + 10 * replica)
-    for _ in range(MICROBATCHES):
-        tokens = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=generator)
+    for length in lengths:
+        tokens = torch.randint(WORDS, (SAMPLES, length + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def forward_step(iterator: Iterator[tuple[Tensor, ...]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
     tokens, labels = next(iterator)
-    places = torch.arange(LENGTH).expand(SAMPLES, -1)
-    above = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    length = tokens.shape[1]
+    places = torch.arange(length).expand(SAMPLES, -1)
+    above = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     output = model(tokens, places, above, labels=labels)
 
     def loss(output: Tensor, non_loss_data: bool = False) -> Any:
@@ -353,8 +356,8 @@ def forward_step(iterator: Iterator[tuple[Tensor, ...]], model: Any) -> tuple[Te
     return output, loss
 
 
-def _arguments(chunks: Sequence[Any], step: int = 0) -> dict[str, Any]:
-    iterators: list[Iterator[Any]] = [_batches(step) for _ in chunks]
+def _arguments(chunks: Sequence[Any], step: int = 0, lengths: Sequence[int] = EQUAL) -> dict[str, Any]:
+    iterators: list[Iterator[Any]] = [_batches(step, lengths) for _ in chunks]
     several = len(chunks) > 1
     return {
         "forward_step_func": forward_step,
@@ -379,10 +382,11 @@ def _outcome(
     in_ddp: bool = False,
     per_token: bool = False,
     in_bfloat16: bool = False,
+    different: bool = False,
 ) -> Outcome:
     """`in_ddp`: with the chunks in Megatron's own DistributedDataParallel, which has buffers for gradients.
     `per_token`: with the losses of all tokens summed, and gradients divided by their number. `in_bfloat16`: parameters
-    are, and buffers in float32."""
+    are, and buffers in float32. `different`: micro-batches have different lengths, others in each step."""
     from megatron.core.distributed import finalize_model_grads
 
     tokens: list[int | None] = []
@@ -396,6 +400,7 @@ def _outcome(
     config.grad_scale_func = lambda loss: loss * SCALE
     config.finalize_model_grads_func = finalize
     config.calculate_per_token_loss = per_token
+    config.variable_seq_lengths = different
     if in_bfloat16:
         config.params_dtype = config.pipeline_dtype = torch.bfloat16
         chunks = {s: chunk.bfloat16() for s, chunk in chunks.items()}
@@ -405,7 +410,8 @@ def _outcome(
         if len(chunks) == 1:
             (config.no_sync_func,) = config.no_sync_func
     for step in range(2):
-        found = run(**_arguments(list(chunks.values()), step))
+        lengths = [*DIFFERENT[step:], *DIFFERENT[:step]] if different else EQUAL
+        found = run(**_arguments(list(chunks.values()), step, lengths))
     gradients = {}
     for s, chunk in chunks.items():
         for name, parameter in chunk.named_parameters():
