@@ -29,6 +29,7 @@ from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
+from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
@@ -119,7 +120,16 @@ class Follower:
         kwargs: Mapping[Any, Any] | None = None,
         outputs: bool = False,
     ) -> StepReport:
-        """`Pipeline.step`, by the best schedule known by now. Collective."""
+        """`Pipeline.step`, by the best schedule known by now. Collective.
+
+        Raises InputError for `Microbatches`: the service's schedules are for micro-batches that are alike in every
+        step, and `PlannedSteps` makes one for every step here.
+        """
+        if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
+            raise InputError(
+                "Follower.step was given Microbatches: a service's schedule is for all steps, PlannedSteps makes one "
+                "for each"
+            )
         pipe = self._pipe
         if self._other_options is not None:
             running = layered(pipe.schedule)

@@ -9,7 +9,7 @@ through this schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,6 +165,17 @@ class TorchSchedule(ScheduleRuntime):
         self._link.close()
 
     # One step
+
+    def before_step(self, microbatches: Mapping[str, Sequence[Any] | None]) -> None:
+        """Raises `InputError` if micro-batches differ in shape: torch has one buffer for all."""
+        for what, each in microbatches.items():
+            shapes = [[list(x.shape) for x in tree_leaves(given) if isinstance(x, Tensor)] for given in each or ()]
+            for j, shape in enumerate(shapes):
+                if shape != shapes[0]:
+                    raise InputError(
+                        f"the {what} of micro-batch {j} have shapes {shape}, those of the first {shapes[0]}: torch's "
+                        "pipelining needs equal ones; optpipe_runtime.Pipeline takes others, as Microbatches"
+                    )
 
     @contextmanager
     def around_step(self, targets: Any) -> Iterator[None]:

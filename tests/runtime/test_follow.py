@@ -20,9 +20,10 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_runtime import Follower, StepReport
+from optpipe_runtime import Follower, Microbatches, StepReport
 from optpipe_runtime.execute.report import OpTime
-from optpipe_runtime.follow import THRESHOLD, one_at_a_time
+from optpipe_runtime.follow import THRESHOLD
+from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.measure.drift import drift
 
 M = 4
@@ -227,3 +228,9 @@ def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple
 def test_one_at_a_time_on_two_routes() -> None:
     problem = cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
     assert check(problem, one_at_a_time(problem)) == []
+
+
+def test_micro_batches_that_are_cut_already_are_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"^Follower.step was given Microbatches: .* PlannedSteps makes one for each$"):
+        Follower(nothing, NOWHERE).step(Microbatches([nothing]))

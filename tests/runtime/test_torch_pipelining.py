@@ -231,6 +231,16 @@ def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
     assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
 
 
+def test_micro_batches_of_different_shapes_are_refused(ranks: Ranks) -> None:
+    schedule = heuristics.generate("naive", rank_cases.problem([0, 1], 2))
+    said = ranks(torch_pipelining.refusal, schedule=schedule, placement=(0, 1), rows=5)
+    assert said == [
+        f"the {what} of micro-batch 1 have shapes [[2, 16]], those of the first [[3, 16]]: torch's pipelining needs "
+        "equal ones; optpipe_runtime.Pipeline takes others, as Microbatches"
+        for what in ("arguments", "targets")
+    ]
+
+
 def with_bytes(stage: Stage, saved: int) -> Stage:
     """A stage that saves so much. Torch frees nothing for certain before W; small blocks are not offloaded."""
     sizes = {"activation_bytes": saved, "saved_for_weight_bytes": saved, "offload_bytes": saved * 9 // 10}

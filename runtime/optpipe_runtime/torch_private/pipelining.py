@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,10 @@ WAITS_FOR_SENDS = hasattr(_ComputationType, "WAIT_SEND_F")  # whether rows tell 
 class ScheduleRuntime(_PipelineScheduleRuntime):
     """torch's runtime for rows of actions, with actions of our own among them, and with contexts around a step that
     trains and around a loss. Its public way to such actions, `register_custom_function`, takes torch's kinds only."""
+
+    def before_step(self, microbatches: Mapping[str, Sequence[Any] | None]) -> None:
+        """Before a step or an evaluation with these micro-batches."""
+        raise NotImplementedError
 
     def around_step(self, targets: Any) -> AbstractContextManager[object]:
         """Wraps a step that trains."""
@@ -46,6 +50,7 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
     def _step_microbatches(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
     ) -> None:
+        self.before_step({"arguments": arg_mbs, "keyword arguments": kwarg_mbs, "targets": target_mbs})
         if not self._has_backward:  # an evaluation
             super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
             return

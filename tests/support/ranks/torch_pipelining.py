@@ -185,13 +185,15 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
     return found[1:]
 
 
-def refusal(schedule: Schedule, placement: Sequence[int]) -> str:
-    """What `torch_schedule` says to stages that are elsewhere than the schedule's."""
+def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0) -> str:
+    """What `torch_schedule` says to stages that are elsewhere than the schedule's, or in a step with so many rows."""
     modules = model(len(placement))
     mine = [s for s, rank in enumerate(placement) if rank == dist.get_rank()]
     stages = [PipelineStage(modules[s], s, len(placement), torch.device("cpu")) for s in mine]
     try:
-        torch_schedule(schedule, stages, loss_fn)
+        runtime = torch_schedule(schedule, stages, loss_fn)
+        inputs, targets = (part[:rows] for part in batch(0, rows))
+        runtime.step(*([inputs] if 0 in mine else []), target=targets if len(modules) - 1 in mine else None)
     except InputError as error:
         return str(error)
     return ""
