@@ -29,7 +29,7 @@ from optpipe_solver.milp.task import Limits, Outcome, Task
 
 METHOD = "milp"
 SHARE = 0.95  # of the time is for searches: how they ended must be told in time
-ORDERS: dict[Order, str] = {
+ORDERS: dict[Order, str] = {  # of micro-batches that do not differ; others are in any order
     "stages": "micro-batches in one order in all stages",
     "entry": "micro-batches in the order in which they enter",
     "none": "micro-batches in any order",
@@ -86,7 +86,10 @@ class _Search:
     def run(self, limits: Limits, switches: Switches) -> None:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
         request, solver, best = self._request, self._request.solver, self.best
+        costs = self._problem.costs
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
+        if len(costs.examples) == self._problem.microbatches:  # no two are equal: there is no order to fix
+            orders = ("none",)
         for order in orders:
             model = Model(self.lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if model.possible:
@@ -105,12 +108,16 @@ class _Search:
                 progress.report(outcome)
             else:
                 nothing = f"nothing shorter than {best.value:.6g} ms" if best.schedule else "no schedule"
-                self.report(f"{nothing} is possible, without a search, with {ORDERS[order]}")
+                self.report(f"{nothing} is possible, without a search, with {self.told_order(order)}")
             proven = reaches(best.value, trivial_bound(request.problem, request.objective))
             if proven or model.is_bound or limits.seconds == 0.0:
                 break
         if not model.is_bound and (reason := model.inexpressible):
             self.report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
+
+    def told_order(self, order: Order) -> str:
+        some_differ = order != "none" and not self._problem.costs.are_equal
+        return f"equal {ORDERS[order]}" if some_differ else ORDERS[order]
 
     def note(self, text: str) -> None:
         """Says something once."""
@@ -181,7 +188,7 @@ class _Progress:
         best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
         bound = "no bound" if outcome.bound is None else f"bound {self._least_ms(outcome.bound):.6g} ms"
         progress = f"{outcome.solver}: {outcome.status}{after}{nodes}, {best}, {bound}"
-        self._search.report(f"{progress}; {self._model.rows.size}, with {ORDERS[self._order]}", ongoing)
+        self._search.report(f"{progress}; {self._model.rows.size}, with {self._search.told_order(self._order)}", ongoing)
 
 
 def _common_step_ms(problem: Problem) -> Fraction:
