@@ -16,6 +16,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
+from support.timelines import STEPS, saved, timeline
 
 from optpipe.formats.convert import export_schedule
 from optpipe.measured.convert import problem_from
@@ -122,6 +123,7 @@ def test_a_schedule_of_pytorch_is_imported(client: httpx.Client) -> None:
     [
         ("primus", {"weight_share": 0.4}),
         ("csv", {"activation_bytes": [3, 5], "activation_budget_bytes": 9}),
+        ("straggler", {"weight_share": 0.5, "step": STEPS[1], "replica": 1}),  # micro-batches that all differ
     ],
 )
 def test_a_problem_of_measurements(client: httpx.Client, form: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_a_problem_of_measurements(client: httpx.Client, form: str, options: dic
     primus = Path(__file__).parents[3] / "examples" / "traces" / "primus-8x16"
     table = "stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,BW,0,3,5\n1,F,0,1,2\n1,BW,0,2,3\n"
     (tmp_path / "t").write_text(table)
-    path = primus if form == "primus" else tmp_path / "t"
+    path = {"primus": primus, "csv": tmp_path / "t", "straggler": saved(timeline(), tmp_path)}[form]
     files = sorted(primus.glob("*.json")) if form == "primus" else [path]
     sent = {"files": [{"name": file.name, "text": file.read_text()} for file in files], **options}
     reply = client.post(f"/v1/problem-from/{form}", json=sent)
