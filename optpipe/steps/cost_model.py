@@ -32,6 +32,7 @@ Number = Annotated[float, Field(strict=True, ge=0, le=2.0**53, allow_inf_nan=Fal
 ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms")  # what micro-batches do not differ in
 LEAVING = ("offload_bytes", "evict_bytes")
 PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
+COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 LEARNT = tuple(name for name in StageCosts.model_fields if name not in ONCE)
 
 
@@ -146,8 +147,6 @@ class CostModel:
         Raises InputError if nothing is learnt yet, a feature is missing, or a figure that is not learnt has a number
         for each micro-batch.
         """
-        if not len(self._inputs):
-            raise InputError("the cost model has learnt nothing yet: call learn after a step")
         if len(template.stages) != self.stages:
             raise InputError(f"stages has {len(template.stages)} entries: the cost model knows {self.stages}")
         predicted = self._predict(self._read(microbatches))
@@ -166,6 +165,15 @@ class CostModel:
                 figures[name] = each_microbatch(min, figures[name], activation)
             stages.append(stage.model_copy(update=figures))
         return template.replace(microbatches=len(microbatches), stages=stages)
+
+    def added_ms(self, documents: Sequence[Mapping[str, float]]) -> Floats:
+        """(n,) how much longer the F, B and W of all stages take together with each of these documents.
+
+        Raises InputError if nothing is learnt yet, or a feature is missing.
+        """
+        times = [f for f, name in enumerate(self.figures) if name in COMPUTE_MS]
+        each: Floats = self._read(documents, "documents") @ self._coefficients[:, times, :-1].sum(axis=(0, 1))
+        return each
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file, whole or not at all. Raises InputError if it cannot be written."""
@@ -192,16 +200,16 @@ class CostModel:
         model._errors = np.array(file.errors, dtype=np.float64).reshape(shape)
         return model
 
-    def _read(self, microbatches: Sequence[Mapping[str, float]]) -> Floats:
+    def _read(self, microbatches: Sequence[Mapping[str, float]], what: str = "microbatches") -> Floats:
         """(m, features) of micro-batches."""
         if not microbatches:
-            raise InputError("microbatches is empty: a step has at least one")
+            raise InputError(f"{what} is empty: a step has at least one")
         rows = np.zeros((len(microbatches), len(self.features)))
         for j, microbatch in enumerate(microbatches):
             for f, name in enumerate(self.features):
                 if name not in microbatch:
-                    raise InputError(f"microbatches[{j}].{name} is missing: the cost model follows from it")
-                rows[j, f] = _number(microbatch[name], f"microbatches[{j}].{name}")
+                    raise InputError(f"{what}[{j}].{name} is missing: the cost model follows from it")
+                rows[j, f] = _number(microbatch[name], f"{what}[{j}].{name}")
         return rows
 
     def _predict(self, inputs: Floats) -> Floats:
@@ -211,6 +219,8 @@ class CostModel:
     @cached_property
     def _coefficients(self) -> Floats:
         """(stages, figures, features + 1) of the window."""
+        if not len(self._inputs):
+            raise InputError("the cost model has learnt nothing yet: call learn after a step")
         inputs = _with_constant(self._inputs)
         fits = [
             [robust_fit(inputs, self._outputs[:, s, f]) for f in range(len(self.figures))] for s in range(self.stages)

@@ -17,7 +17,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.problem import Problem
-from optpipe.steps.assign import Assignment, assign, work_ms
+from optpipe.steps.assign import Assignment, assign
 from optpipe.steps.cost_model import CostModel
 
 # How many micro-batches of each replica are light, and their share of the work of the others.
@@ -81,9 +81,7 @@ def pack(
     """
     if not 1 <= microbatches <= len(documents):
         raise InputError(f"microbatches = {microbatches}: from 1 to the {len(documents)} documents were expected")
-    sizes = _sizes(documents, limits, costs)
-    work = work_ms(costs.problem(template, [*documents, dict.fromkeys(costs.features, 0.0)])).sum(axis=0)
-    work = work[:-1] - work[-1]
+    work, sizes = costs.added_ms(documents), _sizes(documents, limits, costs)
     most = np.array(list(limits.values()), dtype=np.float64)
     packings = []
     for shares in _profiles(microbatches, replicas):
@@ -112,8 +110,6 @@ def _sizes(documents: Sequence[Mapping[str, float]], limits: Mapping[str, float]
     sizes = np.zeros((len(documents), len(limits)))
     for i, document in enumerate(documents):
         for k, (name, most) in enumerate(limits.items()):
-            if name not in document:
-                raise InputError(f"documents[{i}].{name} is missing: it is limited")
             if document[name] > most:
                 raise InputError(f"documents[{i}].{name} = {document[name]:g}: a micro-batch may have {most:g}")
             sizes[i, k] = document[name]

@@ -126,7 +126,8 @@ class StepScheduler:
     def __init__(self, template: Problem, costs: CostModel | None = None) -> None:
         if len(template.all_routes) > 1:
             raise InputError(
-                f"routes has {len(template.all_routes)} entries: a schedule for every step needs one route"
+                f"routes has {len(template.all_routes)} entries: a schedule for every step is made for stages on one "
+                "route; optpipe.solve schedules several"
             )
         self.template, self.costs = template, costs
 

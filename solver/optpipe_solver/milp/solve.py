@@ -188,7 +188,9 @@ class _Progress:
         best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
         bound = "no bound" if outcome.bound is None else f"bound {self._least_ms(outcome.bound):.6g} ms"
         progress = f"{outcome.solver}: {outcome.status}{after}{nodes}, {best}, {bound}"
-        self._search.report(f"{progress}; {self._model.rows.size}, with {self._search.told_order(self._order)}", ongoing)
+        self._search.report(
+            f"{progress}; {self._model.rows.size}, with {self._search.told_order(self._order)}", ongoing
+        )
 
 
 def _common_step_ms(problem: Problem) -> Fraction:
