@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
@@ -22,6 +23,7 @@ from optpipe.transformer.records import Gpu
 GPU = GPUS["A100-800G"]
 FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}
 LEARNED_FROM = {"one node": 34, "several nodes": 26}  # rows, evenly spread over the file
+OUTLIER = 3  # standard deviations
 DRAWS = 5  # further sets of as many rows, drawn at random
 COLUMNS = ("rows", "learned from", "judged by", "mean error", "median", "ordered right, of pairs", "regret", "at most")
 
@@ -52,6 +54,9 @@ def predictions(
         write_file(output, json.dumps(preset(gpu), indent=1) + "\n")
     for name, split in splits.items():
         typer.echo(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
+    for name, rows in tables.items():
+        near = [row for row, ms in zip(rows, predicted(gpu, rows), strict=True) if not is_outlier(gpu, row, ms)]
+        typer.echo(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
     for draw in range(DRAWS):
         drawn = {name: drawn_at_random(rows, LEARNED_FROM[name], draw) for name, rows in tables.items()}
@@ -68,6 +73,11 @@ def predictions(
         values = (f"{getattr(each, parameter):.3g}" for each in (GPU, gpu))
         typer.echo(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
     typer.echo(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
+
+
+def is_outlier(gpu: Gpu, row: Iteration, predicted_ms: float) -> bool:
+    """Whether the error is larger than three standard deviations of what no parameter explains."""
+    return abs(log(predicted_ms / row.measured_ms)) > OUTLIER * gpu.unexplained
 
 
 def preset(gpu: Gpu) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from optpipe.transformer.work import Collective, Matmul, Work
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 FP32, MASK, INDEX = 4, 1, 8  # bytes
 NORM, RESIDUAL = 2, 3  # tensors of the width of the model that are read and written
+# Megatron-LM's softmax is one kernel where the heads of a micro-batch on a GPU are a multiple of 4 (fused_softmax.py,
+# is_kernel_available). Else there are five: to 32 bits, scale, mask, softmax, back.
+FUSED_HEADS, APART = 4, 4
 LOSS = 5  # times that F of a cross entropy over divided logits reads or writes them in 32 bits (Megatron-LM's)
 
 
@@ -286,10 +289,11 @@ class Pieces:
         value_bytes, dropout, keys = self.run.value_bytes, self.shape.dropout, self.sequence
         heads = self.run.microbatch_size * self.shape.heads / self.parallelism.tp
         queries = keys / self.parallelism.cp
+        apart = APART if heads % FUSED_HEADS else 0
         return Work(
             products=(Matmul(queries, keys, key_size, heads), Matmul(queries, value_size, keys, heads)),
             traffic=(2 * value_bytes + dropout * (2 * value_bytes + MASK)) * self._score_count,
-            passes=1 + dropout,
+            passes=1 + dropout + apart,
         )
 
     def _mlp(self, width: int) -> Piece:

@@ -224,6 +224,11 @@ def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
     assert twice == pytest.approx(2 * half)
 
 
+def test_a_softmax_is_one_kernel_where_heads_are_a_multiple_of_4():
+    passes = [layer(GPT, {"tp": 8}, attention="unfused", microbatch_size=size).work.passes for size in (1, 2)]
+    assert passes == [11, 7]  # two norms, an activation function, two residuals, softmax and its dropout
+
+
 def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
     """The longer of both where they are far apart, at most both together."""
     for size, host_us in ((1, 1e4), (64, 1e-3), (1, 20.0)):
