@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe.errors import InputError
+from optpipe.model.problem import Problem
+from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.iterations import Iteration, iteration_ms
+from optpipe.transformer.pieces import Piece
 from optpipe.transformer.records import PARAMETERS, Gpu, Parameter
 
 Floats = npt.NDArray[np.float64]
@@ -123,6 +126,51 @@ def learn(gpu: Gpu, iterations: Sequence[Iteration]) -> Gpu:
 def _observation(row: Iteration, gpu: Gpu) -> Observation:
     estimated = row.on(gpu)
     return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
+
+
+def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:
+    """The ops of a measured problem, such as `optpipe problem from` makes of a trace, to learn from.
+
+    Parameters
+    ----------
+    estimated
+        What ran: the model, how it was divided, and the run.
+    problem
+        What was measured. Of each stage F counts, and B and W together; the mean over micro-batches that differ.
+
+    Returns
+    -------
+    list of Observation
+        Two for each stage.
+
+    Raises
+    ------
+    InputError
+        If the problem has other stages, or one takes no time.
+    """
+    if len(problem.stages) != len(estimated.stages):
+        raise InputError(
+            f"stages = {len(problem.stages)}: expected the {len(estimated.stages)} of the model's division"
+        )
+    observations = []
+    for s, (pieces, stage) in enumerate(zip(estimated.stages, problem.stages, strict=True)):
+        forward = float(np.mean(stage.forward_ms))
+        backward = float(np.mean(stage.backward_input_ms) + np.mean(stage.backward_weight_ms))
+        if min(forward, backward) <= 0:
+            raise InputError(f"stages.{s}: an op takes 0 ms; expected measured times")
+        held = [estimated.pieces[i] for i in pieces]
+        observations += [
+            Observation(lambda gpu, held=held: _ops_ms(estimated, gpu, held)[0], forward),  # type: ignore[misc]
+            Observation(lambda gpu, held=held: _ops_ms(estimated, gpu, held)[1], backward),  # type: ignore[misc]
+        ]
+    return observations
+
+
+def _ops_ms(estimated: Estimate, gpu: Gpu, pieces: Sequence[Piece]) -> tuple[float, float]:
+    """F, and B and W together, of these pieces on a GPU."""
+    clock = estimated.on(gpu).clock
+    forward = sum(clock.forward(piece).ms for piece in pieces)
+    return forward, sum(clock.all_ops(piece).ms for piece in pieces) - forward
 
 
 def _minimize(

@@ -13,7 +13,16 @@ from support.examples import examples
 from support.problems import pipeline, stage
 
 from optpipe import InputError
-from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, logarithms, with_logarithms
+from optpipe.transformer.calibrate import (
+    NAMES,
+    calibrate,
+    covariance,
+    gradient,
+    learn,
+    logarithms,
+    measured_ops,
+    with_logarithms,
+)
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.iterations import (
     COLUMNS,
@@ -90,6 +99,23 @@ def test_hidden_parameters_are_found_again(seed):
     attention = NAMES.index("attention_fraction")  # flash attention's, which no row has
     assert learned.attention_fraction == pytest.approx(GPU.attention_fraction)
     assert covariance(learned)[attention, attention] == pytest.approx(PARAMETERS["attention_fraction"] ** 2)
+
+
+def test_ops_of_a_measured_problem_tell_of_the_gpu():
+    """Of stages with embedding, layers and head; micro-batches that differ count by their mean."""
+    hidden = GPUS["H100"].model_copy(
+        update={"matmul_fraction": 0.45, "attention_fraction": 0.4, "memory_fraction": 0.6}
+    )
+    ran = estimate(MODELS["llama-3-8b"], Parallelism(pp=4, tp=2), GPUS["H100"], Run(microbatches=2))
+    problem = ran.on(hidden).problem
+    first = problem.stages[0]
+    uneven = first.model_copy(update={"forward_ms": (0.5 * first.forward_ms, 1.5 * first.forward_ms)})
+    learned = calibrate(GPUS["H100"], measured_ops(ran, problem.replace(stages=(uneven, *problem.stages[1:]))))
+    for ours, expected in zip(ran.on(learned).problem.stages, problem.stages, strict=True):
+        assert ours.forward_ms == pytest.approx(expected.forward_ms, rel=0.02)
+        assert ours.backward_input_ms == pytest.approx(expected.backward_input_ms, rel=0.05)
+    with pytest.raises(InputError, match=r"^stages = 4: expected the 2 of the model's division$"):
+        measured_ops(estimate(ran.shape, Parallelism(pp=2, tp=2), hidden, ran.run), problem)
 
 
 def test_a_gradient_says_what_an_iteration_depends_on():
