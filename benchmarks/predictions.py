@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from math import log
+from itertools import combinations
+from math import log, sqrt
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
@@ -15,8 +16,8 @@ import typer
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
 from optpipe.model.problem import read_file, write_file
-from optpipe.transformer.calibrate import NAMES, covariance, learn
-from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, read_iterations
+from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ratio_variances
+from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
 from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Gpu
 
@@ -57,6 +58,7 @@ def predictions(
     for name, rows in tables.items():
         near = [row for row, ms in zip(rows, predicted(gpu, rows), strict=True) if not is_outlier(gpu, row, ms)]
         typer.echo(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
+    told = {name: told_apart(gpu, split.rest) for name, split in splits.items()}
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
     for draw in range(DRAWS):
         drawn = {name: drawn_at_random(rows, LEARNED_FROM[name], draw) for name, rows in tables.items()}
@@ -72,7 +74,31 @@ def predictions(
     for parameter, (before, after) in zip(NAMES, spreads, strict=True):
         values = (f"{getattr(each, parameter):.3g}" for each in (GPU, gpu))
         typer.echo(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
+    for name, (sure, right, equal, equal_right) in told.items():
+        typer.echo(
+            f"\n{name}: of {sure} pairs whose predictions differ by more than a standard deviation {right / sure:.1%} "
+            f"are ordered right, of {equal} pairs that are called equal {equal_right / equal:.1%}"
+        )
     typer.echo(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
+
+
+def told_apart(gpu: Gpu, rows: Sequence[Iteration]) -> tuple[int, int, int, int]:
+    """Of plans that answer one question: pairs that predictions tell apart and how many of them are ordered right, then
+    the same of pairs that they call equal."""
+    by_question: dict[Any, list[tuple[Iteration, float, Any]]] = {}
+    for row in rows:
+        estimated = row.on(gpu)
+        slopes = gradient(lambda other, made=estimated: iteration_ms(made.on(other)), gpu)  # type: ignore[misc]
+        by_question.setdefault(question(row), []).append((row, iteration_ms(estimated), slopes))
+    counts = [0, 0, 0, 0]
+    for plans in by_question.values():
+        for (one, ms, slopes), (other, other_ms, other_slopes) in combinations(plans, 2):
+            spread = sqrt(sum(ratio_variances(gpu, slopes - other_slopes).values()))
+            equal = abs(log(ms / other_ms)) < spread
+            counts[2 * equal] += 1
+            counts[2 * equal + 1] += (ms < other_ms) == (one.measured_ms < other.measured_ms)
+    sure, right, same, same_right = counts
+    return sure, right, same, same_right
 
 
 def is_outlier(gpu: Gpu, row: Iteration, predicted_ms: float) -> bool:

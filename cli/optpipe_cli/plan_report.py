@@ -11,10 +11,11 @@ from optpipe.model.placement import counts_text
 from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
+from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidates import Candidate
-from optpipe_solver.planner.doubt import UNEXPLAINED, Difference, difference
+from optpipe_solver.planner.doubt import Difference, difference
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan

@@ -16,14 +16,15 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.iterations import Iteration, iteration_ms
-from optpipe.transformer.pieces import Piece
 from optpipe.transformer.records import PARAMETERS, Gpu, Parameter
+from optpipe.transformer.work import Piece
 
 Floats = npt.NDArray[np.float64]
 NAMES: tuple[Parameter, ...] = get_args(Parameter)
 STEP = 1e-3  # of a logarithm, for derivatives
 ROUNDS, STEPS = 3, 30
 HUBER = 1.5  # standard deviations from which on an error counts by its size, not by its square
+UNEXPLAINED = "unexplained"  # what no parameter says
 LEAST = 1e-9  # parameters that are 0 begin here
 
 
@@ -63,6 +64,26 @@ def gradient(predict: Callable[[Gpu], float], gpu: Gpu) -> Floats:
     base = np.log(predict(gpu))
     nudged = [values + STEP * np.eye(len(NAMES))[n] for n in range(len(NAMES))]
     return np.array([(np.log(predict(with_logarithms(gpu, each))) - base) / STEP for each in nudged])
+
+
+def ratio_variances(gpu: Gpu, slopes: Floats) -> dict[str, float]:
+    """What the variance of the logarithm of a ratio of two predictions is made of.
+
+    Parameters
+    ----------
+    gpu
+        Whose parameters both are predicted with.
+    slopes
+        The `gradient` of one prediction less that of the other: what both depend on alike is certain.
+
+    Returns
+    -------
+    dict
+        By parameter (the delta method; with correlations one may be negative), and `UNEXPLAINED` of both predictions,
+        which err independently.
+    """
+    shares = slopes * (covariance(gpu) @ slopes)
+    return dict(zip(NAMES, shares.tolist(), strict=True)) | {UNEXPLAINED: 2 * gpu.unexplained**2}
 
 
 def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:

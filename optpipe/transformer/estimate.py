@@ -12,9 +12,10 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage, StageCosts, one_for_all
-from optpipe.transformer.pieces import Piece, Pieces
+from optpipe.transformer.pieces import Pieces
 from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
 from optpipe.transformer.times import Clock, Times
+from optpipe.transformer.work import Piece
 
 MESSAGES = 4  # two on the way in, two on the way out
 # Measured peaks of whole GPUs over computed ones, what is reserved aside: BPipe's 37 GiB over 38.8, pith-train's 58

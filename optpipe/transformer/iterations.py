@@ -222,14 +222,19 @@ class Errors(NamedTuple):
 DIFFERENT = 0.05  # by how much measured iterations of a pair must differ
 
 
+def question(row: Iteration) -> tuple[int, ...]:
+    """What plans have in common that answer one question: the model, the batch, and the number of GPUs."""
+    shape, run = row.shape, row.run
+    batch = row.parallelism.dp * run.microbatches * run.microbatch_size
+    return shape.layers, shape.hidden, shape.heads, shape.sequence or 0, batch, row.parallelism.gpus
+
+
 def errors(rows: Sequence[Iteration], predicted_ms: Sequence[float]) -> Errors:
     """Compare predictions with what was measured."""
     ratio = np.array(predicted_ms) / [row.measured_ms for row in rows] - 1
     questions: dict[Any, list[tuple[float, float]]] = {}
     for row, predicted in zip(rows, predicted_ms, strict=True):
-        batch = row.parallelism.dp * row.run.microbatches * row.run.microbatch_size
-        size = row.shape.layers, row.shape.hidden, row.shape.heads, row.shape.sequence
-        questions.setdefault((size, row.parallelism.gpus, batch), []).append((predicted, row.measured_ms))
+        questions.setdefault(question(row), []).append((predicted, row.measured_ms))
     right = [
         (predicted < other) == (measured < other_measured)
         for plans in questions.values()

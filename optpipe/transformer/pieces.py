@@ -9,67 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
-from optpipe.transformer.work import Collective, Matmul, Work
+from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe.transformer.work import Collective, Matmul, Piece, Saved, Work
 
-LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 FP32, MASK, INDEX = 4, 1, 8  # bytes
 NORM, RESIDUAL = 2, 3  # tensors of the width of the model that are read and written
 # Megatron-LM's softmax is one kernel where the heads of a micro-batch on a GPU are a multiple of 4 (fused_softmax.py,
 # is_kernel_available). Else there are five: to 32 bits, scale, mask, softmax, back.
 FUSED_HEADS, APART = 4, 4
 LOSS = 5  # times that F of a cross entropy over divided logits reads or writes them in 32 bits (Megatron-LM's)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tensor that F saves, in bytes of one GPU.
-
-    `dropped_by` is the least recomputation that computes it again, None if none does. The gradient of a weight needs it
-    if `operand`: it stays saved for W.
-    """
-
-    name: str
-    bytes: float
-    dropped_by: Recompute | None = "full"
-    operand: bool = False
-
-    def kept(self, recompute: Recompute) -> bool:
-        """Whether it stays from F until the backward."""
-        return self.dropped_by is None or LEVELS.index(recompute) < LEVELS.index(self.dropped_by)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One piece on one GPU. Sizes in bytes and per micro-batch, weights in numbers of them.
-
-    `gradients` are those of what matmuls put out, which wait for W with the operands.
-    """
-
-    kind: Literal["embedding", "dense", "expert", "head"]
-    weights: float
-    expert_weights: float
-    saved: tuple[Saved, ...]
-    gradients: float
-    work: Work
-
-    def activation_bytes(self, recompute: Recompute) -> float:
-        """What stays from F until the backward."""
-        return sum(tensor.bytes for tensor in self.saved if tensor.kept(recompute))
-
-    @property
-    def saved_for_weight_bytes(self) -> float:
-        """What stays from B until W: matmuls' operands, computed again if need be, and their outputs' gradients.
-
-        32·b·s·h of a layer whose MLP has the width 4h (Zero Bubble, Qi et al. 2023, Table 2).
-        """
-        return sum(tensor.bytes for tensor in self.saved if tensor.operand) + self.gradients
-
-    @property
-    def is_layer(self) -> bool:
-        return self.kind in ("dense", "expert")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
-from optpipe.transformer.pieces import LEVELS, Piece
 from optpipe.transformer.records import Gpu, Parallelism, Run
-from optpipe.transformer.work import Matmul, Work
+from optpipe.transformer.work import LEVELS, Matmul, Piece, Work
 
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
 # two (Dao 2023, FlashAttention-2, section 3.1).

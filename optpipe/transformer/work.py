@@ -1,9 +1,13 @@
-"""What one GPU does in F of a piece: matmuls, passes over memory, and what it sends."""
+"""A piece of a transformer on one GPU: its weights, what it saves, and what F does: matmuls, passes, messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
+
+from optpipe.transformer.records import Recompute
+
+LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 
 
 class Matmul(NamedTuple):
@@ -64,3 +68,52 @@ class Work:
     def matmul(self) -> float:
         """Operations of the matmuls with weights."""
         return sum(each.operations for each in self.matmuls)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that F saves, in bytes of one GPU.
+
+    `dropped_by` is the least recomputation that computes it again, None if none does. The gradient of a weight needs it
+    if `operand`: it stays saved for W.
+    """
+
+    name: str
+    bytes: float
+    dropped_by: Recompute | None = "full"
+    operand: bool = False
+
+    def kept(self, recompute: Recompute) -> bool:
+        """Whether it stays from F until the backward."""
+        return self.dropped_by is None or LEVELS.index(recompute) < LEVELS.index(self.dropped_by)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece on one GPU. Sizes in bytes and per micro-batch, weights in numbers of them.
+
+    `gradients` are those of what matmuls put out, which wait for W with the operands.
+    """
+
+    kind: Literal["embedding", "dense", "expert", "head"]
+    weights: float
+    expert_weights: float
+    saved: tuple[Saved, ...]
+    gradients: float
+    work: Work
+
+    def activation_bytes(self, recompute: Recompute) -> float:
+        """What stays from F until the backward."""
+        return sum(tensor.bytes for tensor in self.saved if tensor.kept(recompute))
+
+    @property
+    def saved_for_weight_bytes(self) -> float:
+        """What stays from B until W: matmuls' operands, computed again if need be, and their outputs' gradients.
+
+        32·b·s·h of a layer whose MLP has the width 4h (Zero Bubble, Qi et al. 2023, Table 2).
+        """
+        return sum(tensor.bytes for tensor in self.saved if tensor.operand) + self.gradients
+
+    @property
+    def is_layer(self) -> bool:
+        return self.kind in ("dense", "expert")

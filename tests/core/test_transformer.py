@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from optpipe import InputError, Problem, check, offload_ratio
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.huggingface import read
-from optpipe.transformer.pieces import Piece
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
-from optpipe.transformer.work import Matmul
+from optpipe.transformer.work import Matmul, Piece
 from optpipe_solver import systems
 
 GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)

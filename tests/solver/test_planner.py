@@ -11,7 +11,7 @@ import pytest
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NEVER
 from optpipe.options import SearchOptions
-from optpipe.transformer.calibrate import NAMES
+from optpipe.transformer.calibrate import NAMES, UNEXPLAINED
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -21,7 +21,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidates import Candidate, Question, candidates
-from optpipe_solver.planner.doubt import UNEXPLAINED, difference
+from optpipe_solver.planner.doubt import difference
 from optpipe_solver.planner.parts import parts
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate

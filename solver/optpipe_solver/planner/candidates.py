@@ -17,8 +17,8 @@ from optpipe.model.problem import MAX_MICROBATCHES, Problem
 from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts, one_for_all
 from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate, estimate, even_layers
-from optpipe.transformer.pieces import LEVELS
 from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run, Transformer
+from optpipe.transformer.work import LEVELS
 from optpipe_solver import plan
 from optpipe_solver.bounds.least_memory import least_memory
 

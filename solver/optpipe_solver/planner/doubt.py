@@ -10,11 +10,9 @@ from collections.abc import Callable
 from math import log, sqrt
 from typing import NamedTuple
 
-from optpipe.transformer.calibrate import NAMES, covariance, gradient
+from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.records import Gpu
 from optpipe_solver.planner.candidates import Candidate
-
-UNEXPLAINED = "unexplained"  # what no parameter says
 
 
 class Difference(NamedTuple):
@@ -46,15 +44,15 @@ class Difference(NamedTuple):
 
 
 def difference(best: Candidate, other: Candidate) -> Difference:
-    """Compare a candidate with the best one; the delta method, with derivatives by differences."""
+    """Compare a candidate with the best one; derivatives are by differences."""
     gpu = best.estimate.gpu
-    slopes = gradient(_iteration(other), gpu) - gradient(_iteration(best), gpu)
-    shares = slopes * (covariance(gpu) @ slopes)  # with correlations one may be negative
-    unexplained = 2 * gpu.unexplained**2  # of two plans that err independently
-    total = max(float(shares.sum()), 0.0) + unexplained
-    variance = {name: float(share) / total for name, share in zip(NAMES, shares, strict=True)} if total else {}
-    longer = log(other.least_ms / best.least_ms)
-    return Difference(longer, sqrt(total), variance | {UNEXPLAINED: unexplained / total if total else 1.0})
+    variances = ratio_variances(gpu, gradient(_iteration(other), gpu) - gradient(_iteration(best), gpu))
+    total = sum(variances.values())
+    return Difference(
+        longer=log(other.least_ms / best.least_ms),
+        spread=sqrt(total),
+        variance={name: each / total for name, each in variances.items()} if total else {UNEXPLAINED: 1.0},
+    )
 
 
 def _iteration(candidate: Candidate) -> Callable[[Gpu], float]:

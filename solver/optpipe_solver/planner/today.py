@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.sizes import told_apart
-from optpipe.transformer.pieces import LEVELS
+from optpipe.transformer.work import LEVELS
 from optpipe_solver.planner.candidates import Candidate
 from optpipe_solver.systems import SYSTEMS, generate
 
