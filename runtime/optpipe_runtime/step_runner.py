@@ -369,11 +369,13 @@ class StepRunner:
         return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.parameters())
 
     def _plan_of_evaluation(self) -> Plan:
-        """The loaded one, or forwards in order if it is for another number of micro-batches."""
-        plan, layout = self.schedules.plan, self._rank.layout
-        if plan.problem.microbatches == layout.microbatches:
-            return plan
-        return forwards_in_order(self._rank.number, layout)
+        """The loaded one. If it is for another number of micro-batches than were cut already, or if there is none for
+        these, forwards in order."""
+        running, layout = self.schedules.running.plan, self._rank.layout
+        in_order = running is None or running.problem.microbatches != layout.microbatches
+        return (
+            forwards_in_order(self._rank.number, layout) if in_order and self._learner.varies else self.schedules.plan
+        )
 
     def _require_count(self) -> None:
         """On all ranks alike: raises `InputError` if the step's schedule is for another number of micro-batches."""

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from support.ranks import cases, microbatches
-from support.ranks.cases import Gradients
-from support.ranks.microbatches import Planned, Sizes, Turn
+from support.ranks.microbatches import EVALUATED, Expected, Planned, Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
@@ -18,8 +17,7 @@ from optpipe.schedule import Schedule
 
 FIRST = Turn((Sizes(2, 9), Sizes(1, 16), Sizes(3, 4), Sizes(2, 12)))
 BETWEEN = Turn((Sizes(1, 9), Sizes(2, 5), Sizes(3, 16), Sizes(1, 7)), weighted=True)
-LONGER = Turn((Sizes(2, 40), Sizes(2, 5), Sizes(1, 16), Sizes(1, 7)))
-EVALUATED = Turn((Sizes(2, 7), Sizes(1, 30), Sizes(2, 3), Sizes(1, 4), Sizes(1, 5)), train=False)
+LONGER = Turn((Sizes(2, 60), Sizes(2, 5), Sizes(1, 16), Sizes(1, 7)))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +27,7 @@ def test_every_step_equals_a_plain_run(ranks: Ranks, programs: list[list[str]]) 
     schedule = Schedule.parse(cases.problem([0, 1], 4), programs)
     turns = [FIRST, BETWEEN, EVALUATED, LONGER, BETWEEN, FIRST]
     seen = ranks(microbatches.turns, schedule=schedule, taken=turns)
-    for turn, (losses, gradients), first, last in zip(turns, microbatches.plain(2, turns), *seen, strict=True):
+    for turn, (losses, gradients, _), first, last in zip(turns, microbatches.plain(2, turns), *seen, strict=True):
         assert last.losses == losses, turn
         weights = turn.weights or [1.0] * len(losses)
         assert last.loss == pytest.approx(np.average(losses, weights=weights))
@@ -47,11 +45,9 @@ COUNTS = [
 ]
 
 
-def require_equal(
-    seen: Sequence[Sequence[Planned]], expected: Sequence[tuple[list[float], Gradients]], budget: int
-) -> None:
+def require_equal(seen: Sequence[Sequence[Planned]], expected: Sequence[Expected], budget: int) -> None:
     """Of the ranks of one pipeline."""
-    for ranks, (losses, gradients) in zip(zip(*seen, strict=True), expected, strict=True):
+    for ranks, (losses, gradients, evaluated) in zip(zip(*seen, strict=True), expected, strict=True):
         assert [loss for rank in ranks for loss in rank.losses] == pytest.approx(losses, rel=1e-5)
         together = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
         assert together.keys() == gradients.keys()
@@ -60,14 +56,18 @@ def require_equal(
         assert len({rank.programs for rank in ranks}) == 1, "all ranks run one schedule"
         for rank in ranks:
             assert rank.peak_bytes <= rank.certified_bytes <= budget
+        assert [loss for rank in ranks for loss in rank.evaluated] == pytest.approx(evaluated, rel=1e-5)
 
 
-@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 0]], ids=["2 stages", "2 chunks a device"])
-def test_each_step_has_a_schedule_of_its_own(ranks: Ranks, placement: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("placement", "max_norm"), [([0, 1], 0.0), ([0, 1, 1, 0], 0.05)], ids=["2 stages", "2 chunks a device, clipped"]
+)
+def test_each_step_has_a_schedule_of_its_own(ranks: Ranks, placement: list[int], max_norm: float) -> None:
     budget = 200_000 * len(placement)
-    seen = ranks(microbatches.planned, placement=placement, taken=COUNTS, budget=budget)
-    require_equal(seen, microbatches.plain(len(placement), COUNTS), budget)
+    seen = ranks(microbatches.planned, placement=placement, taken=COUNTS, budget=budget, max_norm=max_norm)
+    require_equal(seen, microbatches.plain(len(placement), COUNTS, max_norm), budget)
     assert len({step.programs for step in seen[0]}) == len(COUNTS)
+    assert all((step.norm or 0.0) > max_norm for step in seen[0][1:] if max_norm), "the post-validation was wrong"
 
 
 def test_on_three_ranks_in_little_memory(three_ranks: Ranks) -> None:
@@ -84,7 +84,9 @@ def test_replicas_have_micro_batches_of_their_own(four_ranks: Ranks, how: str) -
     for step, (losses, gradients) in enumerate(microbatches.plain_replicas(2, turns)):
         by_replica = [len(turn.sizes) for turn in turns[2 * step : 2 * step + 2]]
         for replica, part in ((0, losses[: by_replica[0]]), (1, losses[by_replica[0] :])):
-            require_equal([[rank[step]] for rank in seen[2 * replica :][:2]], [(part, gradients)], 10**6)
+            ranks = seen[2 * replica :][:2]
+            evaluated = [loss for rank in ranks for loss in rank[step].evaluated]
+            require_equal([[rank[step]] for rank in ranks], [Expected(part, gradients, evaluated)], 10**6)
 
 
 def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:

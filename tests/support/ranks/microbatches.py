@@ -42,6 +42,9 @@ class Turn(NamedTuple):
         return [float(size.tokens) for size in self.sizes] if self.weighted else None
 
 
+EVALUATED = Turn((Sizes(2, 7), Sizes(1, 50), Sizes(2, 3), Sizes(1, 4), Sizes(1, 5)), train=False)
+
+
 class Seen(NamedTuple):
     """After a turn; `learned` is how many stages were learned in it."""
 
@@ -83,15 +86,24 @@ def plain_turn(modules: Sequence[nn.Module], turn: Turn, seed: int, total: float
     return losses
 
 
-def plain(stages: int, turns: Sequence[Turn]) -> list[tuple[list[float], Gradients]]:
+class Expected(NamedTuple):
+    losses: list[float]
+    gradients: Gradients
+    evaluated: list[float]
+
+
+def plain(stages: int, turns: Sequence[Turn], max_norm: float = 0.0) -> list[Expected]:
     torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = sgd(*modules)
     seen = []
     for seed, turn in enumerate(turns):
         optimizer.zero_grad()
-        seen.append((plain_turn(modules, turn, seed), numbers(dict(enumerate(modules)))))
+        losses, found = plain_turn(modules, turn, seed), numbers(dict(enumerate(modules)))
+        if max_norm:
+            nn.utils.clip_grad_norm_([p for module in modules for p in module.parameters()], max_norm)
         optimizer.step()
+        seen.append(Expected(losses, found, plain_turn(modules, EVALUATED, 99)))
     return seen
 
 
@@ -159,6 +171,8 @@ class Planned(NamedTuple):
     certified_bytes: int = 0
     programs: tuple[str, ...] = ()  # of all ranks
     refused: str = ""
+    evaluated: list[float] = []  # losses of `EVALUATED` after the step
+    norm: float | None = None  # of the gradients of the step before
 
 
 def planned(
@@ -167,8 +181,10 @@ def planned(
     budget: int,
     host_memory_bytes: int | None = None,
     how: str = "alone",
+    max_norm: float = 0.0,
 ) -> list[Planned]:
-    """Trains with a schedule for every step; with `how` in replicas, of which each takes every other turn."""
+    """Trains with a schedule for every step; with `how` in replicas, of which each takes every other turn. With a
+    `max_norm`, gradients are clipped by post-validation."""
     here = place() if how != "alone" else None
     number = here.number if here else dist.get_rank()
     turns = list(taken[here.replica :: 2]) if here else list(taken)
@@ -185,6 +201,8 @@ def planned(
         ) as pipe,
         PlannedSteps(pipe, activation_budget_bytes=budget) as train,
     ):
+        if max_norm:
+            pipe.post_validate(optimizer, max_norm)
         steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
         for (inputs, targets), each in zip(steps, batches, strict=True):
             optimizer.zero_grad()
@@ -203,7 +221,14 @@ def planned(
                     report.peak_activation_bytes,
                     schedule.compiled.certificate.device[number].bytes,
                     tuple(" ".join(map(str, program.ops())) for program in schedule.programs),
+                    norm=report.grad_norm,
                 )
             )
             optimizer.step()
+            for module in modules.values():
+                module.eval()
+            evaluated = given(EVALUATED, 99, list(modules), number, len(placement))
+            seen[-1] = seen[-1]._replace(evaluated=pipe.evaluate(**evaluated).losses or [])
+            for module in modules.values():
+                module.train()
     return seen
