@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -42,8 +41,8 @@ class Stage(paced.Stage):
 
 @dataclass(frozen=True)
 class OwnSteps:
-    """Medians over the rounds, in ms of a step on the slowest rank. `error` is the mean of how far steps are from the
-    times that were predicted for them."""
+    """Of the fastest round, in ms of a step on the slowest rank: other processes only add. `error` is the mean of how
+    far steps are from the times that were predicted for them."""
 
     steps: int
     planned_ms: float
@@ -95,7 +94,7 @@ def own_steps(pipe: Pipeline) -> OwnSteps:
         _ms(planned())  # learns
         errors.clear()
         took = [tuple(max(pipe.gather(_ms(steps()))) for steps in (planned, by_kept)) for _ in range(ROUNDS)]
-    planned_ms, kept_ms = (median(column) for column in zip(*took, strict=True))
+    planned_ms, kept_ms = (min(column) for column in zip(*took, strict=True))
     slowest = [max(column) for column in zip(*pipe.gather(errors), strict=True)]
     return OwnSteps((STEPS - 1) * ROUNDS, planned_ms, kept_ms, sum(map(abs, slowest)) / len(slowest))
 

@@ -372,10 +372,9 @@ class StepRunner:
         """The loaded one. If it is for another number of micro-batches than were cut already, or if there is none for
         these, forwards in order."""
         running, layout = self.schedules.running.plan, self._rank.layout
-        in_order = running is None or running.problem.microbatches != layout.microbatches
-        return (
-            forwards_in_order(self._rank.number, layout) if in_order and self._learner.varies else self.schedules.plan
-        )
+        if self._learner.varies and (running is None or running.problem.microbatches != layout.microbatches):
+            return forwards_in_order(self._rank.number, layout)
+        return self.schedules.plan
 
     def _require_count(self) -> None:
         """On all ranks alike: raises `InputError` if the step's schedule is for another number of micro-batches."""

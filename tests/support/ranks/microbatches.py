@@ -171,7 +171,7 @@ class Planned(NamedTuple):
     certified_bytes: int = 0
     programs: tuple[str, ...] = ()  # of all ranks
     refused: str = ""
-    evaluated: list[float] = []  # losses of `EVALUATED` after the step
+    evaluated: Sequence[float] = ()  # losses of `EVALUATED` after the step
     norm: float | None = None  # of the gradients of the step before
 
 
