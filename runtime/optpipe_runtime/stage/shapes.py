@@ -56,12 +56,14 @@ class Passings:
 
     def __init__(self) -> None:
         self._learned: dict[Sizes, Passing] = {}
+        self._derived: dict[Sizes, Passing | None] = {}  # since something was learned
         self._large: list[frozenset[int]] = []  # of each stage, the blocks that are large in any shape
         self._rules: list[list[_Rule]] | None = None  # None: nothing can be derived
 
     def add(self, sizes: Sizes, passing: Passing) -> None:
         """What was learned of a shape."""
         self._learned[sizes] = passing
+        self._derived.clear()
         if len(self._learned) > MOST_KEPT:
             del self._learned[next(iter(self._learned))]
         self._rules = self._explain()
@@ -72,7 +74,13 @@ class Passings:
 
     def find(self, sizes: Sizes) -> Passing | None:
         """What passes for a shape; None if it must be learned."""
-        return self._learned.get(sizes) or self._derive(sizes)
+        if sizes in self._learned:
+            return self._learned[sizes]
+        if sizes not in self._derived:
+            if len(self._derived) == MOST_KEPT:
+                self._derived.clear()
+            self._derived[sizes] = self._derive(sizes)
+        return self._derived[sizes]
 
     def among_others(self, passing: Passing) -> Passing:
         """The same, in a step with micro-batches of other shapes."""
