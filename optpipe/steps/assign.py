@@ -13,6 +13,7 @@ import numpy as np
 
 from optpipe.dispatch.figures import Choices, Figures, in_rows
 from optpipe.dispatch.memory_shares import CHOICES, memory_shares
+from optpipe.dispatch.starts import WAITS
 from optpipe.dispatch.state import new_state
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.arrays import Floats, Ints
@@ -148,20 +149,21 @@ def _longest_first(batch: Problem, counts: Ints, free: bool) -> tuple[Ints, Ints
 
 def _shortest_rules(batch: Problem, order: Ints, counts: Ints) -> tuple[Rules, Figures]:
     """Of rules that share memory among stages those by which the slowest replica ends soonest."""
-
     from optpipe.dispatch.exchange import exchange  # imports numba
 
     figures, choices, stages = Figures.from_problem(batch), Choices.from_problem(batch), len(batch.stages)
     most = order.shape[1]
-    state, no_wait = new_state(figures, most), np.zeros((2, stages))
+    state = new_state(figures, most)
+    waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
     shares = [memory_shares(batch, *choice).clip(1, most) for choice in CHOICES]
     shares += [np.minimum(shares[0], stages - np.arange(stages)), np.ones(stages, np.int64)]
     recomputed = RECOMPUTED * choices.recomputes
     reliefs = [np.zeros(stages, np.int64), np.where(choices.parts > 0, choices.parts, recomputed)]
     reliefs += [np.where(choices.recomputes > 0, recomputed, choices.parts)] * bool(recomputed.any())
     all_rules = [
-        in_rows(Rules(in_flight, no_wait, np.repeat(leaves[:, None], most, axis=1), choices.carry_ms, order[0]))
+        in_rows(Rules(in_flight, wait_ms, np.repeat(leaves[:, None], most, axis=1), choices.carry_ms, order[0]))
         for leaves in reliefs[: None if reliefs[1].any() else 1]
+        for wait_ms in waits
         for in_flight in shares
     ]
 
