@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from optpipe.evaluate.jit import are_compiled
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from optpipe.dispatch.state import State
 
 MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
 AT_A_TIME = 100  # most changes before the caller is asked whether to go on
@@ -52,16 +55,16 @@ def descents(
     Before that the best starts share `race` tries: after each quarter of them the better half goes on (successive
     halving, Karnin, Koren and Somekh 2013).
     """
-    random = np.random.default_rng(seed)
+    random, state = np.random.default_rng(seed), simulator.new_state()
     starts: list[tuple[float, int, Rules]] = []
     for n, rules in enumerate(first_rules(simulator, warm_start)):
-        ms = simulator.length_ms(rules, objective)
+        ms = simulator.length_ms(rules, objective, state)
         yield Step(rules, ms, 1)
         if ms < NEVER:
             starts.append((ms, n, rules))
     starts.sort()
     different = list({ms: rules for ms, _, rules in starts}.items())[: HEATS[0]] if race else []
-    racing = [_Descent(simulator, objective, rules, ms, random) for ms, rules in different]
+    racing = [_Descent(simulator, state, objective, rules, ms, random) for ms, rules in different]
     for left in HEATS:
         racing = sorted(racing, key=lambda descent: descent.ms)[:left]
         for descent in racing:
@@ -70,18 +73,24 @@ def descents(
         yield from descent
     while starts:
         for ms, _, rules in starts:
-            yield from _Descent(simulator, objective, rules, ms, random)
+            yield from _Descent(simulator, state, objective, rules, ms, random)
 
 
 class _Descent:
-    """Changes of rules, one after the other, that begin with some rules."""
+    """Changes of rules, one after the other, that begin with some rules. `state` is room, shared with others."""
 
     def __init__(
-        self, simulator: Simulator, objective: Objective, rules: Rules, ms: float, random: np.random.Generator
+        self,
+        simulator: Simulator,
+        state: State,
+        objective: Objective,
+        rules: Rules,
+        ms: float,
+        random: np.random.Generator,
     ) -> None:
         from optpipe.dispatch.descend import MODULUS  # imports numba
 
-        self._simulator, self._objective, self._state = simulator, objective, simulator.new_state()
+        self._simulator, self._objective, self._state = simulator, objective, state
         self._at_hand, self._best, self._trial = (in_rows(rules).copy() for _ in range(3))
         self._progress = np.array([ms, ms, 0.0, random.integers(1, int(MODULUS))])
 

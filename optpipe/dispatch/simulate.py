@@ -44,12 +44,12 @@ class Simulator:
         self.stages = len(self.figures.device)
         self.ops = 3 * self.stages * problem.microbatches
 
-    def length_ms(self, rules: Rules, objective: Objective) -> float:
+    def length_ms(self, rules: Rules, objective: Objective, room: State | None = None) -> float:
         """The length of the schedule that the rules lead to; `NEVER` if they lead to none, since what is in flight
-        fills the memory."""
+        fills the memory. `room` is used anew, if given."""
         from optpipe.dispatch.clock import listed_ms  # imports numba
 
-        state = self._run(rules)
+        state = self._run(rules, room)
         return NEVER if state is None else float(listed_ms(self.figures, state, objective == "span"))
 
     def schedule(self, rules: Rules, method: str) -> Schedule | None:
@@ -68,11 +68,11 @@ class Simulator:
 
         return new_state(self.figures, self.problem.microbatches)
 
-    def _run(self, rules: Rules) -> State | None:
+    def _run(self, rules: Rules, room: State | None = None) -> State | None:
         """Returns when ops and transfers start; None if some compute ops do not."""
         from optpipe.dispatch.clock import list_ops
 
-        state = self.new_state()
+        state = room or self.new_state()
         return state if list_ops(self.figures, in_rows(rules), state, NEVER) else None
 
     def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints) -> tuple[Table, Floats]:
