@@ -12,6 +12,7 @@ import typer
 from optpipe.errors import InputError
 from optpipe_cli.extras import need
 from optpipe_cli.model import read_gpu
+from optpipe_cli.options import with_flag
 from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ def calibrate(
     from optpipe.transformer.iterations import errors, iteration_ms
 
     require_writable(output)
-    before = read_gpu(gpu)
+    try:
+        before = read_gpu(gpu)
+    except InputError as error:
+        raise with_flag(error, {"gpu"}) from None
     rows = [row for path in measured or () for row in _read(path, vocabulary)]
     tables = {str(path): _read(path, vocabulary) for path in check or ()}
     after = learn(before, rows) if rows else before if tables else _measured(before, device)

@@ -161,6 +161,9 @@ def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
         raise InputError(f"{what}: {COLUMNS['gpus']} = {number['gpus']}: expected {tp} · {dp} · {pp} = {tp * dp * pp}")
     if number["batch"] % (dp * size):
         raise InputError(f"{what}: {COLUMNS['batch']} = {number['batch']}: expected a multiple of {dp} · {size}")
+    for name, multiple in (("heads", tp), ("layers", pp)):
+        if number[name] % multiple:
+            raise InputError(f"{what}: {COLUMNS[name]} = {number[name]}: expected a multiple of {multiple}")
     measured = _positive(row, MEASURED, what)
     shape = {name: number[name] for name in ("layers", "hidden", "heads", "sequence")}
     multiple = VOCABULARY_MULTIPLE * tp

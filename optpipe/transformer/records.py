@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from optpipe.model.placement import MOST_CHUNKS
@@ -257,6 +259,8 @@ class Gpu(Document):
         n = len(PARAMETERS)
         if self.covariance is not None and [len(row) for row in self.covariance] != [n] * n:
             raise ValueError(f"covariance: must have {n} rows of {n} numbers, one for each of {', '.join(PARAMETERS)}")
+        if self.covariance is not None and not _is_covariance(np.array(self.covariance)):
+            raise ValueError("covariance: must be symmetric and positive definite")
         return self
 
 
@@ -294,3 +298,7 @@ class Run(Document):
     def state_bytes(self) -> int:
         """Bytes of optimizer state per parameter."""
         return self.optimizer_bytes if self.optimizer_bytes is not None else 8 if self.precision == "fp32" else 12
+
+
+def _is_covariance(matrix: npt.NDArray[np.float64]) -> bool:
+    return np.allclose(matrix, matrix.T, rtol=1e-6) and bool(np.linalg.eigvalsh(matrix).min() > 0)

@@ -72,6 +72,8 @@ def test_a_wrong_table_is_one_sentence(monkeypatch, capsys, tmp_path):
     _, error = run(monkeypatch, capsys, "--gpu", "A100", "--from", str(path))
     assert error.startswith(f"error: {path}: expected text in UTF-8")
     assert error.count("\n") == 1
+    _, error = run(monkeypatch, capsys, "--gpu", "A1000")
+    assert error.startswith("error: --gpu = A1000: neither a file nor a preset")
 
 
 @pytest.mark.parametrize(

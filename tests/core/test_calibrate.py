@@ -34,7 +34,7 @@ from optpipe.transformer.iterations import (
     read_iterations,
 )
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import PARAMETERS, Parallelism, Run
+from optpipe.transformer.records import PARAMETERS, Gpu, Parallelism, Run
 from optpipe_solver.systems import generate
 
 GPU = GPUS["A100-800G"]
@@ -135,6 +135,7 @@ def test_a_gradient_says_what_an_iteration_depends_on():
         (["16,7,1,1024,16,8,1024,2,2,4,10"], "rows, line 2: global batch = 7: expected a multiple of 2 · 1"),
         (["16,8,1,1024,16,8,1024,2,2,4,nan"], "rows, line 2: iteration time .ms. = 'nan': expected a number above 0"),
         (["16,8,1.5,1024,16,8,1024,2,2,4,1"], "rows, line 2: micro batch = '1.5': expected a whole number"),
+        (["48,8,1,1024,16,8,1024,3,4,4,1"], "rows, line 2: attention heads = 16: expected a multiple of 3"),
         (["16,8,1,1024"], "rows, line 2: .* = None: expected a number above 0"),
         (["1,1,1,1000,16,8,1024,1,1,1,1"], "rows, line 2.*heads = 16: must divide hidden = 1000"),
     ],
@@ -158,6 +159,14 @@ def test_errors_are_of_pairs_that_answer_one_question():
     assert judged.ordered == 0.5
     assert judged.regret == judged.most_regret == pytest.approx(0.2)
     assert judged.mean == pytest.approx((0.1 + 0.1 + 0 + 0) / 4)
+
+
+@pytest.mark.parametrize("wrong", [np.eye(3), np.zeros((8, 8)), np.eye(8) + np.eye(8, k=1)])
+def test_a_covariance_that_is_none_is_refused(wrong):
+    with pytest.raises(
+        InputError, match=r"covariance: must (have 8 rows of 8 numbers|be symmetric and positive definite)"
+    ):
+        Gpu.from_dict(GPU.model_dump() | {"covariance": wrong.tolist()})
 
 
 def test_what_a_preset_has_learned_is_surer_than_what_was_assumed():
