@@ -95,3 +95,9 @@ def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:
     for _, refused, after in seen:
         assert re.match(r"^devices\[\d\]\.activation_budget_bytes = .*: micro-batch 1 by itself needs", refused.refused)
         assert after.programs, "the training may go on without it"
+
+
+def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks) -> None:
+    _, losses = ranks(microbatches.hosted, taken=COUNTS, budget=400_000)
+    for found, expected in zip(losses, microbatches.plain(2, COUNTS), strict=True):
+        assert found == pytest.approx(expected.losses, rel=1e-5)

@@ -29,6 +29,7 @@ from torch import nn
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, Stage, StageCosts
+from optpipe.steps.cost_model import ONCE
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.handler import find_feature
@@ -99,7 +100,8 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
         return profiles[0]
     stages = []
     for each in zip(*(problem.stages for problem in problems), strict=True):
-        figures: dict[str, Any] = {"device": each[0].device, "offload_parts": each[0].offload_parts}
+        figures: dict[str, Any] = {"device": each[0].device}
+        figures |= {name: getattr(each[0], name) for name in ONCE}  # what micro-batches do not differ in
         for name in StageCosts.model_fields:
             values = [figure_or_nothing(stage, name) for stage in each]
             if name not in figures and any(getattr(stage, name) is not None for stage in each):

@@ -232,3 +232,27 @@ def planned(
             for module in modules.values():
                 module.train()
     return seen
+
+
+def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
+    """Losses of planned steps on two ranks, whose last stage has its optimizer on the host."""
+    number = dist.get_rank()
+    modules: dict[int, nn.Module] = {number: make_stages(2)[number]}
+    on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
+    batches = [given(turn, seed, [number], number, 2) for seed, turn in enumerate(taken)]
+    with (
+        Pipeline(
+            modules,
+            [0, 1],
+            loss_fn,
+            4,
+            host_optimizers={1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)},
+        ) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
+    ):
+        steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
+        for (inputs, targets), each in zip(steps, batches, strict=True):
+            on_device.zero_grad()
+            losses.append(train.step(inputs, targets, weights=each["weights"]).losses or [])
+            on_device.step()
+    return losses
