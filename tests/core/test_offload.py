@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.chain import chain
 from support.problems import pipeline, stage
 
-from optpipe import estimated_offload_ratio, offload_ratio
+from optpipe import Schedule, estimated_offload_ratio, offload_ratio
+from optpipe.prune import prune
 
 A100 = {"flops": 220e12, "bytes_per_s": 15e9}
 
@@ -40,3 +42,14 @@ def test_the_estimate_is_bytes_over_the_link_against_floating_point_operations()
     operations = 3 * (24 * b * s * h**2 + 4 * b * s**2 * h)  # the backward takes twice those of the forward
     k = (bytes_both_ways / A100["bytes_per_s"]) / (operations / A100["flops"])
     assert estimated_offload_ratio(h, s, **A100) == pytest.approx(k)
+
+
+def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
+    problem = chain(memory=2)
+    away = Schedule.parse(
+        problem, [["0F0", "0O0", "0D0", "0F1", "0R0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
+    )
+    assert prune(away).programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
+    less = problem.devices[0].model_copy(update={"activation_budget_bytes": 1999})
+    tight = Schedule(problem.replace(devices=[less, problem.devices[1]]), away.programs)
+    assert prune(tight).programs == away.programs

@@ -9,7 +9,7 @@ from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
-from optpipe_server.database.jobs import KeyReusedError, options_of
+from optpipe_server.database.jobs import options_of
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -80,28 +80,6 @@ def test_characters_that_cannot_be_stored_are_replaced(jobs: Jobs) -> None:
     job = jobs.job(A, job_id)
     assert job is not None
     assert job.problem_name == "a\ufffdb"
-
-
-def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
-    first = jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
-    assert jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x") == (first[0], False), (
-        "also where the queue is full"
-    )
-    assert jobs.submitted(A, "k", "x") == first[0]
-    assert jobs.submitted("b", "k", "x") is None
-    for again in (
-        lambda: jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="y"),
-        lambda: jobs.submitted(A, "k", "y"),
-    ):
-        with pytest.raises(KeyReusedError, match="Idempotency-Key"):
-            again()
-    other, new = jobs.add("b", NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
-    assert new
-    assert other != first[0]
-    assert len(jobs.page(A, None, None, 10)) == 1
-    jobs.purge(A, first[0])
-    _, new = jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="y")
-    assert new, "a purged job leaves its key"
 
 
 def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Database) -> None:
