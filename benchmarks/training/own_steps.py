@@ -1,5 +1,5 @@
 """What a schedule for every step costs the steps: the same micro-batches by `PlannedSteps`, and by the plans that it
-has made, kept. Stages sleep in proportion to the rows of a micro-batch. `executor` starts this by torchrun.
+has made, kept. Stages sleep as in `optpipe demo --packed`. `executor` starts this by torchrun.
 
 Rounds of both take turns. Whole steps count, with what stands between two of them in the loop, but not the first of a
 round, before which there is no step to plan it in.
@@ -16,27 +16,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from optpipe_runtime import Microbatches, Pipeline, PlannedSteps
+from optpipe_cli import demo_packed
+from optpipe_runtime import Pipeline, PlannedSteps
+from optpipe_runtime.demo.text import corpus, documents, packed
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
+from optpipe_runtime.fidelity.packed import Given, features, given
 from optpipe_runtime.step_runner import PlannedStep
 
-TIMES = paced.Times(10.0, 10.0, 8.0, 0.0)  # of ROWS rows
-ROWS, WIDTH, MICROBATCHES, STEPS, ROUNDS = 32, 64, 8, 12, 5
-
-
-class Stage(paced.Stage):
-    """Its times are in proportion to the rows of a micro-batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = x.shape[0] / ROWS
-        times = self.times._replace(**{name: share * getattr(self.times, name) for name in self.times._fields[:3]})
-        result: Tensor = paced._Sleep.apply(x, self.weight, times)  # type: ignore[no-untyped-call]
-        return result
+TASK = demo_packed.tasks()[1]  # of the stages that sleep
+STEPS, ROUNDS = 10, 4
 
 
 @dataclass(frozen=True)
@@ -54,21 +45,16 @@ class OwnSteps:
         return self.planned_ms / self.kept_ms - 1
 
 
-def batches() -> list[tuple[Microbatches, Microbatches]]:
-    """Of very different sizes, in a number that changes."""
-    generator = torch.Generator().manual_seed(0)
-    steps = []
-    for k in range(STEPS):
-        rows = (ROWS * torch.randn(MICROBATCHES + k % 3, generator=generator).mul(0.5).exp()).int().clamp(8, 128)
-        data = Microbatches(torch.zeros(int(n), WIDTH) for n in rows)
-        steps.append((data, data))
-    return steps
+def batches() -> list[Given]:
+    """Packed documents, in a number of micro-batches that changes."""
+    cut = documents(corpus(), TASK.size.context)
+    return [given(packed(cut, k, TASK.microbatches + k % 3, TASK.documents), sleeping=True) for k in range(STEPS)]
 
 
 def own_steps(pipe: Pipeline) -> OwnSteps:
     """Collective."""
     steps, kept, errors = batches(), list[PlannedStep](), list[float]()
-    with PlannedSteps(pipe, lambda x: {"rows": float(x.shape[0])}, activation_budget_bytes=10**9) as train:
+    with PlannedSteps(pipe, features, activation_budget_bytes=10**9) as train:
         run = train._runner.planned_step
 
         def keeping(batch: Any, plan: Callable[[], PlannedStep]) -> Any:
@@ -79,16 +65,15 @@ def own_steps(pipe: Pipeline) -> OwnSteps:
         def planned() -> Iterator[None]:
             kept.clear()
             with patch.object(train._runner, "planned_step", keeping):
-                for inputs, targets in train.ahead(steps):
-                    report = train.step(inputs, targets)
+                for batch in train.ahead(steps):
+                    report = train.step(*batch)
                     errors.append(report.step_ms / kept[-1].plan.schedule.makespan_ms - 1)
                     yield
 
         def by_kept() -> Iterator[None]:
-            for (inputs, targets), plan in zip(steps, kept, strict=True):
-                batch = pipe._batch(inputs, targets, None, timed=True)
+            for batch, plan in zip(steps, kept, strict=True):
                 with pipe._calls.wrap("step"):
-                    run(batch, partial(PlannedStep, *plan))
+                    run(pipe._batch(*batch, timed=True), partial(PlannedStep, *plan))
                 yield
 
         _ms(planned())  # learns
@@ -109,7 +94,8 @@ def _ms(steps: Iterator[None]) -> float:
 
 def _measure() -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    with Pipeline({rank: Stage(TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
+    assert TASK.paced_ms is not None
+    with Pipeline({rank: paced.Stage(TASK.paced_ms)}, range(ranks), paced.loss, TASK.microbatches) as pipe:
         return asdict(own_steps(pipe))
 
 

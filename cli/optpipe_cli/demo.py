@@ -37,17 +37,24 @@ def demo(
     html: Annotated[Path, typer.Option(help="Where the page with both schedules is written.")] = Path(
         "optpipe-demo.html"
     ),
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Show packed documents of different lengths, without a service.")
+    ] = False,
 ) -> None:
     """Train a small GPT under torchrun, solve beside it, swap better schedules in, and show the gain."""
-    from optpipe_cli import demo_paced, demo_page
+    from optpipe_cli import demo_paced, demo_packed, demo_page
     from optpipe_cli.extras import need
 
     need("runtime")
+    require_writable(html)
+    if packed:
+        sound = demo_packed.run(html, TOLERANCE)
+        echo(f"both schedules of one step, on stages that sleep: {html.resolve()}")
+        raise typer.Exit(0 if sound else 1)
     need("server")
     from optpipe_runtime.demo.gpt import Size
     from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
-    require_writable(html)
     settings = DemoSettings(
         microbatches=8,
         budget=1.35,  # of two that 1F1B needs: it fits only if it recomputes

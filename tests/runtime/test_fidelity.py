@@ -11,13 +11,13 @@ from support.problems import pipeline, stage
 from support.ranks.worker import Ranks
 
 from optpipe import ScheduleFile
-from optpipe_cli import demo
+from optpipe_cli import demo, demo_packed
 from optpipe_cli.bench import messages_in_a_row
 from optpipe_cli.fidelity import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoResult, Step
-from optpipe_runtime.fidelity import cases
+from optpipe_runtime.fidelity import cases, packed
 from optpipe_runtime.fidelity.cases import Case, Row, Task
 from optpipe_runtime.fidelity.paced import Times
 from optpipe_solver import systems
@@ -64,6 +64,34 @@ def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
         plain = reference.losses(SMALL, 2, 4, cases.WARM_UP + 2)
         assert difference(row.losses, plain) < 1e-5
         assert row.measured_peak == row.predicted_peak
+
+
+def test_all_ways_to_run_packed_documents_train_as_a_plain_run(three_ranks: Ranks, tmp_path: Path) -> None:
+    task = packed.Task(4, 2, rounds=2, size=SMALL)
+    task.save(tmp_path / "task.json")
+    assert packed.Task.load(tmp_path / "task.json") == task
+    result = three_ranks(packed.run, task=task)[0]
+    assert difference(result.losses, list(reference.trained(SMALL, 3, task.steps()))) < 1e-5
+    assert result.within_memory
+    assert packed.Result.from_dict(json.loads(json.dumps(asdict(result)))) == result
+
+
+def test_packed_documents_sleep_as_long_as_predicted_or_longer(ranks: Ranks) -> None:
+    times = Times(4.0, 4.0, 2.0, 0.0, saved=2)
+    task = packed.Task(4, 2, rounds=2, paced_ms=times, size=SMALL)
+    result = ranks(packed.run, task=task)[0]
+    batches = task.steps()[packed.WARM_UP :]
+    for k, way in enumerate(result.ways):
+        for batch, predicted, measured in zip(
+            batches[k :: len(packed.WAYS)], way.predicted_ms, way.measured_ms, strict=True
+        ):
+            lengths = [each.lengths for each in batch if each.lengths is not None]
+            least = sum(sum(times.of_documents(each)[:3]) for each in lengths)
+            assert measured >= least
+            assert predicted >= 0.9 * least
+    for row, way in zip(demo_packed.rows(result), result.ways, strict=True):
+        assert row[0] == way.name
+        assert (row[4] == "") == (way.name == packed.PLANNED)
 
 
 def told(ms: dict[int, list[float]], rounds: int) -> DemoResult:

@@ -1,5 +1,9 @@
 """A byte-level GPT, and how it is cut into pipeline stages. It has pre-norm blocks of causal attention and MLP, and an
-untied head."""
+untied head.
+
+A row may hold several documents one after the other, without padding. Their `lengths` are then given to each stage:
+places are counted, and attention stays, within a document.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,9 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(BYTES, size.width)
         self.position = nn.Embedding(size.context, size.width)
 
-    def forward(self, text: Tensor) -> Tensor:
-        places = torch.arange(text.shape[1], device=text.device)
+    def forward(self, text: Tensor, lengths: Tensor | None = None) -> Tensor:
+        documents = [text.shape[1]] if lengths is None else lengths.tolist()
+        places = torch.cat([torch.arange(length, device=text.device) for length in documents])
         return self.token(text) + self.position(places)  # type: ignore[no-any-return]
 
 
@@ -47,11 +52,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         n, t, width = x.shape
-        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(seen.transpose(1, 2).reshape(n, t, width))  # type: ignore[no-any-return]
+        qkv = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        documents = [qkv] if lengths is None else qkv.split(lengths.tolist(), dim=3)
+        seen = [functional.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in documents]
+        return self.out(torch.cat(seen, dim=2).transpose(1, 2).reshape(n, t, width))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -65,8 +71,8 @@ class Block(nn.Module):
             nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), lengths)
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
@@ -78,8 +84,17 @@ class Head(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.logits = nn.Linear(size.width, BYTES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Stage(nn.Sequential):
+    """Some layers of the model."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        for layer in self:
+            x = layer(x, lengths)
+        return x
 
 
 def stages(size: Size, count: int, seed: int = 0) -> list[nn.Module]:
@@ -87,7 +102,7 @@ def stages(size: Size, count: int, seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     layers: list[nn.Module] = [Embedding(size), *(Block(size) for _ in range(size.blocks)), Head(size)]
     cuts = [0, *(1 + round(size.blocks * k / count) for k in range(1, count)), len(layers)]
-    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+    return [Stage(*layers[a:b]) for a, b in pairwise(cuts)]
 
 
 def loss(logits: Tensor, text: Tensor) -> Tensor:

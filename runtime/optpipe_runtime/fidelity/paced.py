@@ -15,6 +15,8 @@ from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.split import weight_grads
 
 SHAPE = (64, 256)  # of what passes between two stages, for one micro-batch
+LONG = 512  # tokens of a document whose attention takes as long as all else
+PACKED_WIDTH = 32  # of a token, where micro-batches are documents
 
 
 class Times(NamedTuple):
@@ -27,17 +29,24 @@ class Times(NamedTuple):
     copy: float
     saved: int = 1
 
+    def of_documents(self, lengths: Tensor) -> Times:
+        """If the times are those of two documents of `LONG` / 2 tokens, those of documents of these lengths."""
+        work = float((lengths * (1 + lengths / LONG)).sum()) / (1.5 * LONG)
+        return self._replace(**{name: work * getattr(self, name) for name in self._fields[:4]})
+
 
 class Stage(nn.Module):
-    """Its F, B and W sleep. A forward saves one tensor."""
+    """Its F, B and W sleep, for as long as documents of these lengths take, if there are some. A forward saves one
+    tensor."""
 
     def __init__(self, times: Times) -> None:
         super().__init__()
         self.times = times
         self.weight = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(x, self.weight, self.times)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        times = self.times if lengths is None else self.times.of_documents(lengths)
+        result: Tensor = _Sleep.apply(x, self.weight, times)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -38,7 +38,7 @@ REPEATS = 3  # of each measurement of a profile
 IMPROVE_SHARE = 0.33  # of a step's time, until the next one's schedule is sent: more gains little
 
 
-def tokens_and_squares(*inputs: Any) -> dict[str, float]:
+def tokens_and_squares(*inputs: Any, **kwargs: Any) -> dict[str, float]:
     """Of a micro-batch whose first tensor has rows of tokens: how many tokens, and the sum of squared lengths."""
     first: Tensor = tensors_in(inputs)[0]
     length = first.shape[1] if first.dim() > 1 else first.shape[0]
@@ -54,10 +54,10 @@ class PlannedSteps:
     pipe
         The pipeline, with one route. Schedules that are loaded or offered do not count here.
     features
-        What the times and bytes of a micro-batch follow from: a function of its inputs, as the first stage gets them,
-        that returns numbers by name, always the same names. By default the first tensor has rows of tokens, and times
-        follow from their number and the sum of the rows' squared lengths; with several documents in a row give that of
-        the documents' lengths. It is called on the rank of the first stage.
+        What the times and bytes of a micro-batch follow from: a function of its inputs and named arguments, as the
+        first stage gets them, that returns numbers by name, always the same names. By default the first tensor has rows
+        of tokens, and times follow from their number and the sum of the rows' squared lengths; with several documents
+        in a row give that of the documents' lengths. It is called on the rank of the first stage.
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
     costs
@@ -177,7 +177,9 @@ class PlannedSteps:
         return report
 
     def _features_of(self, batch: Batch) -> Features:
-        return [self._features(*values) for values in batch.cut_inputs(batch.count or self._rank.microbatches)]
+        m, first = batch.count or self._rank.microbatches, self._pipe.layout.routes[0][0]
+        named = batch.cut_kwargs(first, m)
+        return [self._features(*values, **named[j]) for j, values in enumerate(batch.cut_inputs(m))]
 
     def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
         """In the thread of the rank that plans."""
