@@ -34,6 +34,7 @@ BENCHMARKS = {
     "table3": Benchmark("papers.table3", "PipeOffload's Table 3: two GPUs on one PCIe switch"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
+    "corpus": Benchmark("corpus", "public traces of real jobs: what they lose, why, and the cure"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
     "protocol": Benchmark("training.protocol", "the paper's experiment, end to end"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),

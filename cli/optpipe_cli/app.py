@@ -12,6 +12,7 @@ from optpipe_cli import (
     calibrate,
     compare,
     demo,
+    diagnose,
     example,
     formats,
     keys,
@@ -52,7 +53,7 @@ def optpipe(
 ) -> None: ...
 
 
-register(app, "Start here", example.try_, solve.solve, compare.compare, plan.plan, demo.demo)
+register(app, "Start here", example.try_, solve.solve, compare.compare, diagnose.diagnose, plan.plan, demo.demo)
 register(app, "Problems", model.model, calibrate.calibrate, profile.profile)
 app.add_typer(measured.app, name="problem", rich_help_panel="Problems")
 register(

@@ -1,7 +1,27 @@
 """A trace in, the causes of what is lost and the cures out. No torch is needed, and no solver but in a process."""
 
+from optpipe.diagnose.batches import Change, Known, StepBatch, batch_of
+from optpipe.diagnose.cures import Cure, Cures, find_cures
 from optpipe.diagnose.losses import Loss, Losses, explain
+from optpipe.diagnose.report import Diagnosis, diagnose, diagnose_recording
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.diagnose.slow import SlowDevice
 
-__all__ = ["Loss", "Losses", "Runs", "SlowDevice", "collect_runs", "explain"]
+__all__ = [
+    "Change",
+    "Cure",
+    "Cures",
+    "Diagnosis",
+    "Known",
+    "Loss",
+    "Losses",
+    "Runs",
+    "SlowDevice",
+    "StepBatch",
+    "batch_of",
+    "collect_runs",
+    "diagnose",
+    "diagnose_recording",
+    "explain",
+    "find_cures",
+]

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.diagnose.floor import floor_of
 from optpipe.diagnose.runs import Runs
 from optpipe.diagnose.slow import SlowDevice, find_slow_devices
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.ops import Kind
 
 CAUSE = 0.03  # of the step: what costs less is no cause
 UNEVEN = 0.05  # how much more than the mean a stage must take to be named
@@ -43,14 +44,14 @@ class Loss(NamedTuple):
 # In this order things are made ideal; what they are is said as the end of a sentence.
 NAMES = {
     "unexplained": "what a replay does not explain",
-    "slow-device": "a device that is slower than others with the same work",
-    "replicas": "replicas whose micro-batches are more work than those of others",
+    "slow-device": "a device slower than others with the same work",
+    "replicas": "replicas with more work than others",
     "micro-batches": "micro-batches of a replica that differ",
     "stages": "stages that are uneven",
     "scatter": "op times that scatter",
     "messages": "messages, and what passes between ops",
     "order": "the order of ops",
-    "bubble": "what no schedule of even stages can avoid",
+    "bubble": "what no schedule can avoid, stages being even",
     "work": "work",
 }
 
@@ -112,7 +113,7 @@ def explain(runs: Runs) -> Losses:
     ideal = even["scatter"]
     lengths.append(runs.longest(runs.replay(ideal, with_messages=False)[0]))
     work = runs.longest(_busy_ms(runs, ideal).mean(axis=1))
-    lengths += [np.minimum(runs.longest(floor_ms(runs, ideal)), lengths[-1]), work]
+    lengths += [np.minimum(runs.longest(_floors_ms(runs, ideal)), lengths[-1]), work]
     parts = [
         Loss(name, before - after, name not in ("unexplained", "bubble"))
         for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
@@ -121,29 +122,16 @@ def explain(runs: Runs) -> Losses:
     return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), stages, healthy)
 
 
-def floor_ms(runs: Runs, ms: Floats) -> Floats:
-    """(K,) what no order of these ops falls below, messages left out: on some device, what must run before its first
-    op, its ops, and what must run after its last backward."""
-    stages, microbatches = len(runs.where), 1 + int(runs.microbatch.max())
-    cost = np.full((2, len(runs.step), stages, microbatches), np.inf)
-    for way, kinds in enumerate(((Kind.F,), (Kind.B, Kind.BW))):
-        chosen = np.isin(runs.kind, [int(kind) for kind in kinds])
-        cost[way, runs.run[chosen], runs.stage[chosen], runs.microbatch[chosen]] = runs.ms[chosen] * 0 + ms[chosen]
-    forward, backward = (np.cumsum(np.where(np.isfinite(each), each, 0.0), axis=1) for each in cost)
-    there = np.isfinite(cost[0]).any(axis=1)[:, None, :]  # micro-batches that a run has
-    before = np.where(there, np.concatenate([0 * forward[:, :1], forward[:, :-1]], axis=1), np.inf).min(axis=2)
-    after = np.where(there, np.concatenate([0 * backward[:, :1], backward[:, :-1]], axis=1), np.inf).min(axis=2)
+def _floors_ms(runs: Runs, ms: Floats) -> Floats:
+    """(K,) what no order of a run's ops falls below (`floor_of`)."""
     floors = []
-    on_chain = np.isin(runs.kind, [int(Kind.F), *map(int, BACKWARD)])
-    for d in range(runs.devices):
-        own = [s for s, device in enumerate(runs.where) if device == d]
-        all_ms, chain_ms = (
-            np.bincount(runs.run, ms * ((runs.device == d) & chosen), len(runs.step)) for chosen in (True, on_chain)
-        )
-        head = before[:, own].min(axis=1)
-        floors.append(head + np.maximum(all_ms, chain_ms + after[:, own].min(axis=1)))
-    floor: Floats = np.max(floors, axis=0)
-    return floor
+    for run in range(len(runs.step)):
+        ops = runs.ops_of(run)
+        kind, stage, microbatch = runs.kind[ops], runs.stage[ops], runs.microbatch[ops]
+        cost = np.zeros((len(Kind), len(runs.where), 1 + int(microbatch.max())))
+        cost[kind, stage, microbatch] = ms[ops]
+        floors.append(floor_of(cost[Kind.F], cost[Kind.B] + cost[Kind.BW], cost[Kind.W], runs.where))
+    return np.array(floors)
 
 
 def _even(ms: Floats, one: Ints, among: Ints) -> Floats:

@@ -50,7 +50,7 @@ class SlowDevice(NamedTuple):
 
 def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
     """The slow devices, the slowest first, and (T,) the share of each op's time that is left without them."""
-    excess = _excess(runs)  # (K, D), logarithms
+    excess = excess_of(runs)  # (K, D), logarithms
     spread = DEVIATION * float(np.median(np.abs(excess - np.median(excess))))
     least = max(np.log1p(LEAST), CLEAR * spread)
     left = np.ones(len(runs.ms))
@@ -74,7 +74,7 @@ def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
     return sorted(slow, key=lambda each: -each.factor), left
 
 
-def _excess(runs: Runs) -> Floats:
+def excess_of(runs: Runs) -> Floats:
     """(K, D) by how much longer a device takes than its stages and its run's work say, as a logarithm."""
     stages, key = len(runs.where), runs.run * (int(runs.microbatch.max()) + 1) + runs.microbatch
     microbatches, number = np.unique(key, return_inverse=True)

@@ -1,0 +1,186 @@
+"""`optpipe diagnose`: a trace in, the cause and the cure out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.options import numbers, with_flag
+from optpipe_cli.output import Json, echo, print_json, print_table, require_folder, require_writable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from optpipe.diagnose import Diagnosis
+
+OPTIONS = (
+    *("form", "stack", "layers", "memory", "weight_share", "time_limit_s"),
+    *("microbatches", "devices", "chunks", "shape"),
+)
+BAR = 24  # characters of the whole step
+MOST_SAID = 4  # sentences of a kind
+
+
+def diagnose(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="A trace, the traces of all ranks, or their folder.")
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(help="torch-trace, primus, straggler, megatron-timers or csv. Default: as the files look."),
+    ] = None,
+    stack: Annotated[
+        str | None,
+        typer.Option(help="Write lines for torch, megatron, primus or optpipe. Default: as the form says."),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="Layers of a stage: of all, or of each with commas between.")
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="How many activations of a stage a device may hold. Default: as many as the fullest held."),
+    ] = None,
+    weight_share: Annotated[
+        float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")
+    ] = None,
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", min=0, help="Seconds for the search of a schedule; 0: none.")
+    ] = 10.0,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers.")
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
+    shape: Annotated[str | None, typer.Option(help="How the stages of a device are placed: looped or v.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the files of cures here.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say where the time of the steps in a trace goes, why, and what to change in the stack that ran them."""
+    from optpipe.diagnose import diagnose as find
+    from optpipe.errors import InputError
+    from optpipe.measured.convert import Run
+
+    require_writable(html)
+    require_folder(output)
+    counts = numbers("layers", layers, "layers of all stages, or of each with commas between") or []
+    with _progress(files) as (read, told):
+        try:
+            diagnosis = find(
+                *files,
+                form=form,
+                stack=stack,
+                layers=counts,
+                memory=memory,
+                weight_share=weight_share,
+                time_limit_s=time_limit_s,
+                run=Run(microbatches, devices, chunks, shape),
+                progress=read,
+                told=told,
+            )
+        except InputError as error:
+            raise with_flag(error, OPTIONS) from None
+    if html:
+        from optpipe.diagnose.page import picture
+
+        picture(diagnosis).save(html)
+    written = [*_written(diagnosis, output)] if output else []
+    if json:
+        print_json(diagnosis.to_dict())
+        return
+    report(diagnosis)
+    for path in (*written, *([html] if html else [])):
+        echo(f"written: {path}")
+
+
+def report(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis on about one screen."""
+    runs, losses, cures = diagnosis.runs, diagnosis.losses, diagnosis.cures
+    step = losses.measured_ms
+    echo(
+        f"{diagnosis.form}: {len(runs.steps)} steps of {len(runs.replicas)} "
+        f"replica{'s' * (len(runs.replicas) > 1)}, {len(runs.where)} stages on {runs.devices} devices; a step takes "
+        f"{step.mean():.5g} ms ({step.min():.5g} to {step.max():.5g}); replayed within {losses.replay_error:.2%}"
+    )
+    print_table(_losses(diagnosis))
+    for sentence in diagnosis.causes or ["nothing costs more than 3% of a step"]:
+        echo(f"cause: {sentence}")
+    if cures.cures:
+        print_table(_cures(diagnosis))
+        for line in cures.cures[0].lines:
+            echo(f"  {line}")
+    else:
+        echo("no cure gains 1% within what is known")
+    for what, sentences in (("would help", cures.asked), ("taken to be so", runs.assumed), ("not used", runs.unused)):
+        for sentence in sentences[:MOST_SAID]:
+            echo(f"{what}: {sentence}")
+        if len(sentences) > MOST_SAID:
+            echo(f"{what}: {len(sentences) - MOST_SAID} more, in --json")
+
+
+def _losses(diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+
+    from optpipe.diagnose.losses import NAMES
+
+    step = diagnosis.losses.measured_ms
+    table = Table(box=None)
+    for name in ("where the time goes", "", "mean: ms", "of a step", "least", "most"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("where the time goes", "") else "right")
+    for part in diagnosis.losses.parts:
+        share = part.ms / step
+        mean = part.mean_ms / step.mean()
+        shares = (f"{mean:.1%}", f"{share.min():.1%}", f"{share.max():.1%}")
+        table.add_row(NAMES[part.name], "█" * round(BAR * max(0.0, mean)), f"{part.mean_ms:.1f}", *shares)
+    return table
+
+
+def _cures(diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for name in ("cure", "a step: ms", "less", "at most", "activations"):
+        table.add_column(name, no_wrap=name != "cure", justify="left" if name == "cure" else "right")
+    for cure in diagnosis.cures.cures:
+        held = f"{max(cure.activations):g} (today {max(diagnosis.cures.held):g})"
+        table.add_row(cure.title, f"{cure.ms.mean():.5g}", f"{cure.gain:.1%}", f"{cure.most:.1%}", held)
+    return table
+
+
+def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
+    from optpipe.model.problem import write_file
+
+    for cure in diagnosis.cures.cures:
+        if cure.file:
+            path = folder / f"{cure.name}-{cure.file[0]}"
+            write_file(path, cure.file[1])
+            yield path
+
+
+@contextmanager
+def _progress(files: list[Path]) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """A bar of the bytes that are read, and below it what is tried, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield (lambda _: None), (lambda _: None)
+        return
+    from rich.progress import Progress
+
+    from optpipe_cli.console import new_console
+
+    inside = [each for path in files for each in (path.iterdir() if path.is_dir() else [path])]
+    total = sum(path.stat().st_size for path in inside if path.is_file())
+    with Progress(console=new_console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=total)
+        yield (
+            (lambda count: bar.advance(task, count)),
+            (lambda what: bar.update(task, description=f"trying: {what}", total=None)),
+        )

@@ -1,0 +1,268 @@
+"""What to change: each cure with its predicted time, what no schedule with the same freedom falls below, the memory it
+needs, and the lines to write; and the cures that go together, predicted together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.anytime import solve
+from optpipe.comparison import compare
+from optpipe.diagnose.batches import Change, Known, Outcome, StepBatch, batch_of, evenly, typical
+from optpipe.diagnose.lines import METHODS, Stack, exported, lines_of
+from optpipe.diagnose.losses import Losses
+from optpipe.diagnose.runs import ACTIVATION, Runs
+from optpipe.errors import OptPipeError
+from optpipe.model.arrays import Floats
+from optpipe.model.ops import Kind
+from optpipe.model.placement import Placement
+from optpipe.options import Placements
+from optpipe.schedule import Schedule, certify
+
+SAMPLED = 5  # steps on which cures are predicted
+LEAST = 0.01  # of the step a cure gains
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Cure:
+    """Something to change.
+
+    Attributes
+    ----------
+    name
+        `device`, `layers`, `order`, `spread`, `steps`, `published` (on today's stages), `chunks` (on others), `ours`,
+        or `together` for those that go together.
+    title
+        What is done.
+    ms, bound_ms
+        (n,) of the sampled steps: how long each takes, and what it does not fall below with the same freedom.
+    before_ms
+        (n,) how long they take as they ran, in a replay.
+    activations
+        By device, how many activations of one of today's stages it holds at most.
+    lines
+        What to write, and where.
+    file
+        The name and the text of a file that goes with it.
+    schedule
+        The slowest replica's in the last sampled step.
+    """
+
+    name: str
+    title: str
+    ms: Floats
+    bound_ms: Floats
+    before_ms: Floats
+    activations: tuple[float, ...]
+    lines: tuple[str, ...]
+    file: tuple[str, str] | None
+    schedule: Schedule
+
+    @property
+    def gain(self) -> float:
+        """The share of the time that is spared, of all sampled steps."""
+        return 1 - float(self.ms.sum() / self.before_ms.sum())
+
+    @property
+    def most(self) -> float:
+        """The largest such share that the bound leaves open."""
+        return 1 - float(self.bound_ms.sum() / self.before_ms.sum())
+
+
+class Cures(NamedTuple):
+    """What was found.
+
+    Attributes
+    ----------
+    steps
+        The numbers of the steps on which cures were predicted.
+    cures
+        Those that gain something, the best first; the one that joins those that go together is the first.
+    before
+        The slowest replica of the last of these steps, as it ran.
+    held
+        By device, how many activations it held as it ran.
+    asked
+        What would help, one sentence each.
+    """
+
+    steps: tuple[int, ...]
+    cures: tuple[Cure, ...]
+    before: Schedule
+    held: tuple[float, ...]
+    asked: tuple[str, ...]
+
+
+def find_cures(
+    runs: Runs, losses: Losses, known: Known, stack: Stack, seconds: float = 10.0, told: Told = lambda _: None
+) -> Cures:
+    """Try what may cure the causes of the losses.
+
+    Parameters
+    ----------
+    known
+        What the user says of the job.
+    stack
+        What runs it: its published schedules are tried, and lines and files are written for it.
+    seconds
+        For each of two searches of a schedule; 0 for none.
+    told
+        Called with what is tried.
+
+    Raises
+    ------
+    InputError
+        If what is known does not fit the runs.
+    """
+    chosen = runs.steps[np.unique(np.linspace(0, len(runs.steps) - 1, SAMPLED).astype(int))].tolist()
+    batches = [batch_of(runs, losses.healthy_ms, step, known) for step in chosen]
+    search = _Search(runs, losses, known, stack, batches, [batch.predict(Change()) for batch in batches])
+    causes = {part.name for part in losses.causes}
+    tried = dict(_changes(search, causes))
+    schedules: list[tuple[str, Schedule]] = []
+    if runs.devices > 1:
+        told(f"schedules for {stack}")
+        schedules = search.schedules(tried["layers"].placement if "layers" in tried else None, seconds)
+        tried |= {name: Change(placement=each.placement, schedule=each) for name, each in schedules}
+    cures = []
+    for name, change in tried.items():
+        told(name)
+        if (cure := search.cure(name, change)) and cure.gain > LEAST:
+            cures.append(cure)
+    cures.sort(key=lambda cure: -cure.gain)
+    if together := search.together({cure.name: tried[cure.name] for cure in cures}):
+        cures.insert(0, together)
+    before = search.today[-1].slowest
+    return Cures(tuple(chosen), tuple(cures), before, _activations(before), tuple(_asked(search, causes)))
+
+
+def _changes(search: _Search, causes: set[str]) -> list[tuple[str, Change]]:
+    """What may cure these causes, apart from schedules."""
+    changes: list[tuple[str, Change]] = []
+    if search.losses.slow_devices:
+        changes.append(("device", Change(healthy=True)))
+    if "stages" in causes and search.known.layers:
+        chunks = len(search.runs.where) // search.runs.devices
+        placement = Placement.balanced(typical(search.batches[-1], None), chunks)
+        if placement.along(search.runs.where) == list(search.runs.where):
+            changes.append(("layers", Change(placement=placement)))
+    if causes & {"micro-batches", "replicas"}:
+        changes.append(("order", Change(entry="order")))
+        changes.append(("steps", Change(own=True)))
+        if len(search.runs.replicas) > 1:
+            changes.append(("spread", Change(entry="spread")))
+    return changes
+
+
+class _Search(NamedTuple):
+    runs: Runs
+    losses: Losses
+    known: Known
+    stack: Stack
+    batches: Sequence[StepBatch]
+    today: Sequence[Outcome]
+
+    def schedules(self, placement: Placement | None, seconds: float) -> list[tuple[str, Schedule]]:
+        """For micro-batches that are all alike: the best published schedules of the stack, on today's stages and on
+        others, and the solver's."""
+        batch = self.batches[len(self.batches) // 2]
+        problem, ran = typical(batch, placement), self.today[-1].slowest
+        keep = not self.known.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
+        rows = compare(problem, METHODS[self.stack], placements="keep" if keep else "all").rows
+        published = [
+            schedule
+            for row in rows
+            if row.schedule and (row.fits or self.known.memory is None)  # what it needs is told
+            for schedule in self._divided(batch, row.schedule)
+            if schedule.placement or schedule.programs != ran.programs
+        ]
+
+        def predicted_ms(schedule: Schedule) -> float:
+            return batch.predict(Change(placement=schedule.placement, schedule=schedule)).ms
+
+        schedules = []
+        for name, in_chunks in (("published", False), ("chunks", True)):
+            if of_kind := [each for each in published if (each.placement is not None) == in_chunks]:
+                schedules.append((name, min(of_kind, key=predicted_ms)))
+        if seconds:
+            placements: Placements = "all" if self.known.layers else "keep"
+            ours = solve(problem, warm_start=ran.on(problem), time_limit_s=seconds, placements=placements).schedule
+            if ours and (ours.placement or ours.programs != ran.programs):
+                schedules.append(("ours", ours))
+        return schedules
+
+    def _divided(self, batch: StepBatch, schedule: Schedule) -> Iterator[Schedule]:
+        """Yields the schedule on its stages, if their layers are known, and on even ones."""
+        if self.known.layers or schedule.placement is None:
+            yield schedule
+        if schedule.placement and (even := evenly(batch, schedule.placement)):
+            yield replace(schedule, problem=even.apply(typical(batch, None)), placement=even)
+
+    def cure(self, name: str, change: Change) -> Cure | None:
+        """The cure; None if it cannot be."""
+        try:
+            outcomes = [batch.predict(change) for batch in self.batches]
+            title, lines = lines_of(change, self.runs, self.losses, self.stack, bool(self.known.layers))
+            file = exported(change.schedule, self.stack) if change.schedule and name in ("ours", "together") else None
+        except OptPipeError:
+            return None
+        return Cure(
+            name,
+            title,
+            np.array([outcome.ms for outcome in outcomes]),
+            np.array([outcome.bound_ms for outcome in outcomes]),
+            np.array([outcome.ms for outcome in self.today]),
+            _activations(outcomes[-1].slowest),
+            lines,
+            file,
+            outcomes[-1].slowest,
+        )
+
+    def together(self, changes: dict[str, Change]) -> Cure | None:
+        """The cures that go together, with the better of two where one excludes the other; None if there is one."""
+        joined = Change(
+            healthy="device" in changes,
+            placement=changes["layers"].placement if "layers" in changes else None,
+            entry="spread" if "spread" in changes else "order" if "order" in changes else "ran",
+        )
+        ways = [joined, *[replace(joined, own=True)] * ("steps" in changes)]
+        for name in ("published", "chunks", "ours"):
+            if name in changes:
+                ways.append(replace(joined, schedule=changes[name].schedule, placement=changes[name].placement))
+        cures = [cure for way in ways if (cure := self.cure("together", way))]
+        best = min(cures, key=lambda cure: float(cure.ms.sum()), default=None)
+        alone = [self.cure(name, change) for name, change in changes.items()]
+        if best is None or best.gain < LEAST + max((cure.gain for cure in alone if cure), default=0.0):
+            return None
+        return best
+
+
+def _activations(schedule: Schedule) -> tuple[float, ...]:
+    peaks = certify(schedule.problem, schedule).device
+    return tuple(round(peak.bytes / ACTIVATION, 2) for peak in peaks)
+
+
+def _asked(search: _Search, causes: set[str]) -> list[str]:
+    """What would help, and is not known."""
+    asked = []
+    if "stages" in causes and not search.known.layers:
+        spared = next(part for part in search.losses.parts if part.name == "stages").mean_ms
+        asked.append(
+            f"--layers N,N,... how many layers each stage has: other divisions can spare up to {spared:.4g} ms a step"
+        )
+    if search.known.memory is None:
+        held = max(_activations(search.today[-1].slowest))
+        asked.append(
+            f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and our "
+            "schedules hold no more on any device"
+        )
+    if search.known.weight_share is None and not (search.runs.kind == int(Kind.W)).any():
+        asked.append(
+            "--weight-share X: the share of W in a backward, which was measured whole; without it a split backward "
+            "gains nothing"
+        )
+    return asked

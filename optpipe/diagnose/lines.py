@@ -1,0 +1,127 @@
+"""What a change is called, and the lines that make it, for each stack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+from optpipe.diagnose.batches import Change
+from optpipe.diagnose.losses import Losses
+from optpipe.diagnose.runs import Runs
+from optpipe.errors import OptPipeError
+from optpipe.formats import megatron
+from optpipe.formats.convert import export
+from optpipe.model.placement import Placement
+from optpipe.schedule import Schedule
+
+Stack = Literal["torch", "megatron", "primus", "optpipe"]
+STACKS: tuple[Stack, ...] = get_args(Stack)
+STACK_OF_FORM: dict[str, Stack] = {
+    "torch-trace": "torch",
+    "primus": "primus",
+    "straggler": "megatron",
+    "megatron-timers": "megatron",
+    "csv": "optpipe",
+}
+# Published schedules that a stack runs, by their names there.
+NAMES: dict[Stack, dict[str, str]] = {
+    "torch": {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV"},
+    "megatron": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"},
+    "primus": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"},
+    "optpipe": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V"},
+}
+METHODS: dict[Stack, tuple[str, ...]] = {stack: tuple(names) for stack, names in NAMES.items()}
+FILES: dict[Stack, tuple[str, str]] = {  # what reads a schedule of ours: a name and a form
+    "torch": ("schedule.csv", "torch-csv"),
+    "megatron": ("schedule.json", "json"),
+    "primus": ("schedule.primus.json", "primus"),
+    "optpipe": ("schedule.json", "json"),
+}
+MOST_NAMED = 3  # devices in one sentence
+
+
+def lines_of(change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool) -> tuple[str, tuple[str, ...]]:
+    """What a change is called, and the lines that make it; `layered` is whether the layers of stages are known.
+
+    Raises OptPipeError if the stack cannot say it.
+    """
+    titles, lines = list[str](), list[str]()
+    if change.healthy:
+        where = [f"device {each.device} of replica {each.replica}" for each in losses.slow_devices]
+        more = f" and {len(where) - MOST_NAMED} more" if len(where) > MOST_NAMED else ""
+        titles.append(f"replace {', '.join(where[:MOST_NAMED])}{more}")
+        lines.append("in the launcher: leave the host of this device out, such as srun --exclude=HOST")
+    if change.entry == "spread":
+        titles.append("spread the micro-batches of a step over the replicas by their work")
+        lines.append(f"in the data loader: optpipe.steps.assign(batch, replicas={len(runs.replicas)}).microbatches")
+    if change.entry == "order":
+        titles.append("let the micro-batches of a replica enter in another order")
+        lines.append("in the data loader: optpipe.steps.assign(batch, replicas=1).microbatches[0]")
+    if change.own:
+        titles.append("give each replica a schedule for its micro-batches in every step")
+        lines.append("in the training: optpipe.steps.StepScheduler")
+    if change.placement and change.placement.layers and change.schedule is None:
+        titles.append(f"divide the layers anew: {' '.join(map(str, change.placement.layers))}")
+        lines += _layers(change.placement, stack)
+    if change.schedule:
+        titles.append(_schedule_title(change.schedule, stack, layered))
+        lines += _schedule_lines(change.schedule, stack, layered)
+    return "; ".join(titles), tuple(lines)
+
+
+def exported(schedule: Schedule, stack: Stack) -> tuple[str, str]:
+    """The name and the text of the file with a schedule of ours."""
+    name, form = FILES[stack]
+    try:
+        return name, export(schedule, form).text
+    except OptPipeError:
+        return "schedule.json", export(schedule, "json").text
+
+
+def _schedule_title(schedule: Schedule, stack: Stack, layered: bool) -> str:
+    placement = schedule.placement
+    if placement and not layered:
+        placement = placement.model_copy(update={"layers": None})
+    chunks = f" with {placement}" if placement else ""
+    if published := NAMES[stack].get(schedule.method):
+        return f"run {published}{chunks}"
+    return f"run a schedule of OptPipe{chunks}"
+
+
+def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool) -> list[str]:
+    published, placement = NAMES[stack].get(schedule.method), schedule.placement
+    layers = _layers(placement, stack) if placement and layered else []
+    if stack == "torch":
+        name = published or _torchs_placement(schedule)
+        file = [] if published else [f"--parallelism.pipeline_parallel_schedule_csv {FILES[stack][0]}"]
+        return [f"--parallelism.pipeline_parallel_schedule {name}", *file, *layers]
+    if stack in ("megatron", "primus") and published:
+        plain = schedule if layered else replace(schedule, problem=schedule.problem.replace(layers=None))
+        return [line for line in megatron.write(plain).splitlines() if "-layout" not in line] + layers
+    if stack == "primus":
+        return [f"run the table {FILES[stack][0]} (docs/primus.md)", *layers]
+    if stack == "megatron":
+        return ["optpipe_runtime.megatron.forward_backward_func runs schedule.json (docs/megatron.md)", *layers]
+    return ["optpipe_runtime.Pipeline runs schedule.json (docs/training.md)"]
+
+
+def _torchs_placement(schedule: Schedule) -> str:
+    """The schedule of torch that places stages alike."""
+    if len(schedule.problem.stages) == len(schedule.problem.devices):
+        return "1F1B"
+    return "ZBVZeroBubble" if schedule.placement and schedule.placement.shape == "v" else "Interleaved1F1B"
+
+
+def _layers(placement: Placement, stack: Stack) -> list[str]:
+    """The layers of each stage, of which the first is the embedding and the last the head."""
+    counts = placement.layers or ()
+    cuts = [0, *accumulate(counts)]
+    if stack in ("megatron", "primus"):
+        letters = megatron.EMBEDDING + megatron.DECODER * (cuts[-1] - 2) + megatron.LOSS
+        return [f"--pipeline-model-parallel-layout {'|'.join(letters[a:b] for a, b in pairwise(cuts))}"]
+    if stack == "torch":
+        names = ["tok_embeddings", *(f"layers.{n}" for n in range(cuts[-1] - 2)), "norm,lm_head"]
+        parts = " ".join(",".join(names[a:b]) for a, b in pairwise(cuts))
+        return [f"--parallelism.module_fqns_per_model_part {parts}"]
+    return [f"stages of {' '.join(map(str, counts))} layers, with the embedding and the head"]

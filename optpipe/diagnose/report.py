@@ -1,0 +1,203 @@
+"""`diagnose`: from files to what is lost, why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optpipe.diagnose.batches import Known
+from optpipe.diagnose.cures import Cure, Cures, Told, find_cures
+from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
+from optpipe.diagnose.losses import NAMES, Losses, explain
+from optpipe.diagnose.runs import Runs, collect_runs
+from optpipe.errors import InputError, did_you_mean
+from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.events import Progress
+from optpipe.measured.recording import Recording
+from optpipe.measured.steps import listed
+
+MOST_NAMED = 3  # stages or devices in one sentence
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What a trace shows.
+
+    Attributes
+    ----------
+    form
+        Of the files, as `optpipe problem from` names it.
+    stack
+        What the lines of cures are for.
+    runs, losses, cures
+        What ran, where its time went, and what to change.
+    """
+
+    form: str
+    stack: Stack
+    runs: Runs
+    losses: Losses
+    cures: Cures
+
+    @property
+    def causes(self) -> list[str]:
+        """What causes losses, the largest first, one sentence each; how much each costs stands in `losses`."""
+        step_ms = float(np.mean(self.losses.measured_ms))
+        said = {"slow-device": self._slow, "stages": self._uneven}
+        return [
+            f"{said[part.name]() if part.name in said else NAMES[part.name]}: {part.mean_ms / step_ms:.1%} of a step"
+            for part in self.losses.causes
+        ]
+
+    def _slow(self) -> str:
+        told = [
+            f"device {each.device} of replica {each.replica} takes {each.factor:.2f} times as long as others with the "
+            f"same work{_when(each.since, each.first_step, each.last_step, int(self.runs.steps[-1]))}"
+            for each in self.losses.slow_devices
+        ]
+        return _some(told, "devices")
+
+    def _uneven(self) -> str:
+        told = [f"stage {s} takes {factor:.2f} times as long as the mean" for s, factor in self.losses.uneven_stages]
+        alone = "; with one replica, a slow device looks the same" if len(self.runs.replicas) == 1 else ""
+        return (_some(told, "stages") or NAMES["stages"]) + alone
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        runs, losses = self.runs, self.losses
+        return {
+            "form": self.form,
+            "stack": self.stack,
+            "steps": runs.steps.tolist(),
+            "replicas": len(runs.replicas),
+            "devices": runs.devices,
+            "stages": len(runs.where),
+            "measured_ms": losses.measured_ms.tolist(),
+            "replayed_ms": losses.replayed_ms.tolist(),
+            "replay_error": losses.replay_error,
+            "losses": [
+                {"name": part.name, "what": NAMES[part.name], "mean_ms": part.mean_ms, "ms": part.ms.tolist()}
+                for part in losses.parts
+            ],
+            "causes": self.causes,
+            "slow_devices": [each._asdict() for each in losses.slow_devices],
+            "uneven_stages": [{"stage": s, "factor": factor} for s, factor in losses.uneven_stages],
+            "cures": [_cure(cure) for cure in self.cures.cures],
+            "cures_on_steps": list(self.cures.steps),
+            "held_activations": list(self.cures.held),
+            "asked": list(self.cures.asked),
+            "assumed": list(runs.assumed),
+            "unused": list(runs.unused),
+        }
+
+
+def _cure(cure: Cure) -> dict[str, Any]:
+    return {
+        "name": cure.name,
+        "what": cure.title,
+        "gain": cure.gain,
+        "gain_at_most": cure.most,
+        "ms": cure.ms.tolist(),
+        "before_ms": cure.before_ms.tolist(),
+        "bound_ms": cure.bound_ms.tolist(),
+        "activations": list(cure.activations),
+        "lines": list(cure.lines),
+        "file": cure.file and {"name": cure.file[0], "text": cure.file[1]},
+    }
+
+
+def _when(since: bool, first: int, last: int, end: int) -> str:
+    return (f" since step {first}" if since else "") + (f" until step {last}" if last != end else "")
+
+
+def _some(told: Sequence[str], what: str) -> str:
+    more = f", and {len(told) - MOST_NAMED} more {what}" if len(told) > MOST_NAMED else ""
+    return ", ".join(told[:MOST_NAMED]) + more
+
+
+def diagnose(
+    *paths: str | Path,
+    form: str | None = None,
+    stack: str | None = None,
+    layers: Sequence[int] = (),
+    memory: float | None = None,
+    weight_share: float | None = None,
+    time_limit_s: float = 10.0,
+    run: Run | None = None,
+    progress: Progress | None = None,
+    told: Told = lambda _: None,
+) -> Diagnosis:
+    """Says where the time of the steps in a trace goes, and what to change.
+
+    Parameters
+    ----------
+    paths
+        The files, as of `problem_from`.
+    form
+        Which program wrote them; by default as they look.
+    stack
+        What runs the training: torch, megatron, primus or optpipe; by default as the form says.
+    layers
+        How many layers each stage has; one number for all, none if not known.
+    memory
+        How many activations of one stage a device may hold; by default what the fullest one held.
+    weight_share
+        W's share of a backward that was measured whole, 0 to 1.
+    time_limit_s
+        For the search of a schedule; 0 for none.
+    run
+        What Megatron's log does not say.
+    progress, told
+        Called with bytes that were read, and with what is tried.
+
+    Returns
+    -------
+    Diagnosis
+        Causes, cures and all figures.
+
+    Raises
+    ------
+    InputError
+        If a file cannot be read, no step is whole, or an argument does not fit.
+    """
+    read_form, recording = recording_from(paths, form, run or Run(), progress)
+    return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, told)
+
+
+def diagnose_recording(
+    recording: Recording,
+    form: str,
+    stack: str | None = None,
+    layers: Sequence[int] = (),
+    memory: float | None = None,
+    weight_share: float | None = None,
+    time_limit_s: float = 10.0,
+    told: Told = lambda _: None,
+) -> Diagnosis:
+    """The same for what was read; parameters as of `diagnose`."""
+    chosen = _stack(stack, form)
+    if memory is not None and not memory >= 1:
+        raise InputError(f"memory = {memory:g}: at least 1 activation is expected")
+    if weight_share is not None and not 0 <= weight_share <= 1:
+        raise InputError(f"weight_share = {weight_share:g}: a share from 0 to 1 is expected")
+    runs = collect_runs(recording)
+    stages = len(runs.where)
+    counts = tuple(layers) * stages if len(layers) == 1 else tuple(layers)
+    if counts and (len(counts) != stages or min(counts) < 1):
+        raise InputError(f"layers = {listed(counts)}: a number of at least 1 for each of {stages} stages is expected")
+    losses = explain(runs)
+    cures = find_cures(runs, losses, Known(counts, memory, weight_share), chosen, time_limit_s, told)
+    return Diagnosis(form, chosen, runs, losses, cures)
+
+
+def _stack(stack: str | None, form: str) -> Stack:
+    if stack is None:
+        return STACK_OF_FORM[form]
+    for each in STACKS:
+        if each == stack:
+            return each
+    raise InputError(f"stack = {stack!r}: one of {', '.join(STACKS)} is expected{did_you_mean(stack, STACKS, '; ')}")

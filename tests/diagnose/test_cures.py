@@ -1,0 +1,163 @@
+"""What cures promise: a job without its fault takes the predicted time, and nothing falls below a bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.faults import Job, recorded
+from support.problems import pipeline, stage
+from support.recordings import csv_table, primus_dump, torch_events, torch_traces
+
+from optpipe import InputError
+from optpipe.diagnose import Diagnosis, diagnose, diagnose_recording
+from optpipe.diagnose.page import picture
+from optpipe.formats import megatron
+from optpipe.model.program import Program
+from optpipe.schedule import Schedule
+from optpipe_cli import main as cli
+
+JOB = Job(4, 8, 3, 6, "none", 1.6, 2, 1, 0, 7)
+
+
+def diagnosed(fault: str, **known: object) -> Diagnosis:
+    return diagnose_recording(recorded(JOB._replace(fault=fault)), "csv", "megatron", time_limit_s=0.0, **known)
+
+
+def step_ms(fault: str) -> float:
+    return float(np.mean(diagnosed(fault).losses.replayed_ms))
+
+
+@pytest.mark.parametrize("fault", ["slow-device", "order", "stages", "replicas", "micro-batches"])
+def test_no_prediction_is_below_its_bound(fault: str) -> None:
+    found = diagnosed(fault, layers=[12]).cures
+    assert found.cures
+    for cure in found.cures:
+        assert (cure.bound_ms <= cure.ms * (1 + 1e-9)).all()
+        assert 0.01 < cure.gain <= cure.most + 1e-9
+        assert cure.lines
+
+
+@pytest.mark.parametrize(("fault", "name"), [("slow-device", "device"), ("order", "published")])
+def test_without_its_fault_a_job_takes_the_predicted_time(fault: str, name: str) -> None:
+    cures = {cure.name: cure for cure in diagnosed(fault).cures.cures}
+    assert float(cures[name].ms.mean()) == pytest.approx(step_ms("none"), rel=0.01)
+
+
+def test_layers_are_divided_as_evenly_as_they_can_be() -> None:
+    """Stage 2 takes 1.6 times as long with as many layers: of 48 layers it keeps fewer."""
+    cures = {cure.name: cure for cure in diagnosed("stages", layers=[12]).cures.cures}
+    (line,) = cures["layers"].lines
+    counts = [text.count("t") for text in line.split(" ")[1].split("|")]
+    assert sum(counts) == 48
+    assert min(counts) == counts[2]
+    assert cures["layers"].gain > 0.6 * (1 - step_ms("none") * 1.15 / step_ms("stages"))
+
+
+def test_work_is_spread_over_replicas() -> None:
+    cures = {cure.name: cure for cure in diagnosed("replicas").cures.cures}
+    mean = 1 + 0.6 / JOB.replicas  # of the work of a replica, where one of them has 1.6 times as much
+    assert float(cures["spread"].ms.mean()) <= 1.06 * mean * step_ms("none")
+    assert cures["spread"].lines == ("in the data loader: optpipe.steps.assign(batch, replicas=3).microbatches",)
+
+
+def uneven() -> Schedule:
+    problem = pipeline(2, 4, 10**9, [stage((10, 20, 0)), stage((16, 32, 0))], p2p_ms=0.5)
+    return Schedule(problem, tuple(map(Program.from_items, megatron.order(2, 1, 4, 1))))
+
+
+def log(schedule: Schedule) -> str:
+    lines = ["forward-backward:", *(f"  rank {d}: {schedule.makespan_ms}" for d in range(2))]
+    for name, ms in (("forward", (10, 16)), ("backward", (20, 32))):
+        lines += [f"{name}-compute:", *(f"  rank {d}: {4.0 * ms[d]}" for d in range(2))]
+    return "\n".join(lines * 3) + "\n"
+
+
+def written(folder: Path) -> dict[str, list[Path]]:
+    """The same three steps in the forms of other programs."""
+    folder = Path(folder)
+    (folder / "ops.csv").write_text(csv_table(uneven(), "ttt", ahead=7.0))
+    (folder / "megatron.log").write_text(log(uneven()))
+    (folder / "torch").mkdir()
+    torch_traces(torch_events(uneven(), "ttet", "gpu_user_annotation", ahead=3.0), folder / "torch")
+    (folder / "primus").mkdir()
+    primus_dump(uneven(), "ttt", folder / "primus")
+    return {"csv": [folder / "ops.csv"], "megatron-timers": [folder / "megatron.log"]} | {
+        form: [folder / name] for form, name in (("torch-trace", "torch"), ("primus", "primus"))
+    }
+
+
+@pytest.mark.parametrize("form", ["csv", "megatron-timers", "torch-trace", "primus"])
+def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path: Path) -> None:
+    from optpipe.measured.convert import Run
+
+    run = Run(microbatches=4) if form == "megatron-timers" else None
+    found = diagnose(*written(tmp_path)[form], time_limit_s=0.0, run=run)
+    assert found.form == form
+    assert found.losses.measured_ms == pytest.approx([uneven().makespan_ms] * 3)
+    assert found.losses.replay_error < (0.01 if form == "megatron-timers" else 1e-6)  # whose messages are not known
+    assert [s for s, _ in found.losses.uneven_stages] == [1]
+    assert any("as in an evaluation" in each for each in found.runs.unused) == (form == "torch-trace")
+    assert bool(found.runs.assumed) == (form == "megatron-timers")
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["optpipe", "diagnose", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return command
+
+
+def test_the_command_reports_writes_and_says_the_same_as_json(run: Command, tmp_path: Path) -> None:
+    (path,) = written(tmp_path)["csv"]
+    words = (path, "--layers", "10,10", "--weight-share", "0.5", "--time-limit", "2", "--stack", "torch")
+    code, out, err = run(*words, "-o", tmp_path / "cures", "--html", tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    assert "cause: stage 1 takes 1.23 times as long as the mean; with one replica, a slow device looks the same" in out
+    assert "--parallelism.module_fqns_per_model_part tok_embeddings,layers.0" in out
+    assert "Where the time of a step goes" in (tmp_path / "page.html").read_text()
+    content = json.loads(run(*words, "--json")[1])
+    assert sum(part["mean_ms"] for part in content["losses"]) == pytest.approx(np.mean(content["measured_ms"]))
+    assert content["causes"][0] in out
+    for path in (tmp_path / "cures").iterdir():
+        assert "0F0" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "1,2,3"], "--layers = 1, 2, 3: a number of at least 1 for each of 2 stages is expected"),
+        (["--memory", "0.5"], "--memory = 0.5: at least 1 activation is expected"),
+        (["--weight-share", "2"], "--weight-share = 2: a share from 0 to 1 is expected"),
+        (["--stack", "pytorch"], "--stack = 'pytorch': one of torch, megatron, primus, optpipe is expected"),
+        (["--form", "xml"], "--form = 'xml': one of torch-trace"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Command, tmp_path: Path) -> None:
+    code, out, err = run(*written(tmp_path)["csv"], *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_what_is_no_trace_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"traceEvents": [{"ph": "X", "name": "x"}]}')
+    with pytest.raises(InputError, match=r"a\.json: like no form that is known"):
+        diagnose(tmp_path / "a.json")
+
+
+def test_names_in_a_page_are_text() -> None:
+    html = picture(diagnosed("stages")).html
+    assert "Devices by steps" in html
+    assert html.count("<script") == 3
