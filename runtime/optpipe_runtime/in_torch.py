@@ -10,7 +10,7 @@ through this schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,13 @@ from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
-from optpipe_runtime.torch_private.pipelining import WAITS_FOR_SENDS, Action, ScheduleRuntime
+from optpipe_runtime.torch_private.pipelining import (
+    WAITS_FOR_SENDS,
+    Action,
+    ScheduleRuntime,
+    replaced,
+    stages_of_schedule,
+)
 from optpipe_runtime.torch_private.trees import tree_leaves
 
 
@@ -183,14 +189,15 @@ class TorchSchedule(ScheduleRuntime):
         self.peak_bytes = 0
         self._targets = frozenset(storage_key(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
         self._pool.start_step()
-        for stage in self.stages:
-            stage.forward_one_chunk = partial(self._forward, stage, stage.forward_one_chunk)
-            stage.backward_one_chunk = partial(self._backward, stage, stage.backward_one_chunk)
         try:
-            yield
+            with ExitStack() as methods:
+                for stage in stages_of_schedule(self):
+                    forward = partial(self._forward, stage, stage.forward_one_chunk)
+                    backward = partial(self._backward, stage, stage.backward_one_chunk)
+                    calls = {"forward_one_chunk": forward, "backward_one_chunk": backward}
+                    methods.enter_context(replaced(stage, calls))
+                yield
         finally:
-            for stage in self.stages:
-                del stage.forward_one_chunk, stage.backward_one_chunk
             for activation in self._kept.values():
                 activation.restore()
             self._kept.clear()

@@ -219,3 +219,19 @@ def test_torchs_pipelining_is_entered_where_it_was() -> None:
         assert callable(getattr(runtime, name))
     assert str(pipelining.Action.from_str("0F1")) == "0F1"
     assert issubclass(pipelining.StageBase, object)
+    assert callable(getattr(pipelining.PipelineSchedule, pipelining.COMPUTE_LOSS))
+
+
+def test_methods_are_replaced_for_a_while() -> None:
+    """Also what another has put in their place."""
+
+    class Stage:
+        def run(self) -> str:
+            return "torch's"
+
+    stage: Any = Stage()
+    with pipelining.replaced(stage, {"run": lambda: "outer"}):
+        with pipelining.replaced(stage, {"run": lambda: "inner"}):
+            assert stage.run() == "inner"
+        assert stage.run() == "outer"
+    assert stage.run() == "torch's"

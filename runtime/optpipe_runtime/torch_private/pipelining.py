@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 Action = _Action  # one entry of a row
 StageBase = _PipelineStageBase  # of all kinds of stages
+PipelineSchedule = _PipelineSchedule  # all of torch's schedules are one
+COMPUTE_LOSS = "_maybe_compute_loss"  # a schedule's method that computes the loss, if the stage is the last
 WAITS_FOR_SENDS = hasattr(_ComputationType, "WAIT_SEND_F")  # whether rows tell when a message must have been sent
+
+
+def stages_of_schedule(schedule: PipelineSchedule) -> list[Any]:
+    """Those of this rank."""
+    attributes = vars(schedule)
+    return attributes.get("_stages") or [attributes["_stage"]]  # the latter of schedules for one stage a rank
+
+
+def is_training(schedule: PipelineSchedule) -> bool:
+    """Whether its step has backwards: `eval` is a step without."""
+    return bool(schedule._has_backward)
+
+
+@contextmanager
+def replaced(where: PipelineSchedule | StageBase, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While it is open, torch calls these instead of the methods of one object; then what the object had before."""
+    attributes = vars(where)
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del attributes[name]
+        attributes.update(before)
 
 
 class ScheduleRuntime(_PipelineScheduleRuntime):
@@ -40,12 +72,6 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         self.pipeline_order_with_comms = dict(enumerate(map(list, rows)))
         table: dict[Any, Callable[..., Any]] = self._comp_type_to_function_map
         table |= functions
-
-    @property
-    def stages(self) -> list[Any]:
-        """Those of this rank."""
-        stages: list[Any] = self._stages
-        return stages
 
     def _step_microbatches(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
