@@ -1,7 +1,7 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `megatron`: what users call;
+- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `record`, `megatron`: what users call;
 - `options`, `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.models.stages import stages_of
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
+    from optpipe_runtime.record import record_trace
     from optpipe_runtime.service.client import ScheduleClient
     from optpipe_runtime.stage.split import weight_grads
     from optpipe_runtime.steps import PlannedSteps
@@ -60,6 +61,7 @@ _HOME = {
     "on_all_ranks": "layered",
     "prepare": "lowering.prepare",
     "profile_layers": "layered",
+    "record_trace": "record",
     "stages_of": "models.stages",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
@@ -84,6 +86,7 @@ __all__ = [
     "on_all_ranks",
     "prepare",
     "profile_layers",
+    "record_trace",
     "stages_of",
     "torch_schedule",
     "weight_grads",

@@ -1,0 +1,185 @@
+"""`record_trace`: when the ops of PyTorch's pipelining ran, without a profiler.
+
+Around every forward and backward of a stage the clock is read twice: the host's, or on a GPU two events on the compute
+stream, which are read after the last step. Nothing waits within a step. Each rank writes one Chrome trace with the
+ranges that `optpipe.measured.torch_trace` reads, all by the clock of the pipeline's first rank.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from optpipe.errors import InputError
+from optpipe.measured.torch_ranges import DEVICE, HOST
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.ranks import clocks
+from optpipe_runtime.torch_private.pipelining import (
+    COMPUTE_LOSS,
+    PipelineSchedule,
+    StageBase,
+    is_training,
+    replaced,
+    stages_of_schedule,
+)
+
+
+def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5, steps: int = 5) -> None:
+    """Records when each forward, backward and loss of some training steps ran, and writes that as a trace.
+
+    All ranks of the pipeline call it, once, before the steps. After the last recorded step each of them writes
+    `folder/pipeline-N/rank-R.json.gz`, N the first rank of its pipeline, R its own, both of the whole run.
+    `optpipe problem from torch-trace folder/pipeline-N` reads them. Ranks tell each other their clocks before and after
+    the recorded steps; within a step nothing waits. If the training ends before, there is no file.
+
+    Parameters
+    ----------
+    schedule
+        One of torch.distributed.pipelining.
+    folder
+        Made if it is not there. Files of an earlier recording are overwritten.
+    after
+        How many training steps run before the first that is recorded: the first ones often take longer.
+    steps
+        How many are recorded. Evaluations do not count, and are not recorded.
+
+    Raises
+    ------
+    InputError
+        If the folder cannot be made, there is no step to record, or the schedule is being recorded already.
+    """
+    if after < 0 or steps < 1:
+        raise InputError(f"after = {after}, steps = {steps}: after at least 0 steps, at least 1 to record are expected")
+    if "step" in vars(schedule):
+        raise InputError("schedule: its step is replaced already, as by another record_trace: one at a time")
+    group = stages_of_schedule(schedule)[0].group
+    path = Path(folder) / f"pipeline-{dist.get_process_group_ranks(group)[0]}" / f"rank-{dist.get_rank()}.json.gz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"folder = {folder}: cannot be made: {error.strerror}") from None
+    vars(schedule)["step"] = Recorder(schedule, path, range(after, after + steps))
+
+
+class RanOp(NamedTuple):
+    """An op that ran, its kind by torch's letter, and the marks of the clock before and after it."""
+
+    step: int
+    stage: int
+    letter: str
+    microbatch: int
+    begin: Any
+    end: Any
+
+
+class Meeting(NamedTuple):
+    """When the ranks compared their clocks: a mark of this rank's, and the first rank's time of it."""
+
+    mark: Any
+    ms: float
+    within_ms: float
+
+
+class Recorder:
+    """Stands in the place of the schedule's `step` until the last recorded step has run."""
+
+    def __init__(self, schedule: PipelineSchedule, path: Path, recorded: range) -> None:
+        self._schedule, self._path, self._recorded = schedule, path, recorded
+        self._run = schedule.step
+        self._stages = stages_of_schedule(schedule)
+        self._clock = Clock(self._stages[0].device)
+        self._step = 0
+        self._ops: list[RanOp] = []
+        self._first: Meeting
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """A step or an evaluation."""
+        if not is_training(self._schedule):
+            return self._run(*args, **options)
+        if self._step == self._recorded.start:
+            self._first = self._meet()
+        with ExitStack() as recording:
+            if self._step in self._recorded:
+                for where, methods in self._timed_methods():
+                    recording.enter_context(replaced(where, methods))
+            result = self._run(*args, **options)
+        self._step += 1
+        if self._step == self._recorded.stop:
+            del vars(self._schedule)["step"]
+            self._write(self._meet())
+        return result
+
+    def _timed_methods(self) -> Iterator[tuple[PipelineSchedule | StageBase, dict[str, Callable[..., Any]]]]:
+        for stage in self._stages:
+            methods = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+            yield stage, {name: self._timed(getattr(stage, name), stage, name) for name in methods}
+        yield self._schedule, {COMPUTE_LOSS: self._with_loss(getattr(self._schedule, COMPUTE_LOSS))}
+
+    def _timed(self, run: Callable[..., Any], stage: StageBase, name: str) -> Callable[..., Any]:
+        mark, ops, step, number = self._clock.mark, self._ops, self._step, stage.stage_index
+        letter = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name, "B")
+
+        def timed(microbatch: int, *args: Any, **options: Any) -> Any:
+            begin = mark()
+            result = run(microbatch, *args, **options)
+            is_input_only = letter == "B" and not options.get("full_backward", True)
+            ops.append(RanOp(step, number, "I" if is_input_only else letter, microbatch, begin, mark()))
+            return result
+
+        return timed
+
+    def _with_loss(self, compute_loss: Callable[..., None]) -> Callable[..., None]:
+        """Where the stage is the last, the loss belongs to the forward, which ran right before it."""
+
+        def timed(stage: StageBase, *args: Any, **options: Any) -> None:
+            compute_loss(stage, *args, **options)
+            if stage.is_last:
+                self._ops[-1] = self._ops[-1]._replace(end=self._clock.mark())
+
+        return timed
+
+    def _meet(self) -> Meeting:
+        """Outside of a step: waits for all ranks, and for the device."""
+        ahead = clocks.compare_clocks(self._stages[0].group, self._stages[0].device)
+        self._clock.settle()
+        before, mark, behind = clocks.now_ms(), self._clock.mark(), clocks.now_ms()
+        return Meeting(mark, (before + behind) / 2 - ahead.ms, ahead.within_ms + (behind - before) / 2)
+
+    def _write(self, last: Meeting) -> None:
+        group, rank = self._stages[0].group, dist.get_rank()
+        content = {
+            "distributedInfo": {
+                "rank": rank,
+                "world_size": dist.get_world_size(),
+                "pg_config": [{"pg_desc": "pp", "ranks": dist.get_process_group_ranks(group)}],
+            },
+            "clocks_differ_by_at_most_ms": max(self._first.within_ms, last.within_ms),
+            "traceEvents": [event for op in self._events(last) for event in op],
+        }
+        with gzip.open(self._path, "wt", encoding="utf-8") as file:
+            json.dump(content, file)
+
+    def _events(self, last: Meeting) -> Iterator[list[dict[str, Any]]]:
+        """Each op as a range, in us. What two clocks drift apart between the meetings counts from step to step, so that
+        within a step times are those of one clock."""
+        first, elapsed_ms = self._first, self._clock.ms
+        drift = (last.ms - first.ms) / elapsed_ms(first.mark, last.mark) - 1
+        on_host = self._stages[0].device.type != "cuda"
+        step, shift = -1, 0.0
+        for op in self._ops:
+            begin = elapsed_ms(first.mark, op.begin)
+            if op.step != step:
+                step, shift = op.step, first.ms + drift * begin
+            span = {"ph": "X", "pid": dist.get_rank(), "tid": 0, "ts": round((shift + begin) * 1e3, 3)}
+            span["dur"] = round(elapsed_ms(op.begin, op.end) * 1e3, 3)
+            name = f"PP:{op.stage}{op.letter}{op.microbatch}"
+            events = [{**span, "cat": HOST if on_host else DEVICE, "name": name, "args": {"step": op.step}}]
+            if on_host:  # an op's own work: the range has no waiting for messages before it
+                events.append({**span, "cat": "cpu_op", "name": name})
+            yield events

@@ -1,0 +1,95 @@
+"""`record_trace`: steps by PyTorch's own schedules become a trace that `optpipe.measured` reads."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.ranks import record
+from support.ranks.record import Case, Times
+from support.ranks.worker import Ranks
+
+from optpipe.diagnose.runs import collect_runs
+from optpipe.formats.torch_csv import ACTION, BY_LETTER
+from optpipe.measured.convert import Run, recording_from
+from optpipe.model.ops import BACKWARD, Kind, Op
+
+AHEAD_MS = 54321.0
+APART = "clocks_differ_by_at_most_ms"
+TIMES = Times(10.0, 10.0, 10.0, loss=5.0)
+ONE, LOOPED, IN_A_V = ((0,), (1,)), ((0, 2), (1, 3)), ((0, 3), (1, 2))
+# torch's schedules in a V have no evaluations: they raise
+PLANS = {
+    "1F1B": (Case("1F1B", TIMES, ONE), "etett"),
+    "Interleaved1F1B": (Case("Interleaved1F1B", TIMES, LOOPED), "tetet"),
+    "ZBVZeroBubble": (Case("ZBVZeroBubble", TIMES, IN_A_V), "tttt"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_recording_is_read_as_what_ran(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """All ops of two steps, in torch's order, by one clock, though that of rank 1 is ahead: no op begins before what it
+    waits for has ended. The steps replayed with their own times take as long as they did."""
+    case, plan = PLANS[name]
+    rows = ranks(record.run_recorded, case=case, folder=tmp_path, plan=plan, ahead_ms=AHEAD_MS)
+    folder = tmp_path / "pipeline-0"
+    form, recording = recording_from([folder], None, Run())
+    assert (form, recording.unused) == ("torch-trace", ())
+    assert len(recording.ops) == 2 * sum(map(len, rows))
+    at = {(each.step, each.op): each for each in recording.ops}
+    in_time = sorted(recording.ops, key=lambda each: each.start_ms)
+    for (rank, row), step in product(enumerate(rows), range(2)):
+        ran = [each.op for each in in_time if (each.step, each.rank) == (step, rank)]
+        assert ran == [op_of(action) for action in row]
+    apart_ms = max(json.loads(gzip.decompress(path.read_bytes()))[APART] for path in folder.iterdir())
+    last = sum(map(len, case.stages)) - 1
+    for (step, op), each in at.items():
+        if op.kind is Kind.F:
+            assert each.ms >= TIMES.forward + TIMES.loss * (op.stage == last)
+        if op.kind is Kind.F and op.stage:
+            assert each.start_ms > at[step, op._replace(stage=op.stage - 1)].end_ms - 2 * apart_ms
+        if op.kind in BACKWARD and op.stage < last:
+            (behind,) = (at[key] for kind in BACKWARD if (key := (step, Op(kind, op.stage + 1, op.microbatch))) in at)
+            assert each.start_ms > behind.end_ms - 2 * apart_ms
+    runs = collect_runs(recording)
+    errors = np.abs(runs.replay()[0] / runs.measured_ms - 1)
+    print(f"{name}: replay errors {errors}, clocks within {apart_ms:.3f} ms")
+    assert errors.min() < 0.05  # the machine may be busy in one of the two
+
+
+def op_of(action: str) -> Op:
+    stage, letter, microbatch = ACTION.fullmatch(action).groups()
+    return Op(BY_LETTER[letter], int(stage), int(microbatch))
+
+
+def test_clocks_that_differ(ranks: Ranks) -> None:
+    first, second = ranks(record.compare_clocks, ahead_ms=AHEAD_MS)
+    assert abs(first.ms) <= first.within_ms
+    assert abs(second.ms - AHEAD_MS) <= second.within_ms
+
+
+def test_what_cannot_be_recorded_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    case, _ = PLANS["1F1B"]
+    for said in ranks(record.refusals, case=case, folder=tmp_path, a_file=tmp_path / "file"):
+        assert said == [
+            "after = 5, steps = 0: after at least 0 steps, at least 1 to record are expected",
+            f"folder = {tmp_path / 'file'}: cannot be made: Not a directory",
+            "schedule: its step is replaced already, as by another record_trace: one at a time",
+        ]
+
+
+@pytest.mark.slow
+def test_a_recorded_step_takes_as_long_as_a_plain_one(ranks: Ranks, tmp_path: Path) -> None:
+    """Less than 2 % more, the fastest of some each, with ops of 2 and 4 ms."""
+    case = Case("1F1B", Times(2.0, 2.0, 2.0, loss=0.0), ONE, microbatches=8)
+    by_rank = np.array(
+        ranks(record.time_steps, case=case, folder=tmp_path, pairs=30)
+    )  # (rank, pair, plain or recorded)
+    plain, recorded = by_rank.max(axis=0).min(axis=0)
+    print(f"a recorded step takes {recorded / plain:.4f} of a plain one")
+    assert recorded < 1.02 * plain

@@ -1,0 +1,141 @@
+"""What the ranks run in `test_record`: recorded steps by torch's own schedules, on stages that sleep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from optpipe.errors import InputError
+from optpipe_runtime import record_trace
+from optpipe_runtime.ranks import clocks
+
+SHAPE = (8, 16)  # of a micro-batch
+ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"  # in torch's letters
+
+
+class Times(NamedTuple):
+    """Of F, B, W and the loss of a micro-batch, in ms."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    loss: float
+
+
+class Case(NamedTuple):
+    """A schedule of torch by its name, the time of each op, and which stages each of two ranks has."""
+
+    name: str
+    times: Times
+    stages: tuple[tuple[int, ...], tuple[int, ...]]
+    microbatches: int = 4
+
+
+class Stage(nn.Module):
+    """Its F, B and W sleep, also where torch splits the backward."""
+
+    def __init__(self, times: Times) -> None:
+        super().__init__()
+        self.times, self.weight = times, nn.Parameter(torch.zeros(SHAPE[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.times.forward / 1e3)
+        paced: Tensor = _Paced.apply(x, self.times.backward_input)
+        return paced + _Paced.apply(self.weight, self.times.backward_weight)
+
+
+class _Paced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+        ctx.ms = ms
+        return x + 0.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        time.sleep(ctx.ms / 1e3)
+        return dy, None
+
+
+def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[str]:
+    """Records two steps, from the second on, of a plan: t a training step, e an evaluation. The clock of rank 1 is
+    ahead. Returns the compute actions of this rank, which torch's `Schedule1F1B` tells wrongly."""
+    schedule, step = prepared(case)
+    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
+        record_trace(schedule, folder, after=1, steps=2)
+        for letter in plan:
+            step("step" if letter == "t" else "eval")
+    assert not {"step", "_maybe_compute_loss"} & vars(schedule).keys()
+    if case.name == "1F1B":
+        return ONE_F_ONE_B[dist.get_rank()].split()
+    return [str(action) for action in schedule.pipeline_order[dist.get_rank()] if action is not None]
+
+
+def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
+    schedule, _ = prepared(case)
+    said = []
+    for options in ({"folder": folder, "steps": 0}, {"folder": a_file}, {"folder": folder}, {"folder": folder}):
+        try:
+            record_trace(schedule, **options)
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def compare_clocks(ahead_ms: float) -> clocks.Ahead:
+    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
+        return clocks.compare_clocks(None, torch.device("cpu"))
+
+
+def time_steps(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]:
+    """Of pairs of steps, their times: of a plain one, and of a recorded one. It is the second of three, so without
+    what is done before the first and behind the last."""
+    schedule, step = prepared(case)
+    found = []
+    for _ in range(pairs):
+        step()
+        plain = timed(step)
+        record_trace(schedule, folder, after=0, steps=3)
+        step()
+        found.append((plain, timed(step)))
+        step()
+    return found
+
+
+def timed(step: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def now_ms(ahead_ms: float) -> Callable[[], float]:
+    return lambda: time.perf_counter() * 1e3 + ahead_ms * dist.get_rank()
+
+
+def prepared(case: Case) -> tuple[Any, Callable[..., object]]:
+    """The schedule, and a function that runs a step of it, or by `eval` an evaluation."""
+    mine, count = case.stages[dist.get_rank()], sum(map(len, case.stages))
+    stages = [PipelineStage(Stage(case.times), s, count, torch.device("cpu")) for s in mine]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(case.times.loss / 1e3)
+        return (output - target).square().mean()
+
+    kind = schedules.get_schedule_class(case.name)
+    schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, case.microbatches, loss_fn)
+    batch = torch.zeros(case.microbatches * SHAPE[0], SHAPE[1], requires_grad=True)
+
+    def step(how: str = "step") -> object:
+        given = [batch] if 0 in mine else []
+        return getattr(schedule, how)(*given, target=batch if count - 1 in mine else None)
+
+    return schedule, step
