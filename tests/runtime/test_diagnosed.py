@@ -1,0 +1,48 @@
+"""The loop is closed: a trace of a real run, its diagnosis, its cure applied, and the gain measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.ranks import diagnosed
+from support.ranks.diagnosed import Traced
+from support.ranks.worker import Ranks
+
+from optpipe.diagnose import diagnose_recording
+from optpipe.measured.recording import MeasuredOp, Recording
+
+LAYERS, HEAD = (4, 4, 4, 4), 4
+STEP_APART_MS = 1e5
+
+
+def step_ms(ranks: Sequence[Sequence[Traced]]) -> float:
+    """The quickest step of the slowest rank: others were held up by what else runs here."""
+    return min(max(rank.step_ms for rank in step) for step in zip(*ranks, strict=True))
+
+
+def recording(ranks: Sequence[Sequence[Traced]]) -> Recording:
+    return Recording(
+        [
+            MeasuredOp(op, device, step, end - start, STEP_APART_MS * step + start, rank=device)
+            for device, steps in enumerate(ranks)
+            for step, traced in enumerate(steps)
+            for op, start, end in traced.ops
+        ]
+    )
+
+
+def test_a_cure_that_is_applied_gains_what_was_predicted(four_ranks: Ranks) -> None:
+    before = four_ranks(diagnosed.train, layers=LAYERS, head=HEAD)
+    found = diagnose_recording(recording(before), "csv", layers=LAYERS, time_limit_s=0.0)
+    assert [part.name for part in found.losses.causes][:1] == ["stages"]
+    assert [s for s, _ in found.losses.uneven_stages] == [3]
+    assert found.losses.replay_error < 0.05
+    cure = next(cure for cure in found.cures.cures if cure.name == "layers")
+    (line,) = cure.lines
+    counts = [int(word) for word in line.split() if word.isdigit()]
+    layers = (counts[0] - 1, *counts[1:-1], counts[-1] - 1)  # without the embedding and the head
+    assert sum(layers) == sum(LAYERS)
+    after = four_ranks(diagnosed.train, layers=layers, head=HEAD)
+    predicted_ms = float((cure.before_ms - cure.ms).mean())
+    assert predicted_ms > 0.2 * step_ms(before)
+    assert step_ms(before) - step_ms(after) >= 0.9 * predicted_ms
