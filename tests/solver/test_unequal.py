@@ -1,6 +1,6 @@
 """Micro-batches that differ: all that finds or bounds schedules, against every schedule there is.
 
-`python -m pytest tests/solver/test_unequal.py -m soak` tries thousands of problems, in about two hours.
+`python -m pytest tests/solver/test_unequal.py -m soak` tries thousands of problems, for hours.
 """
 
 from __future__ import annotations

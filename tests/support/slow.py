@@ -54,6 +54,7 @@ PATTERNS = (
     "solver/test_portfolio.py::test_cancelled_while_engines_compute_nothing_is_left_but_the_best*",
     "solver/test_portfolio.py::test_a_huge_problem_ends_in_time*",
     "solver/test_reproducible.py*",
+    "solver/test_unequal.py*",
     "solver/test_first.py::test_memory_does_not_grow*",
 )
 # These run in `make test`, too: a page in a browser at least once.
