@@ -107,7 +107,7 @@ def report(diagnosis: Diagnosis) -> None:
     runs, losses, cures = diagnosis.runs, diagnosis.losses, diagnosis.cures
     step = losses.measured_ms
     echo(
-        f"{diagnosis.form}: {len(runs.steps)} steps of {len(runs.replicas)} "
+        f"{diagnosis.form}: {len(runs.steps)} step{'s' * (len(runs.steps) > 1)} of {len(runs.replicas)} "
         f"replica{'s' * (len(runs.replicas) > 1)}, {len(runs.where)} stages on {runs.devices} devices; a step takes "
         f"{step.mean():.5g} ms ({step.min():.5g} to {step.max():.5g}); replayed within {losses.replay_error:.2%}"
     )

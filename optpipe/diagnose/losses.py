@@ -99,7 +99,7 @@ class Losses:
 def explain(runs: Runs) -> Losses:
     """Replay each step, then without one cause after the other."""
     replayed = runs.longest(runs.replay()[0])
-    measured = runs.longest(runs.measured_ms)
+    measured = runs.longest(np.nan_to_num(runs.measured_ms, nan=-np.inf))
     measured = np.where(np.isfinite(measured), measured, replayed)
     slow, left = find_slow_devices(runs)
     step, healthy = runs.step[runs.run], runs.ms * left

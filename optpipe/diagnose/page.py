@@ -49,8 +49,8 @@ def _sections(diagnosis: Diagnosis) -> Iterator[str]:
         lines = escape("\n".join(map(printable, cure.lines)))
         yield _section(
             f"{cure.title}: {cure.gain:.1%} less",
-            f"<p>From {cure.before_ms.mean():.4g} to {cure.ms.mean():.4g} ms; no schedule with the same freedom is "
-            f"below {cure.bound_ms.mean():.4g} ms. The fullest device holds {max(cure.activations):g} activations, "
+            f"<p>From {cure.before_ms.mean():.1f} to {cure.ms.mean():.1f} ms; no schedule with the same freedom is "
+            f"below {cure.bound_ms.mean():.1f} ms. The fullest device holds {max(cure.activations):g} activations, "
             f"today {max(diagnosis.cures.held):g}.</p><pre>{lines}</pre>",
         )
     for title, sentences in (

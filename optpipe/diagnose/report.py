@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.diagnose.batches import Known
 from optpipe.diagnose.cures import Cure, Cures, Told, find_cures
 from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
-from optpipe.diagnose.losses import NAMES, Losses, explain
+from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.convert import Run, recording_from
@@ -47,8 +47,10 @@ class Diagnosis:
     def causes(self) -> list[str]:
         """What causes losses, the largest first, one sentence each; how much each costs stands in `losses`."""
         step_ms = float(np.mean(self.losses.measured_ms))
+        unexplained = self.losses.parts[0].mean_ms / step_ms
+        doubt = [f"{NAMES['unexplained']}: {unexplained:.1%} of a step, so the other figures are in doubt"]
         said = {"slow-device": self._slow, "stages": self._uneven}
-        return [
+        return doubt * (abs(unexplained) > CAUSE) + [
             f"{said[part.name]() if part.name in said else NAMES[part.name]}: {part.mean_ms / step_ms:.1%} of a step"
             for part in self.losses.causes
         ]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isnan
 from statistics import median
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.timeline import timed_samples
 from optpipe.formats import megatron
-from optpipe.measured.estimate import overlapping_ops, programs_of
+from optpipe.measured.estimate import NO_TIME, overlapping_ops, programs_of
 from optpipe.measured.messages import clocks_ahead, gaps, impossible, spans_ms
 from optpipe.measured.recording import MeasuredOp, Recording, stage_of
 from optpipe.measured.steps import Step, TrainingSteps, find_training_steps
@@ -191,6 +192,10 @@ def collect_runs(recording: Recording) -> Runs:
             f"replica {first.replica}: its stages lie on other devices than those of replica {runs[0].ops[0].replica}"
         )
     kept = _comparable(runs, len(by_replica) - len(errors), unused)
+    if any(not any(each.ms for each in run.ops) for run in kept):
+        raise InputError(NO_TIME)
+    if any(isnan(run.measured_ms) for run in kept):
+        assumed.append("how long a step took: as long as in its replay, for that was not measured")
     return _as_arrays(kept, tuple(where[s] for s in range(len(where))), tuple(unused), tuple(dict.fromkeys(assumed)))
 
 
