@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.device import KIND, ON_CUDA
-from support.ranks import cases, failures, gpu, worker
+from support.ranks import cases, failures, gpu, record, worker
 from support.ranks.calls import same
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 
 from benchmarks.training.overhead import overhead
+from optpipe.measured.convert import problem_from
+from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 
 M = 4
@@ -151,3 +154,17 @@ def test_a_rank_that_is_killed_is_reported(two: Ranks) -> None:
     trouble = failures.Trouble(1, "forward", 2, kill=True)
     for heard in two.survivors(failures.in_trouble, 1, placement=[0, 1], schedule=schedule, trouble=trouble):
         assert heard.error.startswith("OptPipeError: rank 1 did not answer any more")
+
+
+def test_torchs_own_schedule_is_recorded(rank: Ranks, tmp_path: Path) -> None:
+    """On a GPU by events. Ops of one stage that sleeps take no less than that, and stand in their order."""
+    case = record.Case("1F1B", record.Times(10.0, 10.0, 10.0, loss=5.0), ((0,),))
+    rank(record.run_recorded, case=case, folder=tmp_path, plan="ttt", ahead_ms=0.0)
+    found = problem_from("torch-trace", tmp_path / "pipeline-0")
+    (times,) = found.stages
+    assert times[Kind.F].count == times[Kind.BW].count == 2 * M
+    assert times[Kind.F].ms >= 15
+    assert times[Kind.BW].ms >= 20
+    assert found.schedule is not None
+    assert [str(op) for op in found.schedule.programs[0].ops()] == [f"0{op}{j}" for j in range(M) for op in ("F", "BW")]
+    assert ("times of a device: these are the host's" in found.unknown) is not ON_CUDA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,9 +18,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from optpipe.errors import InputError
 from optpipe_runtime import record_trace
 from optpipe_runtime.ranks import clocks
+from support.device import device
 
 SHAPE = (8, 16)  # of a micro-batch
-ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"  # in torch's letters
 
 
 class Times(NamedTuple):
@@ -32,11 +33,11 @@ class Times(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A schedule of torch by its name, the time of each op, and which stages each of two ranks has."""
+    """A schedule of torch by its name, the time of each op, and which stages each rank has."""
 
     name: str
     times: Times
-    stages: tuple[tuple[int, ...], tuple[int, ...]]
+    stages: tuple[tuple[int, ...], ...]
     microbatches: int = 4
 
 
@@ -75,8 +76,16 @@ def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[s
             step("step" if letter == "t" else "eval")
     assert not {"step", "_maybe_compute_loss"} & vars(schedule).keys()
     if case.name == "1F1B":
-        return ONE_F_ONE_B[dist.get_rank()].split()
+        return one_f_one_b(dist.get_rank(), dist.get_world_size(), case.microbatches)
     return [str(action) for action in schedule.pipeline_order[dist.get_rank()] if action is not None]
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[str]:
+    """In torch's letters: as many forwards first as there are stages from here on."""
+    forwards, backwards = ([f"{stage}{letter}{j}" for j in range(microbatches)] for letter in "FB")
+    first = min(stages - stage, microbatches)
+    pairs = zip_longest(backwards, forwards[first:])
+    return forwards[:first] + [op for pair in pairs for op in pair if op]
 
 
 def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
@@ -92,7 +101,7 @@ def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
 
 def compare_clocks(ahead_ms: float) -> clocks.Ahead:
     with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
-        return clocks.compare_clocks(None, torch.device("cpu"))
+        return clocks.compare_clocks(None, device())
 
 
 def time_steps(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]:
@@ -124,7 +133,7 @@ def now_ms(ahead_ms: float) -> Callable[[], float]:
 def prepared(case: Case) -> tuple[Any, Callable[..., object]]:
     """The schedule, and a function that runs a step of it, or by `eval` an evaluation."""
     mine, count = case.stages[dist.get_rank()], sum(map(len, case.stages))
-    stages = [PipelineStage(Stage(case.times), s, count, torch.device("cpu")) for s in mine]
+    stages = [PipelineStage(Stage(case.times), s, count, device()) for s in mine]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         time.sleep(case.times.loss / 1e3)
@@ -132,7 +141,7 @@ def prepared(case: Case) -> tuple[Any, Callable[..., object]]:
 
     kind = schedules.get_schedule_class(case.name)
     schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, case.microbatches, loss_fn)
-    batch = torch.zeros(case.microbatches * SHAPE[0], SHAPE[1], requires_grad=True)
+    batch = torch.zeros(case.microbatches * SHAPE[0], SHAPE[1], device=device(), requires_grad=True)
 
     def step(how: str = "step") -> object:
         given = [batch] if 0 in mine else []
