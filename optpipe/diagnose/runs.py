@@ -103,16 +103,6 @@ class Runs:
         """The runs of a step: one a replica."""
         return np.flatnonzero(self.step == step)
 
-    def of_steps(self, steps: Sequence[int]) -> Runs:
-        """The runs of some steps only."""
-        kept = np.flatnonzero(np.isin(self.step, steps))
-        ops = np.isin(self.run, kept)
-        begins = np.r_[0, np.cumsum(np.diff(self.begins)[kept])]
-        names = ("kind", "stage", "microbatch", "device", "ms")
-        of_runs = ("order", "step", "replica", "measured_ms", "message_ms")
-        fields = {name: getattr(self, name)[ops] for name in names} | {n: getattr(self, n)[kept] for n in of_runs}
-        return replace(self, begins=begins, **fields)
-
     def longest(self, lengths_ms: Floats) -> Floats:
         """(N,) of each step the slowest replica's length; `lengths_ms` is (K,)."""
         longest = np.full(len(self.steps), -np.inf)
