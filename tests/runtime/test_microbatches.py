@@ -101,3 +101,15 @@ def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks) -> None
     _, losses = ranks(microbatches.hosted, taken=COUNTS, budget=400_000)
     for found, expected in zip(losses, microbatches.plain(2, COUNTS), strict=True):
         assert found == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_wrong_use_is_told_on_every_rank(ranks: Ranks) -> None:
+    parts = [
+        "the micro-batches of this step are not those that were announced for it",
+        "announce steps [0, 1] at once: all ranks must have equally many batches",
+        "costs is of a pipeline of 3 stages: this one has 2",
+        "microbatches[0].tokens = nan: a number from 0 to 2^53 was expected",
+    ]
+    for told in ranks(microbatches.misused):
+        for sentence, part in zip(told, parts, strict=True):
+            assert part in sentence

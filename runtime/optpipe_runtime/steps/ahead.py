@@ -111,6 +111,9 @@ class Ahead:
 
     def _prepare(self, told: Told, plan: Planner | None, begins: threading.Event) -> PlannedStep | Unmeasured:
         by_rank: list[Told] = self._group.gather(told)
+        numbers = [each.number for each in by_rank]
+        if len(set(numbers)) > 1:
+            raise InputError(f"the ranks announce steps {numbers} at once: all ranks must have equally many batches")
         for each in by_rank:
             if isinstance(each.given, InputError):
                 raise each.given

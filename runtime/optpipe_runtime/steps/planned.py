@@ -66,7 +66,7 @@ class PlannedSteps:
     Raises
     ------
     InputError
-        If the pipeline has several routes, or `whole_gradients`.
+        If the pipeline has several routes, or `whole_gradients`, or `costs` is of one with another number of stages.
     """
 
     def __init__(
@@ -82,6 +82,13 @@ class PlannedSteps:
             raise InputError(f"routes has {len(pipe.layout.routes)} entries: a schedule for every step needs one route")
         for feature in rank.features:
             feature.require_own_schedules()
+        stages = len(pipe.layout.placement)
+
+        def require_costs() -> None:
+            if costs is not None and costs.stages != stages:
+                raise InputError(f"costs is of a pipeline of {costs.stages} stages: this one has {stages}")
+
+        rank.cpu_group.on_each_rank(require_costs)
         self._pipe, self._rank, self._runner = pipe, rank, runner
         self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
@@ -157,8 +164,11 @@ class PlannedSteps:
         if not self._prepared:
             self.announce(inputs, targets, kwargs)
         told, prepared = self._prepared.popleft()
-        planned = prepared.wait()
         batch = self._pipe._batch(inputs, targets, kwargs, trace, outputs, weights, timed=True)
+        with self._rank.team.collective():
+            planned = prepared.wait()
+        with self._rank.team.local():
+            self._require_announced(told.given, batch)
 
         def plan() -> PlannedStep:
             nonlocal planned
@@ -175,6 +185,16 @@ class PlannedSteps:
         self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
         self._seen.append(seen(told.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
+
+    def _require_announced(self, announced: Given | InputError, batch: Batch) -> None:
+        """Raises `InputError` if the step has other micro-batches on this rank than its schedule is for."""
+        given = self._runner.describe(batch)
+        assert isinstance(announced, Given)  # else there is no schedule
+        if (given.microbatches, given.shapes) != (announced.microbatches, announced.shapes):
+            raise InputError(
+                "the micro-batches of this step are not those that were announced for it: give them to step in the "
+                "order of announce, with the same shapes"
+            )
 
     def _features_of(self, batch: Batch) -> Features:
         m, first = batch.count or self._rank.microbatches, self._pipe.layout.routes[0][0]

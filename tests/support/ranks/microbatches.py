@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.steps import StepMemoryError
+from optpipe.steps import CostModel, StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
+from optpipe_runtime.steps.planned import tokens_and_squares
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
 from support.ranks.replicas import gradients, place
 
@@ -256,3 +259,34 @@ def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
             losses.append(train.step(inputs, targets, weights=each["weights"]).losses or [])
             on_device.step()
     return losses
+
+
+def misused() -> list[str]:
+    """Planned steps on two ranks, wrongly used: what each rank is told."""
+    number, told = dist.get_rank(), []
+    turns = [Turn((Sizes(1, 4), Sizes(2, 7))), Turn((Sizes(1, 5), Sizes(2, 9))), Turn((Sizes(1, 6), Sizes(1, 4)))]
+    batches = [[Microbatches(part) for part in batch(turn, seed)] for seed, turn in enumerate(turns)]
+
+    def train(announced: Sequence[int], run: Sequence[int], stages: int = 2, features: Any = None) -> None:
+        costs = CostModel(("tokens", "squares"), stages) if number == 0 else None
+        modules = {number: make_stages(2)[number]}
+        given = features or tokens_and_squares
+        with (
+            Pipeline(modules, [0, 1], loss_fn, 2) as pipe,
+            PlannedSteps(pipe, given, activation_budget_bytes=10**6, costs=costs) as steps,
+        ):
+            for k in announced:
+                steps.announce(*batches[k])
+            for k in run:
+                steps.step(*batches[k])
+
+    for wrong in (
+        lambda: train([0, 1], [0, 2]),
+        lambda: train([0, 1][: number + 1], [0, 1]),
+        lambda: train([0], [0], stages=3),
+        lambda: train([0], [0], features=lambda tokens: {"tokens": float("nan")}),
+    ):
+        with pytest.raises(OptPipeError) as caught:
+            wrong()
+        told.append(str(caught.value))
+    return told
