@@ -38,6 +38,7 @@ from optpipe_runtime.stage.split import (
     main_grad,
 )
 from optpipe_runtime.stage.split.mode import Note
+from optpipe_runtime.torch_private.modules import buffers_of
 from optpipe_runtime.torch_private.trees import tree_map_only
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -155,7 +156,8 @@ class StageRunner:
         return list(dict.fromkeys([*self.module.parameters(), *self.outside.named_parameters().values()]))
 
     def _buffers(self) -> set[Tensor]:
-        return {buffer for part in self.modules() for buffer in part.buffers(recurse=False)}
+        # By torch's own table: a module may have a `buffers` of its own, as Megatron's DistributedDataParallel has.
+        return {buffer for part in self.modules() for buffer in buffers_of(part).values() if buffer is not None}
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
         """Call it before a step. The batch, parameters and buffers stay in memory anyway: they are no activations.
