@@ -6,6 +6,7 @@ whichever is longer. Kernels run while the host launches further ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -86,7 +87,7 @@ class Clock:
         launched = len(work.matmuls) + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
         own = self._overlapped(
             sum(self.matmul_ms(each.input_gradient) for each in work.matmuls),
-            sum(map(self.matmul_ms, products)) + SCORES_BACKWARD["flash"] * self._flash(work),
+            self._products_ms(products) + SCORES_BACKWARD["flash"] * self._flash(work),
             self.pass_ms(TRAFFIC_BACKWARD * work.traffic),
             launched,
         )
@@ -112,20 +113,19 @@ class Clock:
         """F, B and W together."""
         return self.forward(piece).plus(self.backward_input(piece)).plus(self.backward_weight(piece))
 
-    def matmul_ms(self, matmul: Matmul) -> float:
+    def matmul_ms(self, matmul: Matmul, peak: float | None = None) -> float:
         """How long one kernel of matmuls takes: its operations at the speed of its depth, or its bytes.
 
         What a tile computes grows with the depth, what it takes to begin and to end does not: at `matmul_depth` half of
         the fraction is reached.
         """
-        gpu = self.gpu
-        computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (self._peak * gpu.matmul_fraction) * MS
+        gpu, peak = self.gpu, peak or self._peak
+        computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (peak * gpu.matmul_fraction) * MS
         return max(computing, self.pass_ms(self.run.value_bytes * matmul.numbers))
 
     def flash_ms(self, operations: float) -> float:
-        """How long flash attention takes. Its numbers have 16 bits where matmuls' have 8."""
-        precision = "bf16" if self.run.precision == "fp8" else self.run.precision
-        return operations / (self.peak(precision) * self.gpu.attention_fraction) * MS
+        """How long flash attention takes."""
+        return operations / (self._attention_peak * self.gpu.attention_fraction) * MS
 
     def pass_ms(self, nbytes: float) -> float:
         """How long it takes to read and write so many bytes."""
@@ -143,19 +143,20 @@ class Clock:
     def transfer_ms(self, nbytes: float) -> float:
         """Time of so many bytes from a GPU of one stage to one of the next."""
         p = self.parallelism
-        return self.ring_ms(nbytes, 2, p.gpus // 2, 1) if p.pp > 1 else 0.0
+        return self.ring_ms(nbytes, 2, p.gpus / 2, 1) if p.pp > 1 else 0.0
 
-    def ring_ms(self, nbytes: float, ranks: int, stride: int, steps: int) -> float:
+    def ring_ms(self, nbytes: float, ranks: int, stride: float, steps: int) -> float:
         """Time of a collective in which each of some ranks sends so many bytes in so many steps, on a ring.
 
         The ranks are every `stride`-th GPU. A ring leaves a node by one network card, or by all cards if it has all
-        GPUs of the node.
+        GPUs of the node, but no faster than it passes from GPU to GPU within.
         """
         gpu = self.gpu
+        link, network = gpu.link_bytes_per_s * gpu.link_fraction, gpu.network_bytes_per_s * gpu.network_fraction
         if ranks * stride <= gpu.gpus_per_node:
-            speed = gpu.link_bytes_per_s * gpu.link_fraction
+            speed = link
         else:
-            speed = gpu.network_bytes_per_s * gpu.network_fraction * (gpu.gpus_per_node if stride == 1 else 1)
+            speed = max(network, min(link, gpu.gpus_per_node * network)) if stride == 1 else network
         return nbytes / speed * MS + steps * gpu.link_us * US if ranks > 1 else 0.0
 
     def reduction_ms(self, weights: float, expert_weights: float) -> float:
@@ -207,6 +208,15 @@ class Clock:
     def _peak(self) -> float:
         return self.peak(self.run.precision)
 
+    @cached_property
+    def _attention_peak(self) -> float:
+        """Attention's numbers have 16 bits where matmuls' have 8."""
+        return self.peak("bf16" if self.run.precision == "fp8" else self.run.precision)
+
+    def _products_ms(self, products: Iterable[Matmul]) -> float:
+        """How long the matmuls of unfused attention take."""
+        return sum(self.matmul_ms(each, self._attention_peak) for each in products)
+
     def _overlapped(self, matmuls: float, attention: float, passes: float, launched: int) -> Times:
         """The time of kernels while the host launches so many."""
         gpu, host = matmuls + attention + passes, launched * self.gpu.host_us * US
@@ -217,7 +227,7 @@ class Clock:
         work = piece.work
         flash = self._flash(work)
         launched = len(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
-        attention = sum(map(self.matmul_ms, work.products)) + flash
+        attention = self._products_ms(work.products) + flash
         return self._overlapped(sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched)
 
     def _flash(self, work: Work) -> float:
@@ -230,7 +240,7 @@ class Clock:
         level, work = LEVELS.index(self.run.recompute), piece.work
         if self.run.recompute == "full":
             return self.forward(piece).ms
-        products = sum(map(self.matmul_ms, work.products)) if level >= LEVELS.index("selective") else 0.0
+        products = self._products_ms(work.products) if level >= LEVELS.index("selective") else 0.0
         return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
 
     def _sent(self, work: Work, over: str | None = None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -193,6 +194,8 @@ def test_messages_to_other_nodes_take_the_network():
     latency = GPUS["H100"].link_us / 1000
     assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / (450e9 * 0.75) + latency)
     assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / (50e9 * 0.75) + latency)
+    nine = made(GPT.model_copy(update={"layers": 9}), {"pp": 3, "dp": 3})  # a GPU more than a node has
+    assert nine.message_ms == pytest.approx(1000 * 2 * 512 * 1024 / (50e9 * 0.75) + latency)
     whole = made(eight, {"pp": 8, "tp": 2, "sequence_parallel": False})  # sent in halves, and gathered
     assert whole.problem.p2p_ms == pytest.approx(far.problem.p2p_ms + 1000 * 512 * 1024 / (450e9 * 0.75) + latency)
 
@@ -207,6 +210,8 @@ def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus()
     assert clock.ring_ms(nbytes, 8, 1, steps=0) == pytest.approx(1000 * nbytes / (gpu.link_bytes_per_s * 0.75))
     assert clock.ring_ms(0.0, 8, 1, steps=14) == pytest.approx(14 * gpu.link_us / 1000)
     assert clock.ring_ms(nbytes, 1, 1, steps=1) == 0
+    fast = replace(clock, gpu=gpu.model_copy(update={"network_bytes_per_s": gpu.link_bytes_per_s / 2}))
+    assert fast.ring_ms(nbytes, 16, 1, steps=0) == clock.ring_ms(nbytes, 8, 1, steps=0)  # links are slower
 
 
 @given(st.integers(64, 8192), st.integers(64, 8192), st.integers(16, 8192))
@@ -221,6 +226,13 @@ def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
     half = clock.matmul_ms(Matmul(8192, 8192, gpu.matmul_depth))
     twice = clock.matmul_ms(Matmul(8192, 8192, 3 * gpu.matmul_depth))  # thrice the work, at 3/4 of the fraction
     assert twice == pytest.approx(2 * half)
+
+
+def test_attention_has_16_bits_where_matmuls_have_8():
+    unfused = {"attention": "unfused", "microbatch_size": 4}
+    times = [made(**unfused, precision=each).device_times[0] for each in ("bf16", "fp8")]
+    assert times[1].attention == times[0].attention
+    assert times[1].matmuls < times[0].matmuls
 
 
 def test_a_softmax_is_one_kernel_where_heads_are_a_multiple_of_4():
