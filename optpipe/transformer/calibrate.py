@@ -21,11 +21,12 @@ from optpipe.transformer.work import Piece
 
 Floats = npt.NDArray[np.float64]
 NAMES: tuple[Parameter, ...] = get_args(Parameter)
-STEP = 1e-3  # of a logarithm, for derivatives
+STEP = -1e-3  # of a logarithm, for derivatives: down, since fractions end at 1
 ROUNDS, STEPS = 3, 30
 HUBER = 1.5  # standard deviations from which on an error counts by its size, not by its square
 UNEXPLAINED = "unexplained"  # what no parameter says
-LEAST = 1e-9  # parameters that are 0 begin here
+SURE = 1e-3  # the least standard deviation of an error
+LEAST = 1e-9  # instead of a parameter that is 0
 
 
 class Observation(NamedTuple):
@@ -105,15 +106,20 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
     Raises
     ------
     InputError
-        If there is nothing to learn from.
+        If there is nothing to learn from, or a parameter is 0.
 
     Notes
     -----
     Levenberg (1944) and Marquardt (1963) with the weights of Huber (1964). The standard deviation that an error is
-    compared with is estimated from the errors themselves (the median of their sizes over 0.67), round by round.
+    compared with is estimated from the errors themselves (the median of their sizes over 0.67), round by round. Few
+    of them are small because parameters follow them. So `unexplained`, with which the covariance is computed, is at
+    least (number of parameters / number of observations)^½ of what it was before, or all of it if that is more than 1.
     """
     if not observations:
         raise InputError("observations = 0: at least one measurement is needed")
+    for name in NAMES:
+        if getattr(gpu, name) == 0:
+            raise InputError(f"{name} = 0: expected a number above 0 to begin with, such as a preset's")
     prior: Floats = logarithms(gpu)
     precision: Floats = np.linalg.inv(covariance(gpu)).astype(np.float64)
     measured: Floats = np.log([each.measured_ms for each in observations])
@@ -122,16 +128,17 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
         other = with_logarithms(gpu, values)
         return np.log([each.predict(other) for each in observations]) - measured
 
-    values, sigma = prior, gpu.unexplained
+    values, sigma = prior, max(gpu.unexplained, SURE)
     for _ in range(ROUNDS):
         values, hessian = _minimize(residuals, values, prior, precision, sigma)
-        left = residuals(values)
-        sigma = max(float(np.median(abs(left))) / 0.67, 1e-3)
+        told = (hessian - precision) * sigma**2
+        sigma = max(float(np.median(abs(residuals(values)))) / 0.67, SURE)
+    unexplained = max(sigma, gpu.unexplained * min(1.0, len(NAMES) / len(observations)) ** 0.5)
     learned = with_logarithms(gpu, values)
     return learned.model_copy(
         update={
-            "covariance": tuple(map(tuple, np.linalg.inv(hessian).tolist())),
-            "unexplained": sigma,
+            "covariance": tuple(map(tuple, np.linalg.inv(precision + told / unexplained**2).tolist())),
+            "unexplained": unexplained,
         }
     )
 
@@ -204,6 +211,7 @@ def _minimize(
         loss = np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)).sum()
         return float(loss + (values - prior) @ precision @ (values - prior))
 
+    most = np.array([0.0 if name.endswith("fraction") else np.inf for name in NAMES])
     left, damping = residuals(values), 1e-2
     for _ in range(STEPS):
         nudged = [residuals(values + STEP * each) for each in np.eye(len(values))]
@@ -214,7 +222,7 @@ def _minimize(
         before = cost(left, values)
         while True:
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -slope)
-            further = values + np.clip(step, -0.5, 0.5)
+            further = np.minimum(values + np.clip(step, -0.5, 0.5), most)
             further_left = residuals(further)
             gain = before - cost(further_left, further)
             if gain > 0 or damping > 1e6:

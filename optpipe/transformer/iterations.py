@@ -142,13 +142,18 @@ def read_iterations(text: str | bytes, what: str = "rows", vocabulary: int = GPT
         content = text if isinstance(text, str) else text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{what}: expected text in UTF-8: {error.reason} at byte {error.start}") from None
-    reader = csv.DictReader(StringIO(content))
-    missing = [name for name in (*COLUMNS.values(), MEASURED) if name not in (reader.fieldnames or ())]
-    if missing:
-        raise InputError(
-            f"{what}: the column {missing[0]!r} is missing; expected {', '.join(COLUMNS.values())}, {MEASURED}"
-        )
-    rows = [_iteration(row, f"{what}, line {reader.line_num}", vocabulary) for row in reader]
+    reader = csv.DictReader(StringIO(content, newline=None), skipinitialspace=True)
+    try:
+        names = reader.fieldnames or ()
+        for name in (*COLUMNS.values(), MEASURED):
+            if names.count(name) != 1:
+                found = "is missing" if name not in names else "is there more than once"
+                raise InputError(
+                    f"{what}: the column {name!r} {found}; expected {', '.join(COLUMNS.values())}, {MEASURED}"
+                )
+        rows = [_iteration(row, f"{what}, line {reader.line_num}", vocabulary) for row in reader]
+    except csv.Error as error:
+        raise InputError(f"{what}: expected a table as CSV: {error}") from None
     if not rows:
         raise InputError(f"{what}: no rows; expected one measured iteration a line")
     return rows

@@ -101,6 +101,24 @@ def test_hidden_parameters_are_found_again(seed):
     assert covariance(learned)[attention, attention] == pytest.approx(PARAMETERS["attention_fraction"] ** 2)
 
 
+def test_parameters_at_their_limits_are_learned_or_refused():
+    """A fraction of 1 is one below it in truth; of a time of 0 no logarithm can begin."""
+    truth = GPU.model_copy(update={"link_fraction": 0.6})
+    measured = [row._replace(measured_ms=iteration_ms(row.on(truth))) for row in some_rows(20)]
+    learned = learn(GPU.model_copy(update={"link_fraction": 1.0}), measured)
+    assert learned.link_fraction == pytest.approx(0.6, rel=0.1)
+    assert learn(GPU.model_copy(update={"unexplained": 0.0}), measured).unexplained > 0
+    with pytest.raises(InputError, match=r"^host_us = 0: expected a number above 0 to begin with"):
+        learn(GPU.model_copy(update={"host_us": 0.0}), measured)
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_few_rows_do_not_make_predictions_sure(count):
+    """Eight parameters can follow them, so that errors that are left say little."""
+    measured = [row._replace(measured_ms=iteration_ms(row.on(GPU))) for row in some_rows(count)]
+    assert learn(GPU, measured).unexplained == pytest.approx(GPU.unexplained * min(1.0, len(NAMES) / count) ** 0.5)
+
+
 def test_ops_of_a_measured_problem_tell_of_the_gpu():
     """Of stages with embedding, layers and head; micro-batches that differ count by their mean."""
     hidden = GPUS["H100"].model_copy(
@@ -146,6 +164,20 @@ def test_a_wrong_row_is_one_sentence(lines, said):
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=r"the column '# GPUs' is missing"):
         read_iterations("a,b\n1,2")
+    with pytest.raises(InputError, match=r"the column '# GPUs' is there more than once"):
+        read_iterations(f"{HEAD},# GPUs\n1,2")
+    with pytest.raises(InputError, match=r"^rows: expected a table as CSV: field larger"):
+        rows("1" * 200_000)
+
+
+def test_tables_of_other_programs_are_read():
+    """With a mark of UTF-8, blanks after commas, columns in another order, and other ends of lines."""
+    row = "16,8,1,1024,16,8,1024,2,2,4,10"
+    (plain,) = rows(row)
+    for lines in ((HEAD, row), (",".join(HEAD.split(",")[::-1]), ",".join(row.split(",")[::-1]))):
+        for end in ("\n", "\r\n", "\r"):
+            text = "\ufeff" + end.join(lines).replace(",", ", ") + end
+            assert read_iterations(text.encode()) == [plain]
 
 
 def test_errors_are_of_pairs_that_answer_one_question():
