@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import expm1
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def _question(plan: Plan) -> Iterator[str]:
         f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"
     )
     yield (
-        f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named; nothing is "
-        "measured"
+        f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named"
+        + ("; nothing is measured" if question.gpu.covariance is None else "")
     )
 
 
@@ -129,13 +130,13 @@ def _less_memory(plan: Plan) -> Iterator[str]:
 
 def _other_divisions(plan: Plan) -> Iterator[str]:
     """The best candidate of each, whether it is really slower, and what to measure where that is open."""
-    yield "other divisions, each by its best candidate; ≈ where it cannot be told from the best one"
+    yield "other divisions, each by its best candidate; ≥ is a bound, ≈ cannot be told from the best one"
     differences = [difference(plan.best, other) for other in plan.other_divisions[:OTHERS]]
     for other, each in zip(plan.other_divisions, differences, strict=False):
         text = f"{other.iteration_ms / S:.4g}" if other.schedule else f"≥ {other.bound_ms / S:.4g}"
         by = f", {other.schedule.method}" if other.schedule else ""
         yield f"{f'≈ {text}' if each.is_open and other.schedule else text:>9} s  {other}{by}"
-    if differences and differences[0].is_open:
+    if differences and plan.other_divisions[0].schedule and differences[0].is_open:
         yield _to_measure(differences[0])
 
 
@@ -150,8 +151,8 @@ def _to_measure(open_one: Difference) -> str:
     largest = open_one.largest
     what = measures.get(largest, "this GPU, by optpipe calibrate")
     return (
-        f"the runner-up is {open_one.longer:.1%} longer, ± {open_one.spread:.1%} (a standard deviation), most of which "
-        f"is {largest.replace('_', ' ')}: to decide measure {what}"
+        f"the runner-up is {expm1(open_one.longer):.1%} longer, ± {open_one.spread:.1%} (a standard deviation), most "
+        f"of which is {largest.replace('_', ' ')}: to decide measure {what}"
     )
 
 
@@ -247,7 +248,8 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     """Where the runner-up's time goes, beside the best one's, and which term makes most of the difference."""
     by = other.schedule.method if other.schedule else "its bound"
-    yield f"the runner-up takes {other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
+    least = "" if other.schedule else "at least "
+    yield f"the runner-up takes {least}{other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
     yield f"{'s':>27}{'best':>10}{'runner-up':>11}{'more':>9}"
     ours, theirs = parts(best), parts(other)
     for name, ms in ours.items():
