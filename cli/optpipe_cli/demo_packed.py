@@ -26,10 +26,12 @@ TITLE = "ms a step, medians over the batches"
 def run(html: Path, tolerance: float) -> bool:
     """Train the GPT, then the same on stages that sleep; print both and write a page of the latter. Return whether the
     losses were those of a plain run, within memory."""
+    import torch
+
     from optpipe_runtime.demo import reference
 
     echo(
-        f"{MICROBATCHES} micro-batches a step, each of {DOCUMENTS} documents in one row, without padding: 4 to "
+        f"{MICROBATCHES} micro-batches a step, each of {DOCUMENTS} documents in one row, without padding: at most "
         f"{LONGEST} tokens a document"
     )
     training, sleeping = tasks()
@@ -37,6 +39,7 @@ def run(html: Path, tolerance: float) -> bool:
     trained = measured(training, RANKS)
     _show(trained, f"the GPT on {RANKS} ranks")
     echo(f"the same {len(trained.losses)} steps in one plain process, to compare the losses")
+    torch.set_num_threads(1)  # as ranks have
     plain = list(reference.trained(training.size, RANKS, training.steps()))
     off = difference(trained.losses, plain)
     echo(f"losses: relative difference to the plain run at most {off:.1e} (tolerance {tolerance:g})")
