@@ -159,6 +159,18 @@ class Clock:
             speed = max(network, min(link, gpu.gpus_per_node * network)) if stride == 1 else network
         return nbytes / speed * MS + steps * gpu.link_us * US if ranks > 1 else 0.0
 
+    def exchange_ms(self, nbytes: float, ranks: int, stride: int, steps: int) -> float:
+        """Time of an all-to-all in which each of some ranks sends so many bytes, the same to each other rank.
+
+        What goes to other nodes leaves by the rank's own network card, while the rest takes links.
+        """
+        gpu = self.gpu
+        near = min(ranks, max(1, gpu.gpus_per_node // stride))
+        away = nbytes * (ranks - near) / (ranks - 1)
+        over_links_s = (nbytes - away) / (gpu.link_bytes_per_s * gpu.link_fraction)
+        over_network_s = away / (gpu.network_bytes_per_s * gpu.network_fraction)
+        return max(over_links_s, over_network_s) * MS + steps * gpu.link_us * US
+
     def reduction_ms(self, weights: float, expert_weights: float) -> float:
         """Time in which data-parallel ranks sum so many weights' gradients and share the new weights, in an iteration.
 
@@ -239,7 +251,7 @@ class Clock:
             return 0.0
         level, work = LEVELS.index(self.run.recompute), piece.work
         if self.run.recompute == "full":
-            return self.forward(piece).ms
+            return self.forward(piece).ms - self._gathered(piece)  # B has gathered the weights
         products = self._products_ms(work.products) if level >= LEVELS.index("selective") else 0.0
         return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
 
@@ -248,7 +260,9 @@ class Clock:
         p = self.parallelism
         groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.tp)}
         return sum(
-            self.ring_ms(each.bytes, *groups[each.over], each.steps) for each in work.sent if over in (None, each.over)
+            (self.exchange_ms if each.over == "experts" else self.ring_ms)(each.bytes, *groups[each.over], each.steps)
+            for each in work.sent
+            if over in (None, each.over)
         )
 
     def _gathered(self, piece: Piece) -> float:

@@ -214,6 +214,26 @@ def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus()
     assert fast.ring_ms(nbytes, 16, 1, steps=0) == clock.ring_ms(nbytes, 8, 1, steps=0)  # links are slower
 
 
+def test_tokens_for_experts_on_other_nodes_leave_by_the_card_of_their_gpu():
+    """Of 15 other GPUs 8 are on the other node; with tensor parallelism 2 there are four of the group on each."""
+    nbytes, gpu = 15e9, GPUS["A100"]
+    clock = made(gpu="A100").clock
+    card, link = gpu.network_bytes_per_s * gpu.network_fraction, gpu.link_bytes_per_s * gpu.link_fraction
+    assert clock.exchange_ms(nbytes, 16, 1, steps=0) == pytest.approx(8e12 / card)
+    assert clock.exchange_ms(nbytes, 16, 2, steps=0) == pytest.approx(12e12 / card)
+    assert clock.exchange_ms(nbytes, 8, 1, steps=7) == pytest.approx(15e12 / link + 7 * gpu.link_us / 1000)
+
+
+def test_weights_are_gathered_once_for_a_backward_that_recomputes():
+    """Zero 3 adds two gathers and, in W, a reduction, whatever is recomputed."""
+    added = [
+        made(division={"dp": 8, "zero": 3}, recompute=each).device_times[0].ms
+        - made(division={"dp": 8}, recompute=each).device_times[0].ms
+        for each in ("none", "full")
+    ]
+    assert added[1] == pytest.approx(added[0])
+
+
 @given(st.integers(64, 8192), st.integers(64, 8192), st.integers(16, 8192))
 def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
     """At `matmul_depth` half of the fraction; never less time than their bytes take."""
