@@ -234,7 +234,7 @@ class Gpu(Document):
     name: Text = ""
     source: Text = ""
     memory_bytes: Bytes
-    flops: dict[Precision, Speed]
+    flops: Annotated[dict[Precision, Speed], Field(min_length=1)]
     memory_bytes_per_s: Speed
     link_bytes_per_s: Speed  # to other GPUs of the node
     network_bytes_per_s: Speed  # to other nodes
@@ -291,7 +291,7 @@ class Run(Document):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a weight or of an activation's element. With fp8 only matmuls are in 8 bits."""
+        """Bytes of a weight or of an activation's element. With fp8 only matmuls with weights are in 8 bits."""
         return 4 if self.precision == "fp32" else 2
 
     @property

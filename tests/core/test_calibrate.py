@@ -201,6 +201,11 @@ def test_a_covariance_that_is_none_is_refused(wrong):
         Gpu.from_dict(GPU.model_dump() | {"covariance": wrong.tolist()})
 
 
+def test_a_gpu_that_has_no_peak_is_refused():
+    with pytest.raises(InputError, match=r"^gpu: flops = .*: a length of at least 1 was expected$"):
+        Gpu.from_dict(GPU.model_dump() | {"flops": {}}, "gpu")
+
+
 def test_what_a_preset_has_learned_is_surer_than_what_was_assumed():
     learned = covariance(GPUS["A100-megatron"])
     assert (np.linalg.eigvalsh(learned) > 0).all()
