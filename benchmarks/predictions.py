@@ -55,8 +55,9 @@ def predictions(
         write_file(output, json.dumps(preset(gpu), indent=1) + "\n")
     for name, split in splits.items():
         typer.echo(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
-    for name, rows in tables.items():
-        near = [row for row, ms in zip(rows, predicted(gpu, rows), strict=True) if not is_outlier(gpu, row, ms)]
+    for name, split in splits.items():
+        times = zip(split.rest, predicted(gpu, split.rest), strict=True)
+        near = [row for row, ms in times if not is_outlier(gpu, row, ms)]
         typer.echo(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
     told = {name: told_apart(gpu, split.rest) for name, split in splits.items()}
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
