@@ -133,7 +133,7 @@ def now_ms(ahead_ms: float) -> Callable[[], float]:
 def prepared(case: Case) -> tuple[Any, Callable[..., object]]:
     """The schedule, and a function that runs a step of it, or by `eval` an evaluation."""
     mine, count = case.stages[dist.get_rank()], sum(map(len, case.stages))
-    stages = [PipelineStage(Stage(case.times), s, count, device()) for s in mine]
+    stages = [PipelineStage(Stage(case.times).to(device()), s, count, device()) for s in mine]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         time.sleep(case.times.loss / 1e3)
