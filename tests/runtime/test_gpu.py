@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.device import KIND, ON_CUDA
-from support.ranks import cases, failures, gpu, record, worker
+from support.ranks import cases, failures, gpu, microbatches, record, worker
 from support.ranks.calls import same
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
@@ -69,6 +70,16 @@ def test_a_training_is_the_same_in_plain_torch(rank: Ranks, way: str) -> None:
     # bfloat16 has eight bits, and inductor has kernels of its own.
     assert loss < (1e-2 if way == "autocast" else 1e-4)
     assert parameter < (0.05 if way == "autocast" else 1e-3)
+
+
+def test_each_step_has_a_schedule_of_its_own(rank: Ranks) -> None:
+    """Of micro-batches of other shapes, as many as it has, within the bytes that are certified."""
+    (seen,) = rank(microbatches.planned, placement=[0, 0], taken=microbatches.COUNTS, budget=10**7)
+    for step, (losses, gradients, _) in zip(seen, microbatches.plain(2, microbatches.COUNTS), strict=True):
+        assert step.losses == pytest.approx(losses, rel=1e-4)
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(step.gradients[name], gradient, atol=1e-4, err_msg=name)
+        assert 0 < step.peak_bytes <= step.certified_bytes
 
 
 def test_a_drop_frees_what_a_reload_takes(rank: Ranks) -> None:

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from support.ranks import cases, microbatches
-from support.ranks.microbatches import EVALUATED, Expected, Planned, Sizes, Turn
+from support.ranks.microbatches import COUNTS, EVALUATED, FIRST, Expected, Planned, Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
-FIRST = Turn((Sizes(2, 9), Sizes(1, 16), Sizes(3, 4), Sizes(2, 12)))
 BETWEEN = Turn((Sizes(1, 9), Sizes(2, 5), Sizes(3, 16), Sizes(1, 7)), weighted=True)
 LONGER = Turn((Sizes(2, 60), Sizes(2, 5), Sizes(1, 16), Sizes(1, 7)))
 
@@ -35,14 +34,6 @@ def test_every_step_equals_a_plain_run(ranks: Ranks, programs: list[list[str]]) 
     learned = [step.learned for step in seen[0]]
     assert learned[1] == learned[4] == learned[5] == 0, "their shapes were learned, or lie between those that were"
     assert learned[3] == 1, "only the longest is new"
-
-
-COUNTS = [
-    FIRST,
-    Turn((Sizes(2, 9), Sizes(2, 20), Sizes(1, 5), Sizes(2, 12), Sizes(1, 33), Sizes(1, 7)), weighted=True),
-    Turn((Sizes(1, 30), Sizes(1, 8), Sizes(2, 6))),
-    Turn((Sizes(1, 11), Sizes(2, 18), Sizes(3, 5), Sizes(1, 6), Sizes(2, 13)), weighted=True),
-]
 
 
 def require_equal(seen: Sequence[Sequence[Planned]], expected: Sequence[Expected], budget: int) -> None:

@@ -18,6 +18,7 @@ from optpipe.steps import CostModel, StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from optpipe_runtime.steps.planned import tokens_and_squares
+from support.device import device
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
 from support.ranks.replicas import gradients, place
 
@@ -45,6 +46,13 @@ class Turn(NamedTuple):
         return [float(size.tokens) for size in self.sizes] if self.weighted else None
 
 
+FIRST = Turn((Sizes(2, 9), Sizes(1, 16), Sizes(3, 4), Sizes(2, 12)))
+COUNTS = [
+    FIRST,
+    Turn((Sizes(2, 9), Sizes(2, 20), Sizes(1, 5), Sizes(2, 12), Sizes(1, 33), Sizes(1, 7)), weighted=True),
+    Turn((Sizes(1, 30), Sizes(1, 8), Sizes(2, 6))),
+    Turn((Sizes(1, 11), Sizes(2, 18), Sizes(3, 5), Sizes(1, 6), Sizes(2, 13)), weighted=True),
+]
 EVALUATED = Turn((Sizes(2, 7), Sizes(1, 50), Sizes(2, 3), Sizes(1, 4), Sizes(1, 5)), train=False)
 
 
@@ -60,7 +68,7 @@ class Seen(NamedTuple):
 def batch(turn: Turn, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and targets."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(WORDS, (rows, length + 1), generator=generator) for rows, length in turn.sizes]
+    tokens = [torch.randint(WORDS, (rows, length + 1), generator=generator).to(device()) for rows, length in turn.sizes]
     return [each[:, :-1].contiguous() for each in tokens], [each[:, 1:].contiguous() for each in tokens]
 
 
