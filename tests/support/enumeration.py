@@ -175,6 +175,9 @@ def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objectiv
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
     if prod(map(len, candidates)) > MOST_SCHEDULES / (10 if problem.shared_links else 1):
         raise TooManyError
+    best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
+    if not all(candidates):
+        return best, 0
     tables = TimedPrograms(problem, candidates)
     if not problem.shared_links:
         lengths, shortest = tables.shortest()
@@ -182,7 +185,6 @@ def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objectiv
             programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
             assert ms[1] == length(Schedule(problem, programs), ms[0])
         return lengths, prod(map(len, candidates))
-    best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
     tried = 0
     for chosen in product(*(range(len(own)) for own in candidates)):
         programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
