@@ -104,7 +104,10 @@ class CostModel:
         measured
             By stage: each figure with one number a micro-batch.
 
-        Raises InputError if one is missing, no finite number or negative.
+        Raises
+        ------
+        InputError
+            If one is missing, no finite number or negative.
         """
         inputs = self._read(microbatches)
         if len(measured) != self.stages:
