@@ -127,15 +127,17 @@ def form_of(path: Path) -> str:
     pieces = read_pieces(path)
     first = next(pieces, "")
     if first.lstrip()[:1] not in ("{", "["):
-        return "megatron-timers"
-    for event in Events(chain([first], pieces), str(path)):
-        if event.get("name") in straggler.KINDS:
-            return "straggler"
-        if torch_trace.is_torchs(event):
-            return "torch-trace"
+        if any(timer in piece for piece in chain([first], pieces) for timer in megatron_timers.TIMERS):
+            return "megatron-timers"
+    else:
+        for event in Events(chain([first], pieces), str(path)):
+            if event.get("name") in straggler.KINDS:
+                return "straggler"
+            if torch_trace.is_torchs(event):
+                return "torch-trace"
     raise InputError(
-        f"{path}: like no form that is known: a timeline of StragglerAnalysis or a trace of torch.profiler is "
-        "expected; say which by --form"
+        f"{path}: like no form that is known: a timeline of StragglerAnalysis, a trace of torch.profiler or a log of "
+        "Megatron's timers is expected; say which by --form"
     )
 
 

@@ -151,8 +151,9 @@ def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Command,
     assert err.count("\n") == 1
 
 
-def test_what_is_no_trace_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"traceEvents": [{"ph": "X", "name": "x"}]}')
+@pytest.mark.parametrize("text", ['{"traceEvents": [{"ph": "X", "name": "x"}]}', "# A page", ""])
+def test_what_is_no_trace_is_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=r"a\.json: like no form that is known"):
         diagnose(tmp_path / "a.json")
 
