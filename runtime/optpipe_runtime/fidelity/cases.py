@@ -67,11 +67,17 @@ class Task:
 
     @classmethod
     def load(cls, path: Path) -> Task:
-        content = json.loads(path.read_text())
-        content["cases"] = [Case(**case) for case in content["cases"]]
-        content["size"] = gpt.Size(**content["size"])
-        content["paced_ms"] = content["paced_ms"] and paced.Times(*content["paced_ms"])
-        return cls(**content)
+        fields = read_task(path)
+        fields["cases"] = [Case(**case) for case in fields["cases"]]
+        return cls(**fields)
+
+
+def read_task(path: Path) -> dict[str, Any]:
+    """The fields of a task in a file, with those that all tasks have as records."""
+    fields: dict[str, Any] = json.loads(path.read_text())
+    fields["size"] = gpt.Size(**fields["size"])
+    fields["paced_ms"] = fields["paced_ms"] and paced.Times(*fields["paced_ms"])
+    return fields
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import Microbatch, corpus, documents, packed
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.fidelity import paced
+from optpipe_runtime.fidelity.cases import read_task
 from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.steps.ahead import Told, Unmeasured
@@ -67,10 +68,7 @@ class Task:
 
     @classmethod
     def load(cls, path: Path) -> Task:
-        content = json.loads(path.read_text())
-        content["size"] = gpt.Size(**content["size"])
-        content["paced_ms"] = content["paced_ms"] and paced.Times(*content["paced_ms"])
-        return cls(**content)
+        return cls(**read_task(path))
 
     @property
     def longest(self) -> int:
