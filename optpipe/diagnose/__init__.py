@@ -1,6 +1,6 @@
 """A trace in, the causes of what is lost and the cures out. No torch is needed, and no solver but in a process."""
 
-from optpipe.diagnose.batches import Change, Known, StepBatch, batch_of
+from optpipe.diagnose.batches import Change, StepBatch, UserFacts, batch_of
 from optpipe.diagnose.cures import Cure, Cures, find_cures
 from optpipe.diagnose.losses import Loss, Losses, explain
 from optpipe.diagnose.report import Diagnosis, diagnose, diagnose_recording
@@ -12,12 +12,12 @@ __all__ = [
     "Cure",
     "Cures",
     "Diagnosis",
-    "Known",
     "Loss",
     "Losses",
     "Runs",
     "SlowDevice",
     "StepBatch",
+    "UserFacts",
     "batch_of",
     "collect_runs",
     "diagnose",

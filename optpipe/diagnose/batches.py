@@ -29,7 +29,7 @@ FIELDS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 Entry = Literal["ran", "order", "spread"]
 
 
-class Known(NamedTuple):
+class UserFacts(NamedTuple):
     """What a user says of the job beside the trace.
 
     Attributes
@@ -62,7 +62,7 @@ class Change:
         over the replicas.
     schedule
         The order of ops; None for the one in which they ran.
-    own
+    own_schedules
         Whether each replica gets a schedule of its own for its micro-batches, in each step.
     """
 
@@ -70,7 +70,7 @@ class Change:
     placement: Placement | None = None
     entry: Entry = "ran"
     schedule: Schedule | None = None
-    own: bool = False
+    own_schedules: bool = False
 
 
 class Outcome(NamedTuple):
@@ -149,7 +149,11 @@ class StepBatch:
         problem = schedule.problem
         if change.entry == "order":
             yield schedule.on(of_microbatches(problem, assign(problem, 1).microbatches[0]))
-        if change.own and (listed := by_rules(problem, schedule, "makespan", WORK)) and not listed.compiled.complaints:
+        if (
+            change.own_schedules
+            and (listed := by_rules(problem, schedule, "makespan", WORK))
+            and not listed.compiled.complaints
+        ):
             yield listed
 
     def _length_ms(self, schedule: Schedule) -> float:
@@ -158,7 +162,7 @@ class StepBatch:
         return float((timeline.end - self.handover_ms[timeline.device]).max() - timeline.start.min())
 
 
-def batch_of(runs: Runs, healthy_ms: Floats, step: int, known: Known) -> StepBatch:
+def batch_of(runs: Runs, healthy_ms: Floats, step: int, facts: UserFacts) -> StepBatch:
     """The step of these runs. `healthy_ms` is (T,) the time of each op without slow devices."""
     chosen = runs.runs_of(step)
     counts = [runs.orders[runs.order[run]].problem.microbatches for run in chosen]
@@ -166,7 +170,7 @@ def batch_of(runs: Runs, healthy_ms: Floats, step: int, known: Known) -> StepBat
     stages, devices = len(runs.where), runs.devices
     ms = np.zeros((3, stages, int(first[-1])))
     factor = np.ones((len(chosen), devices))
-    share = known.weight_share or 0.0
+    share = facts.weight_share or 0.0
     parts = np.zeros((len(Kind), 3))  # of an op's time, those of F, B and W
     parts[[Kind.F, Kind.B, Kind.W], [0, 1, 2]] = 1.0
     parts[Kind.BW] = 0.0, 1 - share, share
@@ -180,9 +184,9 @@ def batch_of(runs: Runs, healthy_ms: Floats, step: int, known: Known) -> StepBat
         factor[r] = np.divide(spent, healthy, out=np.ones(devices), where=healthy > 0)
     orders = tuple(runs.orders[runs.order[run]] for run in chosen)
     held = max(peak.bytes for order in set_of(orders) for peak in certify(order.problem, order).device)
-    budgets = [held if known.memory is None else max(ACTIVATION, round(known.memory * ACTIVATION))] * devices
+    budgets = [held if facts.memory is None else max(ACTIVATION, round(facts.memory * ACTIVATION))] * devices
     apart = bool((runs.kind == int(Kind.W)).any())
-    problem = _problem(ms, runs, float(np.median(runs.message_ms[chosen])), budgets, known.layers)
+    problem = _problem(ms, runs, float(np.median(runs.message_ms[chosen])), budgets, facts.layers)
     groups = tuple(tuple(range(a, b)) for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True))
     return StepBatch(problem, groups, factor, orders, runs.handover_ms, apart)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from optpipe.anytime import solve
 from optpipe.comparison import compare
-from optpipe.diagnose.batches import Change, Known, Outcome, StepBatch, batch_of, evenly, typical
+from optpipe.diagnose.batches import Change, Outcome, StepBatch, UserFacts, batch_of, evenly, typical
 from optpipe.diagnose.lines import METHODS, Stack, exported, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import ACTIVATION, Runs
@@ -98,13 +98,13 @@ class Cures(NamedTuple):
 
 
 def find_cures(
-    runs: Runs, losses: Losses, known: Known, stack: Stack, seconds: float = 10.0, told: Told = lambda _: None
+    runs: Runs, losses: Losses, facts: UserFacts, stack: Stack, seconds: float = 10.0, told: Told = lambda _: None
 ) -> Cures:
     """Try what may cure the causes of the losses.
 
     Parameters
     ----------
-    known
+    facts
         What the user says of the job.
     stack
         What runs it: its published schedules are tried, and lines and files are written for it.
@@ -116,11 +116,11 @@ def find_cures(
     Raises
     ------
     InputError
-        If what is known does not fit the runs.
+        If the facts do not fit the runs.
     """
     chosen = runs.steps[np.unique(np.linspace(0, len(runs.steps) - 1, SAMPLED).astype(int))].tolist()
-    batches = [batch_of(runs, losses.healthy_ms, step, known) for step in chosen]
-    search = _Search(runs, losses, known, stack, batches, [batch.predict(Change()) for batch in batches])
+    batches = [batch_of(runs, losses.healthy_ms, step, facts) for step in chosen]
+    search = _Search(runs, losses, facts, stack, batches, [batch.predict(Change()) for batch in batches])
     causes = {part.name for part in losses.causes}
     tried = dict(_changes(search, causes))
     schedules: list[tuple[str, Schedule]] = []
@@ -145,14 +145,14 @@ def _changes(search: _Search, causes: set[str]) -> list[tuple[str, Change]]:
     changes: list[tuple[str, Change]] = []
     if search.losses.slow_devices:
         changes.append(("device", Change(healthy=True)))
-    if "stages" in causes and search.known.layers:
+    if "stages" in causes and search.facts.layers:
         chunks = len(search.runs.where) // search.runs.devices
         placement = Placement.balanced(typical(search.batches[-1], None), chunks)
         if placement.along(search.runs.where) == list(search.runs.where):
             changes.append(("layers", Change(placement=placement)))
     if causes & {"micro-batches", "replicas"}:
         changes.append(("order", Change(entry="order")))
-        changes.append(("steps", Change(own=True)))
+        changes.append(("steps", Change(own_schedules=True)))
         if len(search.runs.replicas) > 1:
             changes.append(("spread", Change(entry="spread")))
     return changes
@@ -161,7 +161,7 @@ def _changes(search: _Search, causes: set[str]) -> list[tuple[str, Change]]:
 class _Search(NamedTuple):
     runs: Runs
     losses: Losses
-    known: Known
+    facts: UserFacts
     stack: Stack
     batches: Sequence[StepBatch]
     today: Sequence[Outcome]
@@ -171,12 +171,12 @@ class _Search(NamedTuple):
         others, and the solver's."""
         batch = self.batches[len(self.batches) // 2]
         problem, ran = typical(batch, placement), self.today[-1].slowest
-        keep = not self.known.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
+        keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
         rows = compare(problem, METHODS[self.stack], placements="keep" if keep else "all").rows
         published = [
             schedule
             for row in rows
-            if row.schedule and (row.fits or self.known.memory is None)  # what it needs is told
+            if row.schedule and (row.fits or self.facts.memory is None)  # what it needs is told
             for schedule in self._divided(batch, row.schedule)
             if schedule.placement or schedule.programs != ran.programs
         ]
@@ -189,7 +189,7 @@ class _Search(NamedTuple):
             if of_kind := [each for each in published if (each.placement is not None) == in_chunks]:
                 schedules.append((name, min(of_kind, key=predicted_ms)))
         if seconds:
-            placements: Placements = "all" if self.known.layers else "keep"
+            placements: Placements = "all" if self.facts.layers else "keep"
             ours = solve(problem, warm_start=ran.on(problem), time_limit_s=seconds, placements=placements).schedule
             if ours and (ours.placement or ours.programs != ran.programs):
                 schedules.append(("ours", ours))
@@ -197,7 +197,7 @@ class _Search(NamedTuple):
 
     def _divided(self, batch: StepBatch, schedule: Schedule) -> Iterator[Schedule]:
         """Yields the schedule on its stages, if their layers are known, and on even ones."""
-        if self.known.layers or schedule.placement is None:
+        if self.facts.layers or schedule.placement is None:
             yield schedule
         if schedule.placement and (even := evenly(batch, schedule.placement)):
             yield replace(schedule, problem=even.apply(typical(batch, None)), placement=even)
@@ -206,7 +206,7 @@ class _Search(NamedTuple):
         """The cure; None if it cannot be."""
         try:
             outcomes = [batch.predict(change) for batch in self.batches]
-            title, lines = lines_of(change, self.runs, self.losses, self.stack, bool(self.known.layers))
+            title, lines = lines_of(change, self.runs, self.losses, self.stack, bool(self.facts.layers))
             file = exported(change.schedule, self.stack) if change.schedule and name in ("ours", "together") else None
         except OptPipeError:
             return None
@@ -229,7 +229,7 @@ class _Search(NamedTuple):
             placement=changes["layers"].placement if "layers" in changes else None,
             entry="spread" if "spread" in changes else "order" if "order" in changes else "ran",
         )
-        ways = [joined, *[replace(joined, own=True)] * ("steps" in changes)]
+        ways = [joined, *[replace(joined, own_schedules=True)] * ("steps" in changes)]
         for name in ("published", "chunks", "ours"):
             if name in changes:
                 ways.append(replace(joined, schedule=changes[name].schedule, placement=changes[name].placement))
@@ -249,18 +249,18 @@ def _activations(schedule: Schedule) -> tuple[float, ...]:
 def _asked(search: _Search, causes: set[str]) -> list[str]:
     """What would help, and is not known."""
     asked = []
-    if "stages" in causes and not search.known.layers:
+    if "stages" in causes and not search.facts.layers:
         spared = next(part for part in search.losses.parts if part.name == "stages").mean_ms
         asked.append(
             f"--layers N,N,... how many layers each stage has: other divisions can spare up to {spared:.4g} ms a step"
         )
-    if search.known.memory is None:
+    if search.facts.memory is None:
         held = max(_activations(search.today[-1].slowest))
         asked.append(
             f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and our "
             "schedules hold no more on any device"
         )
-    if search.known.weight_share is None and not (search.runs.kind == int(Kind.W)).any():
+    if search.facts.weight_share is None and not (search.runs.kind == int(Kind.W)).any():
         asked.append(
             "--weight-share X: the share of W in a backward, which was measured whole; without it a split backward "
             "gains nothing"

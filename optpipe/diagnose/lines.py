@@ -58,7 +58,7 @@ def lines_of(change: Change, runs: Runs, losses: Losses, stack: Stack, layered: 
     if change.entry == "order":
         titles.append("let the micro-batches of a replica enter in another order")
         lines.append("in the data loader: optpipe.steps.assign(batch, replicas=1).microbatches[0]")
-    if change.own:
+    if change.own_schedules:
         titles.append("give each replica a schedule for its micro-batches in every step")
         lines.append("in the training: optpipe.steps.StepScheduler")
     if change.placement and change.placement.layers and change.schedule is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.diagnose.batches import Known
+from optpipe.diagnose.batches import UserFacts
 from optpipe.diagnose.cures import Cure, Cures, Told, find_cures
 from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
@@ -192,7 +192,7 @@ def diagnose_recording(
     if counts and (len(counts) != stages or min(counts) < 1):
         raise InputError(f"layers = {listed(counts)}: a number of at least 1 for each of {stages} stages is expected")
     losses = explain(runs)
-    cures = find_cures(runs, losses, Known(counts, memory, weight_share), chosen, time_limit_s, told)
+    cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, time_limit_s, told)
     return Diagnosis(form, chosen, runs, losses, cures)
 
 

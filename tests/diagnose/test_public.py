@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optpipe.diagnose import Change, Diagnosis, Known, batch_of, diagnose
+from optpipe.diagnose import Change, Diagnosis, UserFacts, batch_of, diagnose
 
 TRACES = Path(os.environ.get("OPTPIPE_TRACES", "/nowhere"))
 # What the analysis published with each timeline found, the largest first.
@@ -37,6 +37,6 @@ def test_two_chunks_are_predicted_from_one() -> None:
     (chunks,) = (cure.schedule for cure in one.cures.cures if cure.name == "chunks")
     change = Change(placement=chunks.placement, schedule=chunks)
     steps = one.runs.steps.tolist()
-    ms = [batch_of(one.runs, one.losses.healthy_ms, step, Known()).predict(change).ms for step in steps]
+    ms = [batch_of(one.runs, one.losses.healthy_ms, step, UserFacts()).predict(change).ms for step in steps]
     assert np.mean(ms) == pytest.approx(two.losses.measured_ms.mean(), rel=0.02)
     assert np.median(ms) == pytest.approx(np.median(two.losses.measured_ms), rel=0.02)
