@@ -61,7 +61,7 @@ KINDS = st.one_of(
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problem=KINDS, objective=st.sampled_from(OBJECTIVES))
 def test_no_bound_is_above_what_cpsat_finds(problem: Problem, objective: Objective) -> None:
     no_bound_is_above_what_cpsat_finds(problem, objective)
