@@ -110,6 +110,10 @@ class StepBatch:
     def _spread(self) -> tuple[tuple[int, ...], ...]:
         return assign(self.healthy, len(self.groups), [len(group) for group in self.groups]).microbatches
 
+    def as_ran(self, r: int) -> Schedule:
+        """The r-th replica as it ran, with its own times."""
+        return self.orders[r].on(self._problem(r, self.healthy, self.groups[r], Change()))
+
     def predict(self, change: Change) -> Outcome:
         """The step after a change. Raises OptPipeError if it cannot be."""
         batch = change.placement.apply(self.healthy) if change.placement else self.healthy

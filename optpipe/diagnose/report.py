@@ -82,7 +82,13 @@ class Diagnosis:
             "replayed_ms": losses.replayed_ms.tolist(),
             "replay_error": losses.replay_error,
             "losses": [
-                {"name": part.name, "what": NAMES[part.name], "mean_ms": part.mean_ms, "ms": part.ms.tolist()}
+                {
+                    "name": part.name,
+                    "what": NAMES[part.name],
+                    "avoidable": part.avoidable,
+                    "mean_ms": part.mean_ms,
+                    "ms": part.ms.tolist(),
+                }
                 for part in losses.parts
             ],
             "causes": self.causes,

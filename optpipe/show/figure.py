@@ -40,13 +40,26 @@ def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms:
     return _document([before, schedule], [changes(before, schedule), changes(schedule, before)], lower_bound_ms)
 
 
-def side_by_side(schedules: Sequence[Scheduled]) -> dict[str, Any]:
-    """The document of several schedules, of which a page shows one or two at a time; without what changed."""
-    return _document(schedules, [None] * len(schedules), None)
+def side_by_side(
+    schedules: Sequence[Scheduled], changed: Sequence[NDArray[Any] | None] = (), memory: bool = True
+) -> dict[str, Any]:
+    """The document of several schedules, of which a page shows one or two at a time.
+
+    Parameters
+    ----------
+    changed
+        By schedule, what distinguishes its ops from those of another one (`changes`); by default nothing is marked.
+    memory
+        Whether their memory is known. What is not known is not drawn.
+    """
+    return _document(schedules, changed or [None] * len(schedules), None, memory)
 
 
 def _document(
-    drawn: Sequence[Scheduled], changed: Sequence[NDArray[Any] | None], lower_bound_ms: float | None
+    drawn: Sequence[Scheduled],
+    changed: Sequence[NDArray[Any] | None],
+    lower_bound_ms: float | None,
+    memory: bool = True,
 ) -> dict[str, Any]:
     if any(not len(each.compiled.rows) for each in drawn):
         raise InputError("the programs of a schedule are empty: there is nothing to draw")
@@ -57,7 +70,7 @@ def _document(
         "gap": gap(last.makespan_ms, lower_bound_ms),
         "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in drawn)],
         "letters": [kind.name for kind in Kind],
-        "schedules": [_schedule(each, marks) for each, marks in zip(drawn, changed, strict=True)],
+        "schedules": [_schedule(each, marks, memory) for each, marks in zip(drawn, changed, strict=True)],
     }
 
 
@@ -66,7 +79,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
     return {"letter": kind.name, "name": NAMES[kind], "colour": colour, "text": text_colour(colour)}
 
 
-def _schedule(schedule: Scheduled, changed: NDArray[Any] | None) -> dict[str, Any]:
+def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
     compiled, timeline, problem = schedule.compiled, schedule.timeline, schedule.problem
     rows, causes, certificate = timeline.rows, compiled.causes, compiled.certificate
     colours, of_row = _colours(schedule)
@@ -103,7 +116,7 @@ def _schedule(schedule: Scheduled, changed: NDArray[Any] | None) -> dict[str, An
         "critical_path": _array(np.array(causes.critical_path, np.int64), "i4"),
         "gaps": _gaps(causes.gaps),
         "ready": _ready(causes.ready),
-        "memory": _memory(schedule),
+        "memory": _memory(schedule) if memory else None,
     }
 
 

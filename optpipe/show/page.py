@@ -15,6 +15,7 @@ from functools import cache
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.model.problem import write_file
@@ -25,7 +26,7 @@ from optpipe.show.svg import gantt
 
 WEB = Path(__file__).parent / "web"
 # As they build on another.
-MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "picture", "main")
+MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "picture", "diagnosis", "main")
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 MOST_STILL = 5000  # ops in a picture that is drawn without being asked for
 FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
@@ -57,8 +58,17 @@ def plot(
 
     Raises InputError if plotly is not installed, or as the schedule's timeline does.
     """
-    document = figure(schedule, before, lower_bound_ms)
-    title = f"{document['title']} · {schedule.method}".rstrip(" ·")
+    return page(
+        figure(schedule, before, lower_bound_ms),
+        FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0),
+        schedule.method,
+        below,
+    )
+
+
+def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "", below: str = "") -> Picture:
+    """The page of a document that `web/` draws. Raises InputError if plotly is not installed."""
+    title = f"{document['title']} · {method}".rstrip(" ·")
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     style = (WEB / "page.css").read_text(encoding="utf-8")
     scripts = [plotly().replace("</script", "<\\/script"), _code()]
@@ -70,7 +80,7 @@ def plot(
         f'<title>{escape(printable(title))}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
         f'<script type="application/json" id="document">{data}</script>'
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n',
-        FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0),
+        height,
     )
 
 

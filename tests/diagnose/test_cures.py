@@ -14,7 +14,6 @@ from support.recordings import csv_table, primus_dump, torch_events, torch_trace
 
 from optpipe import InputError
 from optpipe.diagnose import Diagnosis, diagnose, diagnose_recording
-from optpipe.diagnose.page import picture
 from optpipe.formats import megatron
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
@@ -168,9 +167,3 @@ def test_what_was_not_measured_or_explained_is_said(tmp_path: Path) -> None:
     path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,F,1,1,2\n0,BW,0,2,3\n0,BW,1,9,10\n")
     (doubt,) = diagnose(path, time_limit_s=0.0).causes
     assert doubt == "what a replay does not explain: 60.0% of a step, so the other figures are in doubt"
-
-
-def test_names_in_a_page_are_text() -> None:
-    html = picture(diagnosed("stages")).html
-    assert "Devices by steps" in html
-    assert html.count("<script") == 3

@@ -12,11 +12,11 @@
  * @typedef {{begins: Uint32Array, moment: Float64Array, bytes: Float64Array}} Memory
  * @typedef {{method: string, makespan_ms: number, span_ms: number, bubble: number, microbatches: number,
  *   devices: Device[], stages: number[], parts: number[], colours: {fill: string, text: string}[], ops: Ops,
- *   critical_path: Int32Array, gaps: Gaps, ready: Ready, memory: Memory, lanes: Int32Array[][], followers: Followers,
+ *   critical_path: Int32Array, gaps: Gaps, ready: Ready, memory: Memory | null, lanes: Int32Array[][], followers: Followers,
  *   letters: string[], beside: number[], index: number}} Schedule
  * @typedef {{begins: Int32Array, rows: Int32Array}} Followers
  * @typedef {{title: string, lower_bound_ms: number | null, gap: number | null, kinds: Kind[], letters: string[],
- *   schedules: Schedule[]}} Document
+ *   schedules: Schedule[], diagnosis?: any}} Document
  */
 
 export const UPPER = 1;

@@ -13,7 +13,9 @@ import { bytes, ms, percent } from "./words.js";
  * @typedef {import("./shapes.js").Path} Path
  * @typedef {import("./theme.js").Theme} Theme
  * @typedef {{schedule: number, gap: number, row: number}} Chosen a gap, or an op where `gap` is -1
- * @typedef {{range: [number, number], chosen: Chosen | null, critical: boolean, changes: boolean, device: number}} View
+ * @typedef {Partial<Record<"device" | "stage" | "microbatch", number | null>>} Marked the ops that have all of it
+ * @typedef {{range: [number, number], chosen: Chosen | null, marked: Marked | null, critical: boolean, changes: boolean,
+ *   device: number}} View
  */
 
 const CONFIG = { displaylogo: false, doubleClick: false, showTips: false, displayModeBar: false };
@@ -59,13 +61,17 @@ export async function draw(element, schedules, view) {
     }
     const changed = view.changes ? rows.filter((row) => schedule.ops.changed?.[row]) : [];
     if (changed.length <= MOST_DRAWN) traces.push(...changeTraces(schedule, changed, axis, colours));
+    traces.push(...markedTraces(schedule, rows, view.marked, axis, colours));
     if (view.critical)
       traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
     notes.push(note(headline(schedule, schedules, frame), panel.top, frame, colours));
   });
-  traces.push(...memoryTraces(schedules, view, frame, colours), ...written);
-  notes.push(...memoryNotes(schedules, view, frame, colours));
+  if (frame.memory.height) {
+    traces.push(...memoryTraces(schedules, view, frame, colours));
+    notes.push(...memoryNotes(schedules, view, frame, colours));
+  }
+  traces.push(...written);
   Object.assign(layout, { images, annotations: notes });
   await Plotly.react(element, traces, layout, CONFIG);
   return frame;
@@ -123,6 +129,18 @@ function changeTraces(schedule, rows, axis, colours) {
     filled(moved, axis, colours.ink, { width: 0 }, "moved"),
     filled(only, axis, colours.accent, { width: 0 }, "only here"),
   ];
+}
+
+/** A frame around each op that has what is marked.
+ * @param {Schedule} schedule @param {number[]} rows @param {import("./draw.js").Marked | null} marked
+ * @param {string} axis @param {Theme} colours */
+function markedTraces({ ops, ...schedule }, rows, marked, axis, colours) {
+  const wanted = Object.entries(marked ?? {}).filter(([, value]) => value !== null);
+  const path = emptyPath();
+  for (const row of wanted.length ? rows : [])
+    if (wanted.every(([name, value]) => ops[/** @type {keyof Marked} */ (name)][row] === value))
+      addBox(path, ...boxOf({ ops, ...schedule }, row));
+  return path.x.length ? [filled(path, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2 }, "marked")] : [];
 }
 
 /** @param {Schedule} schedule @param {Chosen} chosen @param {string} axis @param {Theme} colours */

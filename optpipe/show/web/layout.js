@@ -32,8 +32,9 @@ export function frameOf(schedules, width) {
     top = panel.top + panel.height + BETWEEN;
     return panel;
   });
-  const memory = { top: top + TITLE, height: MEMORY };
-  const height = memory.top + MEMORY + AXIS;
+  const known = schedules.every(({ memory }) => memory);
+  const memory = known ? { top: top + TITLE, height: MEMORY } : { top: top - BETWEEN, height: 0 };
+  const height = memory.top + memory.height + AXIS;
   return { width, height, panels, memory, left: LEFT, right: width - RIGHT, narrow: width < NARROWEST };
 }
 
@@ -72,7 +73,7 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     hovermode: false,
     dragmode: "zoom",
     xaxis: {
-      ...{ range, minallowed: 0, maxallowed: latest, anchor: "y", zeroline: false },
+      ...{ range, minallowed: 0, maxallowed: latest, anchor: frame.memory.height ? "y" : `y${schedules.length + 1}`, zeroline: false },
       ...{ gridcolor: theme.line, showgrid: grid },
       ...{ ticksuffix: " ms", tickfont: { size: 11 }, ticklabelstandoff: 4, tickangle: 0 },
       nticks: Math.max(3, Math.min(12, Math.floor(frame.width / 80))),

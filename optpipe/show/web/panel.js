@@ -56,6 +56,14 @@ export function button(text, act, className = "") {
   return made;
 }
 
+/** Hands the reader a file.
+ * @param {string} name @param {BlobPart} content */
+export function download(name, content) {
+  const address = URL.createObjectURL(new Blob([content]));
+  /** @type {HTMLAnchorElement} */ (element("a", { href: address, download: name.replace(/[^\w.-]+/g, "-") })).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}
+
 /** @param {string} text @param {boolean} on @param {(on: boolean) => void} act */
 export function toggle(text, on, act) {
   const made = button(text, () => {
@@ -270,18 +278,15 @@ export function aboutOp(schedule, row, choose) {
   return made;
 }
 
-/** The devices' memory as a table; a row shows its device in the picture.
+/** How long devices compute, and their memory where it is known; a row shows its device in the picture.
  * @param {Document} found @param {(device: number) => void} show */
 export function deviceTable({ schedules }, show) {
   const after = schedules[schedules.length - 1];
   const rows = after.devices.map(({ limit, peak, host_peak, busy_ms }, device) => [
     button(`device ${device}`, () => show(device), "link"),
-    bytes(peak),
-    bytes(limit),
-    percent(peak / Math.max(1, limit)),
-    bytes(host_peak),
     percent(busy_ms / (after.makespan_ms || 1)),
+    ...(after.memory ? [bytes(peak), bytes(limit), percent(peak / Math.max(1, limit)), bytes(host_peak)] : []),
   ]);
-  const head = ["device", "certified peak", "limit", "used", "host peak", "computes"];
+  const head = ["device", "computes", ...(after.memory ? ["certified peak", "limit", "used", "host peak"] : [])];
   return element("section", "", element("h2", "", "Devices"), element("div", "scrolls", table("", head, rows)));
 }

@@ -9,9 +9,10 @@ import { onThemeChange } from "./theme.js";
 /**
  * @typedef {import("./data.js").Document} Document
  * @typedef {import("./draw.js").Chosen} Chosen
+ * @typedef {import("./draw.js").Marked} Marked
  * @typedef {import("./draw.js").View} View
  * @typedef {{update: (found: Document) => Promise<void>, close: () => void, chosen: () => Chosen | null,
- *   choose: (chosen: Chosen | null) => void, plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
+ *   choose: (chosen: Chosen | null) => void, mark: (marked: Marked | null) => void, plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
  * @typedef {NonNullable<ReturnType<typeof import("./layout.js").placeAt>>} Place
  */
 
@@ -23,7 +24,7 @@ export async function show(place, found, chose = () => {}) {
   let { schedules } = found;
   let latest = latestEnd(schedules);
   /** @type {View} */
-  const view = { range: [0, latest], chosen: null, critical: false, changes: true, device: fullestDevice(found) };
+  const view = { range: [0, latest], chosen: null, marked: null, critical: false, changes: true, device: fullestDevice(found) };
   const keys = "Gantt chart. Arrow keys go from op to op, plus and minus zoom, Escape clears.";
   const plot = element("div", { class: "plot", tabindex: 0, role: "application", "aria-label": keys });
   const details = element("aside", { tabindex: 0, "aria-live": "polite", "aria-label": "What is chosen" }); // it scrolls
@@ -76,9 +77,13 @@ export async function show(place, found, chose = () => {}) {
     details.replaceChildren(told, button("back", () => choose(null), "back"));
   };
 
+  const mark = (/** @type {Marked | null} */ marked) => {
+    view.marked = marked;
+    redraw();
+  };
   const showDevice = (/** @type {number} */ device) => {
     view.device = device;
-    redraw();
+    mark(schedules[0].memory ? null : { device });
   };
   const critical = toggle("Critical path", view.critical, (on) => {
     view.critical = on;
@@ -127,6 +132,7 @@ export async function show(place, found, chose = () => {}) {
     tools,
     placeOf,
     choose,
+    mark,
     chosen: () => view.chosen,
     async update(next) {
       const [from, to] = view.range;
@@ -136,7 +142,7 @@ export async function show(place, found, chose = () => {}) {
       schedules = next.schedules;
       latest = latestEnd(schedules);
       view.range = all || from >= latest ? [0, latest] : [from, Math.min(to, latest)];
-      view.chosen = null;
+      view.chosen = view.marked = null;
       if (!sameDevices) view.device = fullestDevice(found);
       around();
       await redraw();

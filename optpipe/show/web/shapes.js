@@ -198,6 +198,7 @@ function mixed(colours, shares, width, x) {
 /** A device's memory as steps, thinned to the least and the most of each pixel where there are more.
  * @param {Schedule} schedule @param {number} device @param {[number, number]} range @param {number} width */
 export function memorySteps({ memory, makespan_ms }, device, [from, to], width) {
+  if (!memory) return { x: [], y: [] };
   const begin = memory.begins[device];
   const moments = memory.moment.subarray(begin, memory.begins[device + 1]);
   const held = memory.bytes.subarray(begin, memory.begins[device + 1]);

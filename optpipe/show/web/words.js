@@ -111,9 +111,10 @@ export function waitOf({ ops, gaps }, gap) {
 export function hindrance(schedule, index) {
   const { ready, ops, devices } = schedule;
   const row = ready.row[index];
+  const since = `${opName(schedule, row)} could run from ${ms(ready.since[index])}`;
+  if (!schedule.memory) return `${since}; the program has it later`;
   const limit = bytes(devices[ops.device[row]].limit);
   const held = bytes(ready.held[index]);
-  const since = `${opName(schedule, row)} could run from ${ms(ready.since[index])}`;
   switch (ready.hindrance[index]) {
     case Hindrance.MEMORY:
       return `${since}, but the device would hold ${held} of ${limit}`;

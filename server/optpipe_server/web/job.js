@@ -2,13 +2,13 @@
 // One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
 // adopted, and its log.
 import { joined, read } from "/page/picture/data.js";
-import { button, element, fullest, region, table, tile } from "/page/picture/panel.js";
+import { button, download, element, fullest, region, table, tile } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
 import { Refused, ask, follow, get } from "./api.js";
 import { drawConvergence } from "./convergence.js";
-import { age, apart, badge, card, choice, dialog, download } from "./parts.js";
+import { age, apart, badge, card, choice, dialog } from "./parts.js";
 import { duration, field, fill, link, nameOf, notice, number, trying } from "./parts.js";
 
 /**

@@ -1,9 +1,9 @@
 // @ts-check
 // All jobs with state, age and gap, and the queue.
-import { button, element, region, table } from "/page/picture/panel.js";
+import { button, download, element, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
 import { ask, get, pause, repeat } from "./api.js";
-import { age, apart, badge, card, choice, download, duration, empty, field, input, link, nameOf } from "./parts.js";
+import { age, apart, badge, card, choice, duration, empty, field, input, link, nameOf } from "./parts.js";
 
 /** @typedef {import("./api.js").Job} Job */
 

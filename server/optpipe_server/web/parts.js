@@ -135,16 +135,6 @@ setInterval(() => {
   for (const time of document.querySelectorAll("time[data-after]")) tick(/** @type {HTMLTimeElement} */ (time));
 }, 1000);
 
-/** Hands the reader a file.
- * @param {string} name @param {BlobPart} content */
-export function download(name, content) {
-  const address = URL.createObjectURL(new Blob([content]));
-  const hidden = link(address, "");
-  hidden.download = name.replace(/[^\w.-]+/g, "-");
-  hidden.click();
-  setTimeout(() => URL.revokeObjectURL(address), 1000);
-}
-
 /** Asks something in a dialog; `act` is done if the reader agrees, and its error is told there.
  * @param {string} title @param {Node[]} content @param {string} agree @param {() => Promise<void>} act */
 export function dialog(title, content, agree, act) {

@@ -2,13 +2,13 @@
 // A pipeline by sliders, without a job: what all published schedules make of it, side by side; one of them large, and
 // edited op by op. The address says all of it, so it can be shared.
 import { joined, pick, read } from "/page/picture/data.js";
-import { button, element, toggle } from "/page/picture/panel.js";
+import { button, download, element, toggle } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { ask, follow, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
-import { card, choice, dialog, download, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
+import { card, choice, dialog, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
 import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
 
