@@ -22,6 +22,7 @@ from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver.bounds import memory_bound
+from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.relax import ENGINE, STATES_PER_S, one_device
 from optpipe_solver.relax.bottlenecks import RoundTrip
 from optpipe_solver.relax.one_device import device_bounds, searchable_devices
@@ -81,24 +82,28 @@ BACK_IN_TIME = (
 
 
 @settings(max_examples=examples(40), deadline=None)
-@example(BACK_IN_TIME[0])
-@example(BACK_IN_TIME[1])
-@example(BACK_IN_TIME[2])
-@given(problem=st.one_of(far_from_the_turn(), short_of_memory(2, 3), several_a_device(3)))
-def test_it_is_what_a_plain_search_finds(problem):
-    route = list(problem.all_routes[0])
+@example(BACK_IN_TIME[0], "span")
+@example(BACK_IN_TIME[1], "span")
+@example(BACK_IN_TIME[2], "span")
+@given(
+    problem=st.one_of(far_from_the_turn(), short_of_memory(2, 3), several_a_device(3)),
+    objective=st.sampled_from(["makespan", "span"]),
+)
+def test_it_is_what_a_plain_search_finds(problem, objective):
+    route, microbatches = list(problem.all_routes[0]), problem.microbatches
     for d in searchable_devices(problem):
         stages = [s for s in route if problem.stages[s].device == d]
         try:
             if len(stages) == 1:
-                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], problem.microbatches, "span"), FEW)
+                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], microbatches, objective), FEW)
             else:
-                passes = [(0, s) for s in stages]
-                plain_ms = several_stages_end(several_stages_device(problem, passes, problem.microbatches, "span"), FEW)
+                device = several_stages_device(problem, [(0, s) for s in stages], microbatches, objective)
+                plain_ms = several_stages_end(device, FEW)
         except TooManyStatesError:
             continue
-        found = list(device_bounds(problem, d, "span", 50_000))
-        assert (found[-1] if found else NEVER) == pytest.approx(plain_ms)
+        begins_ms = shortest_paths(problem).arrives[d] if objective == "makespan" else 0.0
+        bounds_ms = list(device_bounds(problem, d, objective, 50_000))
+        assert (bounds_ms[-1] if bounds_ms else NEVER) == pytest.approx(begins_ms + plain_ms)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

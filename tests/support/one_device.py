@@ -125,7 +125,7 @@ def _all_ops(state: State, device: OneStage) -> Iterator[tuple[State, int]]:
         run = state._replace(op="F", op_ends=ends, started=state.started + 1, passed=passed)
         run = run._replace(turns=(*state.turns, max(passed)))
         for again in (False, True) if device.can_recompute else (False,):
-            new = Activation(ends + ms.away, 0 if again else device.parts, again, is_computed=True)
+            new = Activation(ends + ms.between, 0 if again else device.parts, again, is_computed=True)
             yield run._replace(activations=(*state.activations, (state.started, new))), memory.forward
     for j, activation in state.activations:
         others = tuple(each for each in state.activations if each[0] != j)

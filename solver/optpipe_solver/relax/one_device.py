@@ -15,7 +15,7 @@ from optpipe_solver.relax.several_stages import Passes, several_stages_device
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
 
 MOST_STATES = 2**20  # of one device
-POPS = 1_000  # states taken between two looks at the clock
+POPS = 1_000  # states taken for each bound that is yielded
 MOST_MICROBATCHES = 512
 
 
@@ -51,8 +51,12 @@ def device_bounds(
     """Yield rising bounds in ms on a schedule's length, from device d alone.
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
-    from the end of an op here to the start of what needs it here. But some do one micro-batch after the other there
-    (`Bottleneck`). The last bound is what this pipeline takes, if `most_states` suffice.
+    from the end of an op here to the start of what needs it here. But up to two of them serve one micro-batch after
+    the other (`Bottleneck`). The last bound is what this pipeline takes, if `most_states` suffice. If no schedule fits,
+    the bounds end without it.
+
+    To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage_state`),
+    what can follow (`one_stage_moves`) and its bound (`one_stage_bound`).
     """
     problem = without_evictions(problem)
     passes = _passes(problem)[d]

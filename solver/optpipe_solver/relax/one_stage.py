@@ -20,8 +20,15 @@ BOTTLENECKS = 2  # other devices that a state knows
 
 
 class Durations(NamedTuple):
-    """ms of each op (of one part for transfers), from the end of F to the start of B at least, and from the end of the
-    last B to the end."""
+    """ms of each op; a transfer's is that of one part.
+
+    Attributes
+    ----------
+    between
+        The least time from the end of a micro-batch's F to the start of its B.
+    tail
+        The least time from the end of the last B to the end of all.
+    """
 
     forward: float
     backward: float
@@ -29,7 +36,7 @@ class Durations(NamedTuple):
     recompute: float
     offload: float
     reload: float
-    away: float
+    between: float
     tail: float
 
 
@@ -46,8 +53,10 @@ class Memory(NamedTuple):
     present: Ints
 
 
-class Worth(NamedTuple):
-    """What bytes are worth of the memory, by several measures (dual feasible functions), a row or value each.
+class Shares(NamedTuple):
+    """Shares of the budget, of which 1 is all, by several measures (dual feasible functions), a row or value each.
+
+    Memory over time is in ms: 1 ms is the whole budget for 1 ms.
 
     Attributes
     ----------
@@ -61,7 +70,7 @@ class Worth(NamedTuple):
     present
         (measures, parts + 1) of an activation with that many parts there.
     saved_by_part
-        (measures, parts) ms of all the memory that an activation takes less for each further part that leaves, falling.
+        (measures, parts) memory over time saved by each further part of an activation that leaves, falling.
     saved_by_recompute
         (measures,) likewise for an activation that is computed again.
     """
@@ -100,7 +109,7 @@ class OneStage(NamedTuple):
     can_recompute: bool
     ms: Durations
     memory: Memory
-    worth: Worth
+    shares: Shares
     bottlenecks: Floats
 
 
@@ -110,7 +119,8 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
     ms = _durations(problem, j, s, objective)
     budget = problem.devices[stage.device].activation_budget_bytes
     part_bytes = sorted(held.parts, reverse=True) if stage.can_offload else []
-    present = np.array([held.stays - away for away in accumulate(part_bytes, initial=0)][::-1], dtype=np.int64)
+    # The largest parts leave first: no other choice of parts holds less.
+    present = np.array([held.stays - gone for gone in accumulate(part_bytes, initial=0)][::-1], dtype=np.int64)
     return OneStage(
         microbatches=microbatches,
         parts=len(part_bytes),
@@ -127,7 +137,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
             weight=held.weight,
             present=present,
         ),
-        worth=_worth(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
+        shares=_shares(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
         bottlenecks=_bottlenecks(problem, j, s),
     )
 
@@ -142,7 +152,7 @@ def _durations(problem: Problem, j: int, s: int, objective: Objective) -> Durati
         recompute=ms[Kind.C],
         offload=ms[Kind.O],
         reload=ms[Kind.R],
-        away=max(0.0, float(paths.round_trip[j, s]) - (ms[Kind.F] + ms[Kind.B])),
+        between=max(0.0, float(paths.round_trip[j, s]) - (ms[Kind.F] + ms[Kind.B])),
         tail=float(paths.after[j, s]) if objective == "makespan" else ms[Kind.W],
     )
 
@@ -151,34 +161,37 @@ def _bottlenecks(problem: Problem, j: int, s: int) -> Floats:
     """Return (2, 2) the device that takes longest for one micro-batch, and the one with most work."""
     at, last = problem.route(j).index(s), 2 * len(problem.route(j)) - 1
     devices = RoundTrip(problem, j).bottlenecks(at, last - at)
-    chosen = {max(devices), max(devices, key=lambda device: device[::-1])} if devices else set()
+    chosen = {max(devices), max(devices, key=lambda each: (each.works_ms, each.passes_ms))} if devices else set()
     return np.array([*sorted(chosen), *[(0.0, 0.0)] * BOTTLENECKS][:BOTTLENECKS])
 
 
-def _worth(each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool) -> Worth:
-    """For each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
+def _shares(each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool) -> Shares:
+    """By each measure of sizes; the first one comes twice, at first as if a running W held nothing: then memory is
+    surely empty in the tail, which may tell more."""
     rows = [
-        _worth_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
+        _shares_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
         for number, measure in enumerate([each[0], *each])
     ]
-    return Worth(*(np.array(column) for column in zip(*rows, strict=True)))
+    return Shares(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def _worth_by(
+def _shares_by(
     measure: Measure, held: StageBytes, present: Ints, ms: Durations, *, with_weight: bool, can_recompute: bool
 ) -> tuple[float | list[float], ...]:
-    """Return the values of `Worth`'s fields by one measure."""
+    """Return the values of `Shares`'s fields by one measure."""
     values = [measure(int(size)) for size in present]
-    parts, round_trip = len(present) - 1, ms.offload + ms.reload
-    saved = [
-        values[parts] * ms.away
-        - sum(values[parts - i] * round_trip for i in range(away))
-        - values[parts - away] * max(0.0, ms.away - away * round_trip)
-        for away in range(parts + 1)
+    parts, transfers_ms = len(present) - 1, ms.offload + ms.reload
+    saved_by_parts = [
+        values[parts] * ms.between
+        - sum(values[parts - i] * transfers_ms for i in range(gone))
+        - values[parts - gone] * max(0.0, ms.between - gone * transfers_ms)
+        for gone in range(parts + 1)
     ]
-    recompute, checkpoint, computed = measure(held.recompute), measure(held.checkpoint), 0.0
+    recompute, checkpoint, saved_by_recompute = measure(held.recompute), measure(held.checkpoint), 0.0
     if can_recompute:
-        computed = values[parts] * ms.away - recompute * ms.recompute - checkpoint * max(0.0, ms.away - ms.recompute)
+        saved_by_recompute = (
+            values[parts] * ms.between - recompute * ms.recompute - checkpoint * max(0.0, ms.between - ms.recompute)
+        )
     return (
         measure(held.forward),
         recompute,
@@ -187,8 +200,8 @@ def _worth_by(
         checkpoint,
         1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
         values,
-        _concave_steps(saved),
-        max(0.0, computed),
+        _concave_steps(saved_by_parts),
+        max(0.0, saved_by_recompute),
     )
 
 

@@ -1,4 +1,4 @@
-"""The least end of every schedule that begins like a state of the search over a device with one stage."""
+"""A lower bound on the end of every schedule that begins like a state of the search over a device with one stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from optpipe.evaluate.jit import compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_state import (
-    ACTIVATIONS,
     BACK,
     BACKWARD,
     CHECKPOINT,
@@ -17,6 +16,7 @@ from optpipe_solver.relax.one_stage_state import (
     ENDS,
     FORWARD,
     IDLE,
+    IN_FLIGHT,
     OP,
     OP_ENDS,
     OUT,
@@ -24,7 +24,7 @@ from optpipe_solver.relax.one_stage_state import (
     READY,
     STARTED,
     TURN,
-    WAITING,
+    WAITING_FOR_W,
     WEIGHT,
     WHOSE,
     State,
@@ -42,8 +42,10 @@ class Remaining(NamedTuple):
         Micro-batches that have not begun; input gradients to start.
     op_ms
         Of the op that runs.
-    compute_ms, weight_ms
-        Of compute without weight gradients, and of weight gradients, but for one that runs.
+    compute_ms
+        Of the op that runs, of whatever kind, and of F, B and C to come.
+    weight_ms
+        Of W to come.
     out_ms, back_ms
         Of the link: transfers that run, and parts that have to come back.
     whole
@@ -61,8 +63,11 @@ class Remaining(NamedTuple):
 
 
 @compiled_part_in_place
-def least_end(state: State, device: OneStage) -> float:
-    """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by link and memory."""
+def end_bound(state: State, device: OneStage) -> float:
+    """No schedule that begins like this ends before this time; each may end later.
+
+    By compute, by the way of each micro-batch, by link and memory.
+    """
     remaining = _remaining(state, device)
     now = state.row[NOW]
     end = _end_by_paths(state, remaining, device)
@@ -70,7 +75,7 @@ def least_end(state: State, device: OneStage) -> float:
     if remaining.backwards == 0.0:
         return float(end)
     end = max(end, now + remaining.compute_ms + device.ms.tail)
-    for measure in range(len(device.worth.forward)):
+    for measure in range(len(device.shares.forward)):
         end = max(end, _end_by_memory(state, remaining, measure, end, device))
     return float(end)
 
@@ -78,76 +83,77 @@ def least_end(state: State, device: OneStage) -> float:
 @compiled_part_in_place
 def _remaining(state: State, device: OneStage) -> Remaining:
     row, lines, activations, ms = state.row, state.lines, state.activations, device.ms
-    now, count, forwards = row[NOW], int(row[ACTIVATIONS]), device.microbatches - row[STARTED]
-    recompute_ms, away, whole = 0.0, 0.0, forwards
+    now, count, forwards = row[NOW], int(row[IN_FLIGHT]), device.microbatches - row[STARTED]
+    recompute_ms, parts_to_return, whole = 0.0, 0.0, forwards
     for i in range(count):
         parts = activations[i, PARTS]
         if parts == CHECKPOINT:
             recompute_ms += ms.recompute
         elif parts >= 0.0:
-            away += device.parts - parts
+            parts_to_return += device.parts - parts
             whole += parts == device.parts
     out_ms, back_ms = 0.0, 0.0
     for line in range(2):
         if lines[line, DIRECTION] == OUT:
             out_ms += lines[line, ENDS] - now
-            away += 1.0
+            parts_to_return += 1.0
         elif lines[line, DIRECTION] == BACK:
             back_ms += lines[line, ENDS] - now
-            away -= 1.0
+            parts_to_return -= 1.0
     op_ms = max(0.0, row[OP_ENDS] - now) if row[OP] != IDLE else 0.0
     backwards = forwards + count
     compute_ms = forwards * ms.forward + backwards * ms.backward + recompute_ms + op_ms
-    weight_ms = (backwards + row[WAITING]) * ms.weight + (ms.weight if row[OP] == BACKWARD else 0.0)
-    return Remaining(forwards, backwards, op_ms, compute_ms, weight_ms, out_ms, back_ms + away * ms.reload, whole)
+    weight_ms = (backwards + row[WAITING_FOR_W]) * ms.weight + (ms.weight if row[OP] == BACKWARD else 0.0)
+    back_ms += parts_to_return * ms.reload
+    return Remaining(forwards, backwards, op_ms, compute_ms, weight_ms, out_ms, back_ms, whole)
 
 
 @compiled_part_in_place
 def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float:
-    """The least end by the way of each micro-batch alone."""
+    """A bound on the end by the way of each micro-batch alone."""
     row, activations, ms = state.row, state.activations, device.ms
     free, forwards = row[NOW] + remaining.op_ms, remaining.forwards
     end = free + ms.tail if row[OP] == BACKWARD else row[NOW]
     if forwards:
-        end = free + forwards * ms.forward + ms.away + ms.backward + ms.tail
+        end = free + forwards * ms.forward + ms.between + ms.backward + ms.tail
         for b in range(len(state.passed)):
             passes_ms, works_ms = device.bottlenecks[b]
             last = max(state.passed[b] + works_ms, free + ms.forward + passes_ms) + (forwards - 1.0) * works_ms
             end = max(end, last + ms.backward + ms.tail)
-    for i in range(int(row[ACTIVATIONS])):
+    for i in range(int(row[IN_FLIGHT])):
         end = max(end, max(activations[i, READY], activations[i, TURN]) + ms.backward + ms.tail)
     return float(end)
 
 
 @compiled_part_in_place
 def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float, device: OneStage) -> float:
-    """The least end by memory over time, if at least `end`: of the activations that are yet to begin, some are computed
-    again; of the others, parts leave as long as that pays."""
-    now, ms, worth = state.row[NOW], device.ms, device.worth
+    """A bound on the end by memory over time, if at least `end`: of the activations that are yet to begin, some are
+    computed again; of the others, parts leave as long as that pays."""
+    now, ms, shares = state.row[NOW], device.ms, device.shares
     need = _memory_needed(state, remaining, measure, device)
     best = np.inf
-    for computed in range(int(remaining.forwards) + 1 if device.can_recompute else 1):
-        by_memory = need - computed * worth.saved_by_recompute[measure]
-        begin = max(end, now + remaining.compute_ms + remaining.weight_ms + computed * ms.recompute)
+    for recomputed in range(int(remaining.forwards) + 1 if device.can_recompute else 1):
+        memory_ms = need - recomputed * shares.saved_by_recompute[measure]
+        end_by_compute = max(end, now + remaining.compute_ms + remaining.weight_ms + recomputed * ms.recompute)
         sent, level, sent_at_level = 0.0, 0, 0.0  # parts that leave, the first of each activation first
-        while begin < best:
-            by_line = _end_by_lines(now, sent, remaining, device)
-            best = min(best, max(begin, now + by_memory, by_line))
-            if by_line >= now + by_memory or now + by_memory <= begin or device.lines == 0 or level == device.parts:
+        while end_by_compute < best:
+            end_by_line = _end_by_lines(now, sent, remaining, device)
+            best = min(best, max(end_by_compute, now + memory_ms, end_by_line))
+            if now + memory_ms <= max(end_by_compute, end_by_line) or device.lines == 0 or level == device.parts:
                 break
-            by_memory -= worth.saved_by_part[measure, level]
+            memory_ms -= shares.saved_by_part[measure, level]
             sent += 1.0
             sent_at_level += 1.0
-            if sent_at_level >= remaining.whole - computed:
+            if sent_at_level >= remaining.whole - recomputed:
                 level, sent_at_level = level + 1, 0.0
-        if begin >= best:
+        if end_by_compute >= best:
             break
     return float(best)
 
 
 @compiled_part_in_place
 def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStage) -> float:
-    """The least end by the lines if so many further parts leave and come back."""
+    """A bound on the end by the lines if so many further parts leave and come back."""
     ms = device.ms
     if device.lines == 1:
         line_ms = remaining.out_ms + remaining.back_ms + sent * (ms.offload + ms.reload)
@@ -159,44 +165,42 @@ def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStag
 @compiled_part_in_place
 def _memory_needed(state: State, remaining: Remaining, measure: int, device: OneStage) -> float:
     """ms of all the memory that are needed from now on by this measure if no further part leaves."""
-    op, ms, worth = state.row[OP], device.ms, device.worth
+    op, ms, shares = state.row[OP], device.ms, device.shares
     forwards, backwards = remaining.forwards, remaining.backwards
-    area = forwards * (ms.forward * worth.forward[measure] + ms.away * worth.present[measure, device.parts])
-    area += backwards * ms.backward * worth.backward[measure]
-    area += remaining.weight_ms * worth.weight[measure]
+    area = forwards * (ms.forward * shares.forward[measure] + ms.between * shares.present[measure, device.parts])
+    area += backwards * ms.backward * shares.backward[measure]
+    area += remaining.weight_ms * shares.weight[measure]
     if op == BACKWARD:
-        area += remaining.op_ms * worth.backward[measure]
+        area += remaining.op_ms * shares.backward[measure]
     elif op == WEIGHT:
-        area += remaining.op_ms * worth.weight[measure]
-    for i in range(int(state.row[ACTIVATIONS])):
-        area = _add_memory_while_away(area, state, remaining, i, measure, device)
+        area += remaining.op_ms * shares.weight[measure]
+    for i in range(int(state.row[IN_FLIGHT])):
+        area += _area_before_backward(state, remaining, i, measure, device)
     unused, n = 0.0, 1  # while the n-th last input gradient runs, n activations are there at most, its own included
-    while n < backwards and n * worth.alone[measure] < 1.0:
-        unused += ms.backward * (1.0 - n * worth.alone[measure])
+    while n < backwards and n * shares.alone[measure] < 1.0:
+        unused += ms.backward * (1.0 - n * shares.alone[measure])
         n += 1
     # W may hold memory to the end; where it does not count, the memory is empty in the tail.
-    return float(area + unused + (0.0 if worth.weight[measure] > 0.0 else ms.tail))
+    return float(area + unused + (0.0 if shares.weight[measure] > 0.0 else ms.tail))
 
 
 @compiled_part_in_place
-def _add_memory_while_away(
-    area: float, state: State, remaining: Remaining, i: int, measure: int, device: OneStage
-) -> float:
-    """Add ms of all the memory that an activation needs until its input gradient."""
-    row, lines, worth, ms = state.row, state.lines, device.worth, device.ms
-    parts, wait = state.activations[i, PARTS], state.activations[i, READY] - row[NOW]
-    if row[OP] == FORWARD and i == int(row[ACTIVATIONS]) - 1:
-        area += remaining.op_ms * worth.forward[measure]
+def _area_before_backward(state: State, remaining: Remaining, i: int, measure: int, device: OneStage) -> float:
+    """Memory over time that an activation in flight needs until its B, in ms of the whole budget."""
+    row, lines, shares, ms = state.row, state.lines, device.shares, device.ms
+    parts, wait, area = state.activations[i, PARTS], state.activations[i, READY] - row[NOW], 0.0
+    if row[OP] == FORWARD and i == int(row[IN_FLIGHT]) - 1:
+        area += remaining.op_ms * shares.forward[measure]
         wait -= remaining.op_ms
     if parts == device.parts and not is_moving(state, i):
-        area += wait * worth.present[measure, device.parts]
+        area += wait * shares.present[measure, device.parts]
     elif parts >= 0.0:
         there = int(parts)  # once running transfers have ended; each further part has to come back
         for line in range(2):
             if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i:
                 there += 1 if lines[line, DIRECTION] == BACK else -1
         for k in range(there, device.parts):
-            area += worth.present[measure, k + 1] * ms.reload
+            area += shares.present[measure, k + 1] * ms.reload
     elif parts == CHECKPOINT:
-        area += max(0.0, wait - ms.recompute) * worth.checkpoint[measure] + ms.recompute * worth.recompute[measure]
+        area += max(0.0, wait - ms.recompute) * shares.checkpoint[measure] + ms.recompute * shares.recompute[measure]
     return float(area)

@@ -7,7 +7,6 @@ import numpy as np
 from optpipe.evaluate.jit import compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.one_stage_state import (
-    ACTIVATIONS,
     BACK,
     BACKWARD,
     BYTES,
@@ -18,6 +17,7 @@ from optpipe_solver.relax.one_stage_state import (
     FORWARD_THEN_RECOMPUTE,
     IDLE,
     IMPOSSIBLE,
+    IN_FLIGHT,
     OP,
     OP_ENDS,
     OUT,
@@ -27,7 +27,7 @@ from optpipe_solver.relax.one_stage_state import (
     RECOMPUTING,
     STARTED,
     TURN,
-    WAITING,
+    WAITING_FOR_W,
     WEIGHT,
     WHOSE,
     State,
@@ -64,25 +64,25 @@ def _run(state: State, op: int, ms: float) -> None:
 
 @compiled_part_in_place
 def _start_weight_gradient(state: State, device: OneStage, held: int) -> int:
-    if state.row[WAITING] == 0.0:
+    if state.row[WAITING_FOR_W] == 0.0:
         return IMPOSSIBLE
     _run(state, WEIGHT, device.ms.weight)
-    state.row[WAITING] -= 1.0
+    state.row[WAITING_FOR_W] -= 1.0
     return held + device.memory.weight - device.memory.waiting
 
 
 @compiled_part_in_place
 def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
     row, activations, ms = state.row, state.activations, device.ms
-    is_recomputed = op == FORWARD_THEN_RECOMPUTE
-    if row[STARTED] == device.microbatches or (is_recomputed and not device.can_recompute):
+    will_be_recomputed = op == FORWARD_THEN_RECOMPUTE
+    if row[STARTED] == device.microbatches or (will_be_recomputed and not device.can_recompute):
         return IMPOSSIBLE
     _run(state, FORWARD, ms.forward)
     row[STARTED] += 1.0
-    i = int(row[ACTIVATIONS])
-    row[ACTIVATIONS] += 1.0
-    activations[i, READY] = row[OP_ENDS] + ms.away
-    activations[i, PARTS] = CHECKPOINT if is_recomputed else device.parts
+    i = int(row[IN_FLIGHT])
+    row[IN_FLIGHT] += 1.0
+    activations[i, READY] = row[OP_ENDS] + ms.between
+    activations[i, PARTS] = CHECKPOINT if will_be_recomputed else device.parts
     for b in range(len(state.passed)):
         passes_ms, works_ms = device.bottlenecks[b]
         state.passed[b] = max(state.passed[b] + works_ms, row[OP_ENDS] + passes_ms)
@@ -93,7 +93,7 @@ def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
 @compiled_part_in_place
 def _start_recompute(state: State, device: OneStage, held: int) -> int:
     """Compute the first activation again that has only its checkpoint."""
-    for i in range(int(state.row[ACTIVATIONS])):
+    for i in range(int(state.row[IN_FLIGHT])):
         if state.activations[i, PARTS] == CHECKPOINT:
             _run(state, RECOMPUTE, device.ms.recompute)
             state.activations[i, PARTS] = RECOMPUTING
@@ -107,7 +107,7 @@ def _start_backward(state: State, device: OneStage, held: int) -> int:
     now, activations = state.row[NOW], state.activations
     if activations[0, TURN] > now:
         return IMPOSSIBLE
-    for i in range(int(state.row[ACTIVATIONS])):
+    for i in range(int(state.row[IN_FLIGHT])):
         is_ready = activations[i, READY] <= now and activations[i, PARTS] == device.parts
         if is_ready and not is_moving(state, i):
             _run(state, BACKWARD, device.ms.backward)
@@ -119,13 +119,13 @@ def _start_backward(state: State, device: OneStage, held: int) -> int:
 @compiled_part_in_place
 def _remove_activation(state: State, i: int) -> None:
     """Remove an activation, and the first turn."""
-    activations, lines, last = state.activations, state.lines, int(state.row[ACTIVATIONS]) - 1
+    activations, lines, last = state.activations, state.lines, int(state.row[IN_FLIGHT]) - 1
     for j in range(i, last):
         activations[j, READY], activations[j, PARTS] = activations[j + 1, READY], activations[j + 1, PARTS]
     for rank in range(last):
         activations[rank, TURN] = activations[rank + 1, TURN]
     activations[last, READY] = activations[last, PARTS] = activations[last, TURN] = 0.0
-    state.row[ACTIVATIONS] -= 1.0
+    state.row[IN_FLIGHT] -= 1.0
     for line in range(2):
         if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] > i:
             lines[line, WHOSE] -= 1.0
@@ -157,7 +157,7 @@ def _may_move(state: State, i: int, direction: int, device: OneStage) -> bool:
     """Whether a part of an activation may go out or come back, and no other activation with as many parts comes first:
     the last one to leave, the first one to come back."""
     row, activations = state.row, state.activations
-    parts, count = activations[i, PARTS], int(row[ACTIVATIONS])
+    parts, count = activations[i, PARTS], int(row[IN_FLIGHT])
     in_forward = count - 1 if row[OP] == FORWARD else count  # the activation whose forward runs, if any
     if i == in_forward or parts < (1 if direction == OUT else 0) or (direction == BACK and parts == device.parts):
         return False
@@ -191,7 +191,7 @@ def go_to_next_event(state: State, device: OneStage) -> bool:
 def _next_event(state: State) -> float:
     """When the op on compute or a transfer ends or, with compute idle, an input gradient may start."""
     row, lines, activations, event = state.row, state.lines, state.activations, np.inf
-    count, now = int(row[ACTIVATIONS]), row[NOW]
+    count, now = int(row[IN_FLIGHT]), row[NOW]
     if row[OP] != IDLE:
         event = row[OP_ENDS]
     else:
@@ -212,9 +212,9 @@ def _end_op(state: State, event: float, device: OneStage) -> None:
     if row[OP] == IDLE or row[OP_ENDS] > event:
         return
     if row[OP] == BACKWARD:
-        row[WAITING] += device.ms.weight > 0.0
+        row[WAITING_FOR_W] += device.ms.weight > 0.0
     elif row[OP] == RECOMPUTE:
-        for i in range(int(row[ACTIVATIONS])):
+        for i in range(int(row[IN_FLIGHT])):
             if activations[i, PARTS] == RECOMPUTING:
                 activations[i, PARTS] = device.parts
     row[OP_ENDS] = row[OP] = row[BYTES] = 0.0
@@ -234,7 +234,7 @@ def _end_transfers(state: State, event: float) -> None:
 def _forget_the_past(state: State, device: OneStage) -> None:
     """Raise the times that are over to now, so that states that differ only there are equal."""
     row, activations, now = state.row, state.activations, state.row[NOW]
-    for i in range(int(row[ACTIVATIONS])):
+    for i in range(int(row[IN_FLIGHT])):
         activations[i, READY] = max(activations[i, READY], now)
         activations[i, TURN] = max(activations[i, TURN], now)
     for b in range(len(state.passed)):  # the next one to pass it has its forward yet to begin
@@ -245,8 +245,8 @@ def _forget_the_past(state: State, device: OneStage) -> None:
 
 @compiled_part_in_place
 def _sort_equally_ready(state: State) -> None:
-    """Sort activations that are ready at the same time by their parts; the one whose forward runs stays the last."""
-    row, activations, count = state.row, state.activations, int(state.row[ACTIVATIONS])
+    """Sort activations that are ready at the same time, most parts first; the one whose forward runs stays the last."""
+    row, activations, count = state.row, state.activations, int(state.row[IN_FLIGHT])
     for i in range(1, count):
         j = i
         while (

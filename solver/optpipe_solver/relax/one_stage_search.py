@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from optpipe.evaluate.jit import compiled, compiled_part_in_place
 from optpipe_solver.relax.one_stage import OneStage
-from optpipe_solver.relax.one_stage_bound import least_end
+from optpipe_solver.relax.one_stage_bound import end_bound
 from optpipe_solver.relax.one_stage_moves import go_to_next_event, start_op, start_transfer
 from optpipe_solver.relax.one_stage_state import (
-    ACTIVATIONS,
-    FIRST,
+    FIRST_ACTIVATION,
     IDLE,
     IMPOSSIBLE,
+    IN_FLIGHT,
     STARTED,
     WIDTH,
     State,
@@ -43,7 +43,11 @@ def expand(device: OneStage, states: States, pops: int) -> float:
 
     Activations with equally many parts there are interchangeable, as the wait for other devices goes by rank (`TURN`).
     So only one of them is tried: to leave, the one that began last; to come back or to have its B, the one that began
-    first. An activation may leave more than once, which only makes the least end earlier.
+    first. An activation may leave more than once, and also after it was computed again: both only make the least end
+    earlier. A BW is B followed at once by W, with the least bytes of both.
+
+    A state's bound is at least that of the one before it: after the last B, a state no longer knows the tail.
+    After `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
 
     Returns
     -------
@@ -53,7 +57,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     state, computing = empty_state(columns), empty_state(columns)
     sending, following = empty_state(columns), empty_state(columns)
     if states.tally[ROWS] == 0:
-        add_unless_dominated(state.row, FIRST, False, least_end(state, device), states)
+        add_unless_dominated(state.row, FIRST_ACTIVATION, False, end_bound(state, device), states)
     for _ in range(pops):
         if is_over(states):
             break
@@ -62,7 +66,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
             states.tally[IS_COMPLETE] = 1
             break
         remove_best(states)
-        if state.row[STARTED] < device.microbatches and int(state.row[ACTIVATIONS]) == len(state.activations):
+        if state.row[STARTED] < device.microbatches and int(state.row[IN_FLIGHT]) == len(state.activations):
             states.tally[IS_FULL] = 1
             return least
         _add_successors(state, computing, sending, following, device, states, least)
@@ -82,7 +86,7 @@ def _add_successors(
         with_op = start_op(computing, op, device, held)
         if with_op == IMPOSSIBLE:
             continue
-        transfers = 1 + 2 * int(computing.row[ACTIVATIONS])  # none, or of an activation out or back
+        transfers = 1 + 2 * int(computing.row[IN_FLIGHT])  # none, or of an activation out or back
         for first in range(transfers if device.lines else 1):
             copy_columns(computing.row, sending.row)
             with_first = start_transfer(sending, 0, first, device, with_op)
@@ -95,8 +99,8 @@ def _add_successors(
                 if not go_to_next_event(following, device):
                     continue
                 only_waited = op == IDLE and first + second == 0 and has_same_ops(state, following)
-                end = max(least, least_end(following, device))
-                width = FIRST + WIDTH * int(following.row[ACTIVATIONS])
+                end = max(least, end_bound(following, device))
+                width = FIRST_ACTIVATION + WIDTH * int(following.row[IN_FLIGHT])
                 add_unless_dominated(following.row, width, only_waited, end, states)
                 if states.tally[IS_FULL]:
                     return

@@ -10,17 +10,23 @@ from optpipe.evaluate.jit import compiled_part, compiled_part_in_place
 from optpipe.model.arrays import Flags, Floats
 from optpipe_solver.relax.one_stage import BOTTLENECKS, OneStage
 
-MOST_ACTIVATIONS = 128  # that a state tells apart
+MOST_ACTIVATIONS = 128  # before their B; a search ends where there would be more
 
-# Columns of a state after NOW: when the op on compute ends, and which op that is; forwards started; activations that
-# wait for their weight gradient; activations before their input gradient; bytes held until the op on compute ends.
-OP_ENDS, OP, STARTED, WAITING = 1, 2, 3, 4
-LINES, ACTIVATIONS, BYTES, PASSED = 5, 11, 12, 13
-FIRST = PASSED + BOTTLENECKS  # of the activations' rows
+# Columns of a state after NOW, the first
+OP_ENDS = 1  # when the op on compute ends
+OP = 2  # which op that is
+STARTED = 3  # forwards
+WAITING_FOR_W = 4  # activations after their B
+LINES = 5  # the first column of `State.lines`
+IN_FLIGHT = 11  # activations before their B
+BYTES = 12  # held until the op on compute ends
+PASSED = 13  # the first column of `State.passed`
+FIRST_ACTIVATION = PASSED + BOTTLENECKS  # the first column of `State.activations`
 # Columns of `State.lines`: when the transfer on it ends, its direction, and whose part it carries.
 ENDS, DIRECTION, WHOSE = 0, 1, 2
-# Columns of `State.activations`: when its input gradient may start as far as the activation itself is concerned; how
-# many of its parts are there; and, of the n-th row, when the n-th input gradient from now on may start, whosever it is.
+# Columns of `State.activations`: when its B may start if the activation is here by then; how many of its parts are
+# here. The third belongs to the row, not to the activation in it: before TURN of row n, the n-th B from now on cannot
+# start, whichever micro-batch has it.
 READY, PARTS, TURN = 0, 1, 2
 WIDTH = 3
 
@@ -42,9 +48,10 @@ class State(NamedTuple):
     lines
         (2, 3) what each line to the host carries.
     passed
-        (bottlenecks,) when the last micro-batch to begin can be back here from each bottleneck.
+        (bottlenecks,) when the micro-batch begun last can be back from each bottleneck, raised so that the next one can
+        be back `works_ms` later.
     activations
-        (most, 3) the activations before their input gradient, in the order of READY.
+        (most, 3) the activations in flight, in the order of READY.
     """
 
     row: Floats
@@ -56,16 +63,16 @@ class State(NamedTuple):
 @compiled_part
 def empty_state(columns: int) -> State:
     row = np.zeros(columns)
-    activations = row[FIRST:].reshape((columns - FIRST) // WIDTH, WIDTH)
-    return State(row, row[LINES:ACTIVATIONS].reshape(2, 3), row[PASSED:FIRST], activations)
+    activations = row[FIRST_ACTIVATION:].reshape((columns - FIRST_ACTIVATION) // WIDTH, WIDTH)
+    return State(row, row[LINES:IN_FLIGHT].reshape(2, 3), row[PASSED:FIRST_ACTIVATION], activations)
 
 
 def must_equal(microbatches: int) -> Flags:
     """Return the mask of the columns that must be equal for one state to dominate another."""
-    mask = np.zeros(FIRST + WIDTH * min(microbatches, MOST_ACTIVATIONS), dtype=bool)
-    mask[[OP, STARTED, ACTIVATIONS]] = True
-    mask[LINES:ACTIVATIONS].reshape(2, 3)[:, [DIRECTION, WHOSE]] = True
-    mask[FIRST:].reshape(-1, WIDTH)[:, PARTS] = True
+    mask = np.zeros(FIRST_ACTIVATION + WIDTH * min(microbatches, MOST_ACTIVATIONS), dtype=bool)
+    mask[[OP, STARTED, IN_FLIGHT]] = True
+    mask[LINES:IN_FLIGHT].reshape(2, 3)[:, [DIRECTION, WHOSE]] = True
+    mask[FIRST_ACTIVATION:].reshape(-1, WIDTH)[:, PARTS] = True
     return mask
 
 
@@ -74,7 +81,7 @@ def is_complete(state: State, device: OneStage) -> bool:
     row = state.row
     if row[STARTED] < device.microbatches or row[OP] != IDLE:
         return False
-    return bool(row[ACTIVATIONS] == 0.0 and row[WAITING] == 0.0)
+    return bool(row[IN_FLIGHT] == 0.0 and row[WAITING_FOR_W] == 0.0)
 
 
 @compiled_part_in_place
@@ -90,8 +97,8 @@ def bytes_held(state: State, device: OneStage) -> int:
     row, lines, activations, memory = state.row, state.lines, state.activations, device.memory
     if row[OP] != IDLE:
         return int(row[BYTES])
-    held = int(row[WAITING]) * memory.waiting
-    for i in range(int(row[ACTIVATIONS])):
+    held = int(row[WAITING_FOR_W]) * memory.waiting
+    for i in range(int(row[IN_FLIGHT])):
         parts = int(activations[i, PARTS])
         held += memory.checkpoint if parts == CHECKPOINT else memory.present[parts]
     for line in range(2):
@@ -104,7 +111,7 @@ def bytes_held(state: State, device: OneStage) -> int:
 @compiled_part_in_place
 def is_moving(state: State, i: int) -> bool:
     """Whether a part of an activation is on a line."""
-    lines, is_moving = state.lines, False
+    lines, moves = state.lines, False
     for line in range(2):
-        is_moving = is_moving or (lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i)
-    return is_moving
+        moves = moves or (lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i)
+    return moves

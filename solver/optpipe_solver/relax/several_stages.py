@@ -56,7 +56,7 @@ class Memory(NamedTuple):
     beside: Ints
 
 
-class Worth(NamedTuple):
+class Shares(NamedTuple):
     """What bytes are worth of the memory, by several measures (dual feasible functions).
 
     Attributes
@@ -110,7 +110,7 @@ class SeveralStages(NamedTuple):
     bottlenecks: Floats
     weights: WeightGradients
     memory: Memory
-    worth: Worth
+    shares: Shares
 
 
 class WeightGradient(NamedTuple):
@@ -154,7 +154,7 @@ def several_stages_device(problem: Problem, passes: Passes, microbatches: int, o
             held=_present(c) @ np.array([each.stays for each in held]),
             beside=np.array(beside, dtype=np.int64),
         ),
-        worth=_worth(measures(budget, held), held, step_ms, gap_ms, groups, group),
+        shares=_shares(measures(budget, held), held, step_ms, gap_ms, groups, group),
     )
 
 
@@ -188,14 +188,14 @@ def _present(c: int) -> Ints:
     return np.array([[k < step <= 2 * c - 1 - k for k in range(c)] for step in range(2 * c + 1)], dtype=np.int64)
 
 
-def _worth(
+def _shares(
     each: list[Measure],
     held: list[StageBytes],
     step_ms: Floats,
     gap_ms: Floats,
     groups: list[WeightGradient],
     group: list[int],
-) -> Worth:
+) -> Shares:
     """For each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
     rows = []
     for number, measure in enumerate([each[0], *each]):
@@ -207,4 +207,4 @@ def _worth(
         step += [weight[g] * groups[g].ms if g >= 0 else 0.0 for g in group]
         alone = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
         rows.append((between, [*np.cumsum(step[::-1])[::-1], 0.0], weight, alone))
-    return Worth(*(np.array(column) for column in zip(*rows, strict=True)))
+    return Shares(*(np.array(column) for column in zip(*rows, strict=True)))

@@ -96,7 +96,7 @@ def expand(device: SeveralStages, states: States, pops: int) -> float:
     columns = len(states.must_equal)
     state, following = _empty_state(columns, device), _empty_state(columns, device)
     if states.tally[ROWS] == 0:
-        add_unless_dominated(state.row, _width(state), False, _least_end(state, device), states)
+        add_unless_dominated(state.row, _width(state), False, _end_bound(state, device), states)
     for _ in range(pops):
         if is_over(states):
             break
@@ -139,7 +139,7 @@ def _add_successors(state: State, following: State, device: SeveralStages, state
             is_possible = _run_weight_gradient(following, choice + groups, device)
         if is_possible:
             _forget_the_past(following, device)
-            end = max(least, _least_end(following, device))
+            end = max(least, _end_bound(following, device))
             add_unless_dominated(following.row, _width(following), waits, end, states)
             if states.tally[IS_FULL]:
                 return
@@ -260,7 +260,7 @@ class Remaining(NamedTuple):
 
 
 @compiled_part_in_place
-def _least_end(state: State, device: SeveralStages) -> float:
+def _end_bound(state: State, device: SeveralStages) -> float:
     """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by memory."""
     now, remaining = state.row[NOW], _remaining(state, device)
     end = max(_end_by_paths(state, device), now + remaining.steps_ms + remaining.weight_ms)
@@ -268,7 +268,7 @@ def _least_end(state: State, device: SeveralStages) -> float:
     if remaining.backwards == 0.0:
         return float(end)
     end = max(end, now + remaining.steps_ms + device.gap_ms[-1])
-    for measure in range(len(device.worth.between)):
+    for measure in range(len(device.shares.between)):
         end = max(end, now + _memory_needed(state, remaining, measure, device))
     return float(end)
 
@@ -319,18 +319,18 @@ def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
 @compiled_part_in_place
 def _memory_needed(state: State, remaining: Remaining, measure: int, device: SeveralStages) -> float:
     """ms of all the memory that are needed from now on, by this measure."""
-    now, worth = state.row[NOW], device.worth
-    area, weight_counts = (device.microbatches - state.row[STARTED]) * worth.area[measure, 0], False
+    now, shares = state.row[NOW], device.shares
+    area, weight_counts = (device.microbatches - state.row[STARTED]) * shares.area[measure, 0], False
     for i in range(int(state.row[UNDER_WAY])):
         step = int(state.microbatches[i, STEP])
-        area += (state.microbatches[i, READY] - now) * worth.between[measure, step] + worth.area[measure, step]
+        area += (state.microbatches[i, READY] - now) * shares.between[measure, step] + shares.area[measure, step]
     for g in range(len(state.waiting)):
-        area += state.waiting[g] * device.weights.ms[g] * worth.weight[measure, g]
-        weight_counts = weight_counts or worth.weight[measure, g] > 0.0
+        area += state.waiting[g] * device.weights.ms[g] * shares.weight[measure, g]
+        weight_counts = weight_counts or shares.weight[measure, g] > 0.0
     if not weight_counts:
         n = 1.0  # while the n-th last input gradient runs, n activations are there at most, its own included
-        while n < remaining.backwards and n * worth.alone[measure] < 1.0:
-            area += device.shortest_backward_ms * (1.0 - n * worth.alone[measure])
+        while n < remaining.backwards and n * shares.alone[measure] < 1.0:
+            area += device.shortest_backward_ms * (1.0 - n * shares.alone[measure])
             n += 1.0
         area += device.gap_ms[-1]
     return float(area)

@@ -1,4 +1,8 @@
-"""The states of a best-first search: a heap orders them by their bounds, a hash table finds those that may dominate."""
+"""The states of a best-first search: a heap orders them by their bounds, a hash table finds those that may dominate.
+
+A state inherits the bound of the one before it where its own is lower. That does not count when one dominates another:
+what was inherited is at most a bound that was taken already.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 from optpipe.evaluate.jit import compiled_part_in_place
 from optpipe.model.arrays import Flags, Floats, Ints
 
-MOST_CELLS = 2**25  # columns of all states together
+MOST_CELLS = 2**25  # numbers in all states together
 BUCKETS = 2**20
 NOW = 0  # the first column of every state: the time
 # Columns of `tally`
@@ -26,11 +30,11 @@ class States(NamedTuple):
     begin
         (rows,) the first cell of each row.
     bound
-        (rows,) the least end in ms of every schedule that begins like this.
+        (rows,) ms: no schedule that begins like this ends before.
     next_in_bucket
         (rows,) the next row with the same hash, then -1.
     bucket
-        (buckets,) the first row with this hash, or -1.
+        (buckets,) the newest row with this hash, or -1.
     heap
         (rows,) a binary heap of row numbers, the least bound on top.
     must_equal
