@@ -435,6 +435,11 @@ def test_the_way_down_to_latent_vectors_is_not_divided():
     assert 8 * part.activation_bytes("none") == pytest.approx(whole.activation_bytes("none"))
 
 
+def test_wider_latent_vectors_are_read_and_written() -> None:
+    narrow, wide = (layer(MODELS["deepseek-v3"].model_copy(update={"kv_latent": n})) for n in (512, 1024))
+    assert wide.work.traffic > narrow.work.traffic
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

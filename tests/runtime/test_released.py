@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +39,8 @@ def resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link, split: bool) -> None:
     gc.collect()  # what earlier tests left
     pool = HostPool(CPU)
     stage = StageRunner(0, Large(), CPU, link, pool)
@@ -70,8 +72,8 @@ def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link) -> None:
         for handle in stage.reload(0, k):
             handle.wait()
         require(k + 1, BLOCKS, f"R.{k}")
-    stage.backward(0, (torch.ones(()),), split=False)
-    require(0, BLOCKS, "B")
+    stage.backward(0, (torch.ones(()),), split)
+    require(0, BLOCKS, "B")  # where W is still to come, it needs nothing
     again = pool.take(BLOCKS * BLOCK)
     again[-1].zero_()
     require(0, BLOCKS, "pages are used again")
