@@ -5,52 +5,29 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
+from support.bounds import bounds_of, cpsat_finds
 from support.enumeration import best_of_all
 from support.examples import examples
 from support.small_problems import partly_frozen, problems_of_every_sort, several_a_device, short_of_memory, tiny
 
 from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective, length_ms
-from optpipe.process.protocol import Bound, Frame, Incumbent, Request
-from optpipe_solver import cpsat
-from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.relax.one_device import device_bounds, searchable_devices
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
-STATES = 5_000  # of a device
 NOISE = 1e-6  # ms
 CPSAT_S = 2.0  # of counted work; most of these problems are proven in a tenth of it
 
 
-def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
-    """By name what needs no schedule to be told."""
-    alone = {
-        f"relax {d}": max(device_bounds(problem, d, objective, STATES), default=0.0)
-        for d in searchable_devices(problem)
-    }
-    each = {"trivial": trivial_bound, "memory": memory_bound, "deferral": deferral_bound}
-    return alone | {name: bound(problem, objective) for name, bound in each.items()}
-
-
-def cpsat_finds(problem: Problem, objective: Objective) -> tuple[float, dict[str, float]]:
-    """The length of its best schedule, which is checked, and its own bound."""
-    frames: list[Frame] = []
-    request = Request(problem=problem, method="cpsat", objective=objective, time_limit_s=CPSAT_S, threads=1)
-    cpsat.ENGINE.run(request, frames.append)
-    found = [frame.schedule.schedule(problem, "") for frame in frames if isinstance(frame, Incumbent)]
-    assert check(problem, found[-1]) == []
-    told = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-    return length_ms(found[-1], objective), {"cpsat": max(told, default=0.0)}
-
-
 def no_bound_is_above_what_cpsat_finds(problem: Problem, objective: Objective) -> None:
     assume(infeasibility(problem) is None)
-    shortest_ms, told = cpsat_finds(problem, objective)
+    schedules, cpsat_ms = cpsat_finds(problem, objective, CPSAT_S)
+    assert check(problem, schedules[-1]) == []
+    shortest_ms = length_ms(schedules[-1], objective)
     ours = bounds_of(problem, objective)
-    assert {name: ms for name, ms in (ours | told).items() if ms > shortest_ms + NOISE} == {}
+    assert {name: ms for name, ms in (ours | {"cpsat": cpsat_ms}).items() if ms > shortest_ms + NOISE} == {}
     event(f"the best of them is {'all' if max(ours.values()) >= shortest_ms - NOISE else 'less than'} CP-SAT's length")
-    event(f"CP-SAT's length is {'' if told['cpsat'] >= shortest_ms - NOISE else 'not '}proven by its own bound")
+    event(f"CP-SAT's length is {'' if cpsat_ms >= shortest_ms - NOISE else 'not '}proven by its own bound")
 
 
 KINDS = st.one_of(

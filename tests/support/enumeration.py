@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
-from math import prod
-from typing import Any
+from math import inf, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from optpipe import Kind, Op, Problem, Program, Schedule, Stage, certify
+from optpipe import Kind, Op, Problem, Program, Schedule, Stage
 from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
 from support import problems
@@ -63,6 +63,7 @@ def stage(
 
 MOST_PROGRAMS, MOST_SCHEDULES = 4_000, 1_000_000  # of a device; of a problem whose links are not shared
 
+Kinds = tuple[Kind, ...]
 SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
 AWAY = (Kind.O, Kind.D, Kind.R)
 
@@ -87,76 +88,132 @@ def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
     return found
 
 
-NOTHING: dict[Op, int] = {}
+class Rules(NamedTuple):
+    """What an order of ops must satisfy: bytes on the device and on the host, and which op may follow which."""
+
+    takes: dict[Op, tuple[float, float]]
+    frees: dict[Op, tuple[float, float]]
+    may_follow: Callable[[Op, Op], bool]
 
 
 def merged(
-    chains: list[tuple[Op, ...]], takes: dict[Op, int] = NOTHING, frees: dict[Op, int] = NOTHING, room: int = 0
+    chains: Sequence[tuple[Op, ...]],
+    rules: Rules | None = None,
+    room: tuple[float, float] = (0, 0),
+    last: Op | None = None,
 ) -> Iterator[tuple[Op, ...]]:
-    """Every interleaving of the chains that needs at most `room` bytes."""
+    """Every interleaving of the chains that the rules allow in `room` bytes after the op `last`."""
     if not any(chains):
         yield ()
     for i, chain in enumerate(chains):
-        if chain and takes.get(chain[0], 0) <= room:
-            left = room - takes.get(chain[0], 0) + frees.get(chain[0], 0)
-            for rest in merged([*chains[:i], chain[1:], *chains[i + 1 :]], takes, frees, left):
-                yield (chain[0], *rest)
+        left = room
+        if not chain or (rules and last and not rules.may_follow(last, chain[0])):
+            continue
+        if rules:
+            taken, freed = rules.takes[chain[0]], rules.frees[chain[0]]
+            if taken[0] > room[0] or taken[1] > room[1]:
+                continue
+            left = room[0] - taken[0] + freed[0], room[1] - taken[1] + freed[1]
+        for rest in merged([*chains[:i], chain[1:], *chains[i + 1 :]], rules, left, chain[0]):
+            yield (chain[0], *rest)
 
 
-def programs_of(problem: Problem, device: int) -> list[Program]:
-    """Every program that a device can run within its memory.
+def programs_of(problem: Problem, device: int, all_of_them: bool = False) -> list[Program]:
+    """The programs that a device can run within its memory: every order, every choice of offload, recompute and BW, and
+    every place of O, D and R. Unless `all_of_them` are asked for, those are left out than which another is no worse.
 
-    That is every order, every choice of offload, recompute and BW, and every place of O, D and R.
+    Raises TooManyError beyond `MOST_PROGRAMS`.
     """
     passes = [
         (s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device
     ]
-    backs = (SPLIT, FUSED) if problem.microbatches < 3 else (SPLIT,)  # or there are too many
-    choices = [product(middles(problem.stages[s], s, j), backs) for s, j in passes]
-    found = []
+    choices = [
+        product(middles(problem.stages[s], s, j), backwards(problem, device, s, j, all_of_them)) for s, j in passes
+    ]
+    budgets = problem.devices[device]
+    room = budgets.activation_budget_bytes, inf if budgets.host_memory_bytes is None else budgets.host_memory_bytes
+    programs: list[Program] = []
     for chosen in product(*choices):
         chains = [
             (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back))
             for (middle, back), (s, j) in zip(chosen, passes, strict=True)
         ]
-        for ops in merged(chains, *changes(problem, device, chains), problem.devices[device].activation_budget_bytes):
-            limited = problem.devices[device].host_memory_bytes is not None
-            if not limited or certify(problem, alone(problem, device, ops)).fits:
-                found.append(Program.from_items(ops))
-            if len(found) > MOST_PROGRAMS:
+        rules = rules_of(problem, device, chains, all_of_them)
+        for ops in merged(chains, rules, room):
+            programs.append(Program.from_items(ops))
+            if len(programs) > MOST_PROGRAMS:
                 raise TooManyError
-    return found
+    return programs
 
 
-def alone(problem: Problem, device: int, ops: Iterable[Op]) -> Schedule:
-    """A schedule in which only this device has ops."""
-    return Schedule(problem, tuple(Program.from_items(ops if d == device else ()) for d in range(len(problem.devices))))
+def backwards(problem: Problem, device: int, s: int, j: int, all_of_them: bool) -> tuple[Kinds, ...]:
+    """B and W, or BW. BW is no better where B and W in a row need no more: the gradient leaves earlier."""
+    if problem.microbatches > 2:  # with BW there are too many
+        return (SPLIT,)
+    f, b, w, joint = (Op(kind, s, j) for kind in (Kind.F, *SPLIT, *FUSED))
+    split, fused = effects_of(problem, device, [(f, b, w)]), effects_of(problem, device, [(f, joint)])
+    needs = max(split.takes[b][0], split.takes[b][0] - split.frees[b][0] + split.takes[w][0])
+    return (SPLIT,) if needs <= fused.takes[joint][0] and not all_of_them else (SPLIT, FUSED)
 
 
-def changes(problem: Problem, device: int, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
-    """What each op takes of the device's memory, and what it frees."""
+def rules_of(problem: Problem, device: int, chains: Sequence[tuple[Op, ...]], all_of_them: bool) -> Rules:
+    """What ops take and free, and which op follows another in some best program.
+
+    An offload takes no bytes of the device, so it goes before all compute ops that it may go before. A drop waits for
+    it, so it stands where its bytes are needed next. Both make no op later.
+    """
+    effects = effects_of(problem, device, chains)
+    on_host = problem.devices[device].host_memory_bytes is not None
+
+    def may_follow(last: Op, op: Op) -> bool:
+        if last.kind is Kind.D and effects.takes[last][0] == 0:
+            return op.kind is Kind.D or effects.takes[op][0] > 0
+        if op.kind is Kind.O and effects.takes[op][0] == 0:
+            same = (last.stage, last.microbatch) == (op.stage, op.microbatch)
+            return same or last.kind in (Kind.O, Kind.R) or (on_host and last.kind in (Kind.B, Kind.BW))
+        return True
+
+    return effects._replace(may_follow=lambda last, op: all_of_them or may_follow(last, op))
+
+
+def effects_of(problem: Problem, device: int, chains: Iterable[tuple[Op, ...]]) -> Rules:
+    """What each op takes and frees, of the device and of its host memory."""
     ops = [op for chain in chains for op in chain]
-    effects = alone(problem, device, ops).compiled.effects
-    return [dict(zip(ops, amounts.tolist(), strict=True)) for amounts in (effects.takes, effects.frees)]
+    programs = (Program.from_items(ops if d == device else ()) for d in range(len(problem.devices)))
+    effects = Schedule(problem, tuple(programs)).compiled.effects
+    takes, frees = (
+        dict(zip(ops, zip(here.tolist(), there.tolist(), strict=True), strict=True))
+        for here, there in ((effects.takes, effects.takes_on_host), (effects.frees, effects.frees_on_host))
+    )
+    return Rules(takes, frees, lambda _last, _op: True)
 
 
-def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[dict[str, Program]]:
-    """Every order of the transfers on the one link that devices share, if any."""
+def shared_orders(problem: Problem, transfers: Sequence[tuple[Op, ...]]) -> Iterator[dict[str, Program]]:
+    """Every order of the transfers of each device on the one link that devices share, if any."""
     if not problem.shared_links:
         yield {}
         return
     ((link, sharers),) = problem.shared_links.items()
-    transfers = [tuple(op for op in programs[d].ops() if op.kind in (Kind.O, Kind.R)) for d in sharers]
-    for order in merged(transfers):
+    for order in merged([transfers[d] for d in sharers]):
         yield {link: Program.from_items(order)} if order else {}
 
 
-def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
-    """The shortest length over all schedules there are, and how many schedules were tried.
+def by_transfers(problem: Problem, programs: Iterable[Program]) -> dict[tuple[Op, ...], list[Program]]:
+    """The programs of a device by their transfers in order, where links are shared; else all as one."""
+    groups: dict[tuple[Op, ...], list[Program]] = {}
+    for program in programs:
+        ops = program.ops() if problem.shared_links else ()
+        groups.setdefault(tuple(op for op in ops if op.kind in (Kind.O, Kind.R)), []).append(program)
+    return groups
+
+
+def best_of_all(problem: Problem, objective: Objective, all_of_them: bool = False) -> tuple[float, int]:
+    """The shortest length over all schedules there are, and how many schedules were tried: `all_of_them`, or those of
+    which `programs_of` says that no other is better.
 
     Raises TooManyError if that would take more than some seconds.
     """
-    best, tried = _bests(problem, tuple(TABLE.values()))
+    best, tried = _bests(problem, tuple(TABLE.values()), all_of_them)
     return best[objective], tried
 
 
@@ -165,36 +222,28 @@ class TooManyError(Exception):
 
 
 @cache
-def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objective, float], int]:
+def _bests(problem: Problem, effects: tuple[Effect, ...], all_of_them: bool) -> tuple[dict[Objective, float], int]:
     """`effects` are those of the table that is in place, by which programs fit."""
     first = problem.stages[0].device
-    candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
+    candidates = [programs_of(problem, d, all_of_them) for d in range(len(problem.devices))]
     if problem.routes is None and (problem.fixed_order or not has_lists(problem)):
         # Equal micro-batches may enter the pipeline in order.
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
     if prod(map(len, candidates)) > MOST_SCHEDULES / (10 if problem.shared_links else 1):
         raise TooManyError
-    best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
-    if not all(candidates):
-        return best, 0
-    tables = TimedPrograms(problem, candidates)
-    if not problem.shared_links:
-        lengths, shortest = tables.shortest()
-        for ms, chosen in zip(lengths.items(), shortest, strict=True):
-            programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
-            assert ms[1] == length(Schedule(problem, programs), ms[0])
-        return lengths, prod(map(len, candidates))
+    groups = [by_transfers(problem, own) for own in candidates]
+    tables = TimedPrograms(problem, [[list(same) for same in each.values()] for each in groups])
+    best: dict[Objective, float] = {"makespan": inf, "span": inf}
     tried = 0
-    for chosen in product(*(range(len(own)) for own in candidates)):
-        programs = tuple(own[n] for own, n in zip(candidates, chosen, strict=True))
-        for links in shared_orders(problem, programs):
-            tried += 1
-            lengths = tables.lengths(chosen, links)
-            if any(ms < best[objective] for objective, ms in lengths.items()):
-                schedule = Schedule(problem, programs, links)
-                assert lengths == {objective: length(schedule, objective) for objective in best}
-                best = {objective: min(ms, best[objective]) for objective, ms in lengths.items()}
+    for chosen in product(*map(enumerate, groups)):
+        numbers, transfers = zip(*chosen, strict=True)
+        for links in shared_orders(problem, transfers):
+            tried += prod(len(each[same]) for each, same in zip(groups, transfers, strict=True))
+            for objective, (ms, programs) in tables.shortest(numbers, links).items():
+                if ms < best[objective]:
+                    assert ms == length(Schedule(problem, programs, links), objective)
+                    best[objective] = ms
     return best, tried
 
 

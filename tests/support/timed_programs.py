@@ -111,33 +111,28 @@ class Tables(NamedTuple):
         (P, n) how long each step takes.
     waits, delays
         (P, n, most) the events that each step waits for, and how long after them.
-    first
-        (D + 1,) the first row of each device, and the number of rows.
     """
 
     events: Ints
     ms: Floats
     waits: Ints
     delays: Floats
-    first: Ints
 
 
 class TimedPrograms:
     """The programs among which each device has one."""
 
-    def __init__(self, problem: Problem, candidates: Sequence[Sequence[Program]]) -> None:
+    def __init__(self, problem: Problem, groups: Sequence[Sequence[Sequence[Program]]]) -> None:
+        """`groups` has the programs of each device in groups."""
         self._problem = problem
-        rows = [steps_of(problem, d, program) for d, own in enumerate(candidates) for program in own]
+        self._programs = [program for own in groups for group in own for program in group]
+        rows = [steps_of(problem, d, program) for d, own in enumerate(groups) for group in own for program in group]
+        ends = iter(np.cumsum([len(group) for own in groups for group in own]).tolist())
+        self._ranges = [[(end - len(group), end) for group, end in zip(own, ends, strict=False)] for own in groups]
         self._numbers = {event: n for n, event in enumerate({step.event: None for row in rows for step in row})}
-        longest = max(map(len, rows), default=0)
-        first = np.cumsum([0, *map(len, candidates)])
-        shape = len(rows), longest
+        shape = len(rows), max(map(len, rows), default=0)
         self._tables = tables = Tables(
-            np.full(shape, -1),
-            np.zeros(shape),
-            np.full((*shape, MOST_WAITS), -1),
-            np.zeros((*shape, MOST_WAITS)),
-            first,
+            np.full(shape, -1), np.zeros(shape), np.full((*shape, MOST_WAITS), -1), np.zeros((*shape, MOST_WAITS))
         )
         for r, row in enumerate(rows):
             for i, step in enumerate(row):
@@ -147,31 +142,28 @@ class TimedPrograms:
                     tables.waits[r, i, w] = self._numbers.get(event, len(self._numbers))
                     tables.delays[r, i, w] = delay
 
-    def lengths(self, chosen: Sequence[int], links: dict[str, Program]) -> dict[Objective, float]:
-        """The lengths of one program of each device, infinite if they wait for each other."""
-        on_links = waits_on_links(self._problem, links)
+    def shortest(
+        self, chosen: Sequence[int], links: dict[str, Program]
+    ) -> dict[Objective, tuple[float, tuple[Program, ...]]]:
+        """The shortest lengths of all programs of one group of each device, and by which programs; infinite if all wait
+        for each other."""
         before = np.full(len(self._numbers) + 1, -1)
-        for event, earlier in on_links.items():
+        for event, earlier in waits_on_links(self._problem, links).items():
             before[self._numbers[event]] = self._numbers[earlier]
-        lengths = np.zeros(2)
-        measure(self._tables, np.array(chosen), before, np.zeros(len(before)), lengths)
-        return {"makespan": float(lengths[0]), "span": float(lengths[1])}
-
-    def shortest(self) -> tuple[dict[Objective, float], list[list[int]]]:
-        """The shortest lengths of all, and by which programs."""
-        best, chosen = np.full(2, np.inf), np.zeros((2, len(self._tables.first) - 1), dtype=np.int64)
-        before = np.full(len(self._numbers) + 1, -1)
-        measure_all(self._tables, before, best, chosen)
-        return {"makespan": float(best[0]), "span": float(best[1])}, chosen.tolist()
+        ranges = np.array([own[n] for own, n in zip(self._ranges, chosen, strict=True)])
+        best, rows = np.full(2, np.inf), np.zeros((2, len(ranges)), dtype=np.int64)
+        measure_all(self._tables, before, ranges, best, rows)
+        programs = [tuple(self._programs[r] for r in row) for row in rows.tolist()]
+        return {"makespan": (float(best[0]), programs[0]), "span": (float(best[1]), programs[1])}
 
 
 @compiled
-def measure(tables: Tables, chosen: Ints, before: Ints, ends: Floats, lengths: Floats) -> None:
+def measure(tables: Tables, rows: Ints, before: Ints, ends: Floats, lengths: Floats) -> None:
     """(2,) makespan and span of one program of each device, all ops as early as may be.
 
     `before` has the transfer before each one on a shared link; `ends` is room.
     """
-    devices, longest = len(chosen), tables.events.shape[1]
+    devices, longest = len(rows), tables.events.shape[1]
     ends[:] = np.inf
     place, begins, lasts = np.zeros(devices, np.int64), np.full(devices, np.inf), np.zeros(devices)
     lengths[:] = np.inf
@@ -179,7 +171,7 @@ def measure(tables: Tables, chosen: Ints, before: Ints, ends: Floats, lengths: F
     while moved:
         moved = False
         for d in range(devices):
-            row = tables.first[d] + chosen[d]
+            row = rows[d]
             while place[d] < longest and tables.events[row, place[d]] >= 0:
                 i = place[d]
                 event, begin = tables.events[row, i], 0.0
@@ -195,7 +187,7 @@ def measure(tables: Tables, chosen: Ints, before: Ints, ends: Floats, lengths: F
                 place[d] += 1
                 moved = True
     for d in range(devices):
-        row = tables.first[d] + chosen[d]
+        row = rows[d]
         if place[d] < longest and tables.events[row, place[d]] >= 0:
             return
     lengths[0], lengths[1] = lasts.max() - begins.min(), 0.0
@@ -205,22 +197,25 @@ def measure(tables: Tables, chosen: Ints, before: Ints, ends: Floats, lengths: F
 
 
 @compiled
-def measure_all(tables: Tables, before: Ints, best: Floats, shortest: Ints) -> None:
-    """The (2,) best lengths of all combinations, and which they are."""
-    devices = len(tables.first) - 1
-    chosen, lengths, ends = np.zeros(devices, np.int64), np.zeros(2), np.zeros(len(before))
+def measure_all(tables: Tables, before: Ints, ranges: Ints, best: Floats, shortest: Ints) -> None:
+    """The (2,) best lengths of all combinations, and the (2, D) rows they have; `ranges` has (D, 2) the first row of
+    each device and the one after its last."""
+    devices = len(ranges)
+    rows, lengths, ends = ranges[:, 0].copy(), np.zeros(2), np.zeros(len(before))
+    if (ranges[:, 0] == ranges[:, 1]).any():
+        return
     while True:
-        measure(tables, chosen, before, ends, lengths)
+        measure(tables, rows, before, ends, lengths)
         for n in range(2):
             if lengths[n] < best[n]:
                 best[n] = lengths[n]
-                shortest[n] = chosen
+                shortest[n] = rows
         d = 0
         while d < devices:
-            chosen[d] += 1
-            if chosen[d] < tables.first[d + 1] - tables.first[d]:
+            rows[d] += 1
+            if rows[d] < ranges[d, 1]:
                 break
-            chosen[d] = 0
+            rows[d] = ranges[d, 0]
             d += 1
         if d == devices:
             return

@@ -1,0 +1,38 @@
+"""What is told of a problem's best schedule: all bounds by their names, and what CP-SAT finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optpipe import Problem, Schedule
+from optpipe.evaluate.objective import Objective
+from optpipe.process.protocol import Bound, Frame, Incumbent, Request
+from optpipe_solver import cpsat
+from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
+from optpipe_solver.relax.one_device import device_bounds, searchable_devices
+
+STATES = 5_000  # of a device
+
+
+def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
+    """By name what needs no schedule to be told."""
+    alone = {
+        f"relax {d}": max(device_bounds(problem, d, objective, STATES), default=0.0)
+        for d in searchable_devices(problem)
+    }
+    each = {"trivial": trivial_bound, "memory": memory_bound, "deferral": deferral_bound}
+    return alone | {name: bound(problem, objective) for name, bound in each.items()}
+
+
+def read_frames(problem: Problem, frames: Sequence[Frame]) -> tuple[list[Schedule], float]:
+    """The schedules, each better than the one before, and the best bound."""
+    schedules = [frame.schedule.schedule(problem, "") for frame in frames if isinstance(frame, Incumbent)]
+    return schedules, max((frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)), default=0.0)
+
+
+def cpsat_finds(problem: Problem, objective: Objective, seconds: float) -> tuple[list[Schedule], float]:
+    """The schedules of CP-SAT and its own bound, in seconds of counted work."""
+    frames: list[Frame] = []
+    request = Request(problem=problem, method="cpsat", objective=objective, time_limit_s=seconds, threads=1)
+    cpsat.ENGINE.run(request, frames.append)
+    return read_frames(problem, frames)
