@@ -16,8 +16,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from optpipe.errors import InputError
-from optpipe_runtime import record_trace
+from optpipe_runtime import record, record_trace
 from optpipe_runtime.ranks import clocks
+from optpipe_runtime.record import Recorder
 from support.device import device
 
 SHAPE = (8, 16)  # of a micro-batch
@@ -104,26 +105,38 @@ def compare_clocks(ahead_ms: float) -> clocks.Ahead:
         return clocks.compare_clocks(None, device())
 
 
-def time_steps(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]:
-    """Of pairs of steps, their times: of a plain one, and of a recorded one. It is the second of three, so without
-    what is done before the first and behind the last."""
+class MeasuredRecorder(Recorder):
+    """Counts how long recording takes in each step: what torch calls takes so much longer than what it called before."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ms = [0.0] * self._recorded.stop
+
+    def _timed(self, run: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        return self._adding(super()._timed(self._adding(run, -1), *args), +1)
+
+    def _with_loss(self, compute_loss: Callable[..., None]) -> Callable[..., None]:
+        return self._adding(super()._with_loss(self._adding(compute_loss, -1)), +1)
+
+    def _adding(self, run: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        def adding(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            result = run(*args, **options)
+            self.ms[self._step] += sign * (time.perf_counter() - began) * 1e3
+            return result
+
+        return adding
+
+
+def recording_ms(case: Case, folder: Path, steps: int) -> list[float]:
+    """How long recording takes in each step."""
     schedule, step = prepared(case)
-    found = []
-    for _ in range(pairs):
+    with mock.patch.object(record, "Recorder", MeasuredRecorder):
+        record_trace(schedule, folder, after=0, steps=steps)
+    recorder = schedule.step
+    for _ in range(steps):
         step()
-        plain = timed(step)
-        record_trace(schedule, folder, after=0, steps=3)
-        step()
-        found.append((plain, timed(step)))
-        step()
-    return found
-
-
-def timed(step: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
+    return recorder.ms
 
 
 def now_ms(ahead_ms: float) -> Callable[[], float]:
