@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.levels import FULL, LEVELS, Level
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import Casts
 
@@ -50,7 +51,7 @@ def stage_of(module: nn.Module, link: Link) -> StageRunner:
     return stage
 
 
-def step(stage: StageRunner, recompute: bool, split: bool, **options: Any) -> int:
+def step(stage: StageRunner, recompute: Level | None, split: bool, **options: Any) -> int:
     """All forwards, then all backwards; returns the number of casts."""
     with autocast(**options), Counting() as counting:
         outputs = [stage.forward(j, (x,), recompute=recompute)[0] for j, x in enumerate(inputs())]
@@ -71,9 +72,9 @@ def plainly(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [None, FULL, LEVELS["cheap"]], ids=["kept", "full", "cheap"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-def test_each_weight_is_cast_once_a_step(recompute: bool, split: bool, link: Link) -> None:
+def test_each_weight_is_cast_once_a_step(recompute: Level | None, split: bool, link: Link) -> None:
     module = nn.Sequential(linear(), nn.GELU(), linear())
     expected, stage = plainly(copy.deepcopy(module)), stage_of(module, link)
     for _ in range(2):
@@ -86,7 +87,7 @@ def test_each_weight_is_cast_once_a_step(recompute: bool, split: bool, link: Lin
 
 def test_without_torchs_cache_a_weight_is_cast_at_each_use(link: Link) -> None:
     stage = stage_of(linear(), link)
-    assert step(stage, recompute=False, split=True, cache_enabled=False) == 2 * M
+    assert step(stage, recompute=None, split=True, cache_enabled=False) == 2 * M
     stage.end_step()
     assert stage.cast_bytes == 0
 
@@ -104,8 +105,8 @@ def test_a_parameter_that_changes_is_cast_again() -> None:
     assert torch.equal(casts.cast(weight, torch.bfloat16), weight.bfloat16())
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_layers_that_are_not_split_keep_their_gradients(recompute: bool, link: Link) -> None:
+@pytest.mark.parametrize("recompute", [None, FULL, LEVELS["cheap"]], ids=["kept", "full", "cheap"])
+def test_layers_that_are_not_split_keep_their_gradients(recompute: Level | None, link: Link) -> None:
     """torch's own cache may have been filled by a forward without gradients."""
     module = nn.Sequential(linear(), nn.Conv1d(8, 8, 1), nn.LayerNorm(WIDTH))
     module[0].weight.register_hook(lambda gradient: gradient)

@@ -22,9 +22,13 @@ from optpipe_runtime.execute.batch import cut
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.levels import FULL, Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
+LEVELS = {level.name: level for level in as_levels(["full", "cheap"])} | {
+    "everything": Level.by_policy("everything", lambda op: True)
+}
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def state(module: nn.Module) -> list[Tensor]:
 class Way(NamedTuple):
     """How a stage runs. `told`: F is told which backward will come, as in a step."""
 
-    keeping: Literal["kept", "offloaded", "recomputed"]
+    keeping: Literal["kept", "offloaded", "full", "cheap", "everything"]
     split: bool
     told: bool
 
@@ -85,10 +89,16 @@ IN_PAIRS = {
     Way("kept", split=False, told=False),
     Way("offloaded", split=True, told=False),
     Way("offloaded", split=False, told=True),
-    Way("recomputed", split=True, told=True),
-    Way("recomputed", split=False, told=False),
+    Way("full", split=True, told=True),
+    Way("full", split=False, told=False),
+    Way("cheap", split=True, told=True),
+    Way("everything", split=True, told=False),
+    Way("everything", split=False, told=True),
 }
-WAYS = [Way(*chosen) for chosen in product(("kept", "offloaded", "recomputed"), (True, False), (True, False))]
+WAYS = [
+    Way(*chosen)
+    for chosen in product(("kept", "offloaded", "full", "cheap", "everything"), (True, False), (True, False))
+]
 
 
 @pytest.mark.filterwarnings(
@@ -101,7 +111,9 @@ WAYS = [Way(*chosen) for chosen in product(("kept", "offloaded", "recomputed"), 
 )
 def test_odd_stages_train_as_in_a_plain_run(way: Way, link: Link) -> None:
     failures = []
-    for name in (*STAGES, *(SAVED if way.keeping == "recomputed" else ())):
+    for name in (*STAGES, *(SAVED if way.keeping in LEVELS else ())):
+        if name == "a gradient in a forward" and LEVELS.get(way.keeping, FULL).keeps is not None:
+            continue  # refused, below
         try:
             require_as_plain(name, way, link)
         except Exception as error:
@@ -132,7 +144,7 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
         expected.append(outputs)
         dxs.append(leaf.grad)
 
-    exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way.keeping != "recomputed")
+    exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way.keeping != "full")
     stage = StageRunner(0, module, device(), link, HostPool(device()))
     learn(stage, (torch.zeros(BATCH, 8, WIDTH, device=device(), requires_grad=True),))
     stage.start_step((), 1)
@@ -141,7 +153,7 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
         outputs = stage.forward(
             j,
             (x.clone(),),
-            recompute=way.keeping == "recomputed",
+            recompute=LEVELS.get(way.keeping),
             backward=(Kind.B if way.split else Kind.BW) if way.told else None,
             captured=way.keeping == "offloaded" or not way.told,
         )
@@ -151,7 +163,7 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
             stage.offload(j, 0)
             stage.drop(j, 0)
     for j, dx in enumerate(dxs):
-        if way.keeping == "recomputed":
+        if way.keeping in LEVELS:
             stage.recompute(j)
         elif way.keeping == "offloaded":
             stage.reload(j, 0)
@@ -168,8 +180,8 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
         require_same(ours, theirs, exactly)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link: Link) -> None:
+@pytest.mark.parametrize("recompute", [*LEVELS.values(), None])
+def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: Level | None, link: Link) -> None:
     """As in a plain run: not by learning the shapes, and once by F and C together."""
     stage = StageRunner(0, STAGES["adds in place at entry"](), CPU, link, HostPool(CPU))
     batch = torch.zeros(2 * BATCH, 8, WIDTH)
@@ -186,8 +198,8 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
     assert torch.equal(batch, torch.ones_like(batch))
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool, link: Link) -> None:
+@pytest.mark.parametrize("recompute", [*LEVELS.values(), None])
+def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: Level | None, link: Link) -> None:
     stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), lambda y, target: functional.mse_loss(y, target.add_(1)))
     x, target = torch.zeros(BATCH, 8, WIDTH), torch.zeros(BATCH, 8, WIDTH)
     learn(stage, (x,), (target,))
@@ -200,8 +212,8 @@ def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool
     assert torch.equal(target, torch.ones_like(target))
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_outputs_do_not_share_memory_with_the_batch(recompute: bool, link: Link) -> None:
+@pytest.mark.parametrize("recompute", [*LEVELS.values(), None])
+def test_outputs_do_not_share_memory_with_the_batch(recompute: Level | None, link: Link) -> None:
     stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
     batch = torch.zeros(4 * BATCH, 8, WIDTH)
     x = batch[:BATCH]
@@ -209,6 +221,13 @@ def test_outputs_do_not_share_memory_with_the_batch(recompute: bool, link: Link)
     stage.start_step((batch,), 1)
     (y,) = stage.forward(0, (x,), recompute=recompute)
     assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
+
+
+def test_a_gradient_in_a_forward_is_recomputed_in_full_only(link: Link) -> None:
+    stage = StageRunner(3, STAGES["a gradient in a forward"](), CPU, link, HostPool(CPU))
+    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+    with pytest.raises(InputError, match=r"^stage 3 takes a gradient in its forward: only level 'full' recomputes"):
+        stage.forward(0, (torch.zeros(BATCH, 8, WIDTH),), recompute=LEVELS["cheap"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from optpipe_runtime.memory.activation import OffloadedError, balance
 from optpipe_runtime.memory.host_pool import PAGE, HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.levels import FULL, LEVELS, Level
 from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
     module, x, dy = cases.Block(dropout=0.5), torch.randn(SHAPE), torch.randn(SHAPE)
     stage, _ = make(module, link)
 
-    def run(recompute: bool) -> tuple[Tensor, list[Tensor]]:
+    def run(recompute: Level | None) -> tuple[Tensor, list[Tensor]]:
         module.zero_grad()
         torch.manual_seed(7)
         (y,) = stage.forward(0, (x.clone(),), recompute=recompute)
@@ -178,7 +179,7 @@ def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
         stage.backward(0, (dy,), split=False)
         return y, gradients(module)
 
-    (y1, grads1), (y2, grads2) = run(False), run(True)
+    (y1, grads1), (y2, grads2) = run(None), run(FULL)
     assert torch.equal(y1, y2)
     assert all(map(torch.equal, grads1, grads2))
 
@@ -283,10 +284,10 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["activation", "buffer"])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [FULL, LEVELS["cheap"], None])
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_tensor_changed_after_it_was_saved_is_an_error(
-    link: Link, what: str, recompute: bool, captured: bool
+    link: Link, what: str, recompute: Level | None, captured: bool
 ) -> None:
     stage, _ = make(Changing(what), link)
     stage.forward(0, (torch.randn(SHAPE),), recompute=recompute, backward=Kind.B, captured=captured)

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe_runtime.torch_private import fsdp, groups, modules, pipelining, tensors, trees
+from optpipe_runtime.torch_private import fsdp, groups, modules, ops, pipelining, tensors, trees
 
+aten = torch.ops.aten
 TIMEOUT = timedelta(seconds=77)
 
 
@@ -143,6 +144,17 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         ),
         "is_mapping": lambda: mapped() == [True] and not tensors.is_mapping(),
         "without_subclass_functions": lambda: type(without()) is Tensor,
+    },
+    ops: {
+        "makes_new": lambda: (
+            [ops.makes_new(op) for op in (aten.mm.default, aten.mm.out, aten.t.default, aten.relu_.default)]
+            == [True, False, False, False]
+        ),
+        "written": lambda: (
+            list(ops.written(aten.mm.out, (X, X), {"out": LEAF})) == [LEAF]
+            and list(ops.written(aten.add_.Tensor, (LEAF, X), {})) == [LEAF]
+            and not list(ops.written(aten.mm.default, (X, X), {}))
+        ),
     },
     trees: {
         "tree_flatten": lambda: trees.tree_flatten([X, {"a": 1}])[0] == [X, 1],

@@ -9,10 +9,12 @@ from torch.nn import functional
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.levels import FULL, LEVELS
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.odd_stages import BATCH, WIDTH, linear
 
 CPU = torch.device("cpu")
+RECOMPUTED = {"C": FULL, "K": LEVELS["cheap"]}
 
 
 class Block(nn.Module):
@@ -44,14 +46,15 @@ def runner(module: nn.Module, link: Link) -> StageRunner:
 
 
 def run(stage: StageRunner, program: str, inputs: list[Tensor]) -> dict[int, Tensor]:
-    """Ops as in "F0 B0 W0", with gradients of one; returns input gradients."""
+    """Ops as in "F0 B0 W0", with gradients of one; returns input gradients. C and K are an F with its C, in full and
+    cheap."""
     found: dict[int, Tensor] = {}
     for op in program.split():
         kind, j = op[:-1], int(op[-1])
         if kind == "F":
             stage.forward(j, (inputs[j].clone(),))
-        elif kind == "C":
-            stage.forward(j, (inputs[j].clone(),), recompute=True)
+        elif kind in RECOMPUTED:
+            stage.forward(j, (inputs[j].clone(),), recompute=RECOMPUTED[kind])
             stage.recompute(j)
         elif kind == "O":
             stage.offload(j, 0)

@@ -10,6 +10,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.levels import FULL
 
 NOTHING = Done()
 
@@ -49,7 +50,7 @@ class StageOps:
                 j,
                 received,
                 target,
-                recompute=activation in plan.recomputed,
+                recompute=FULL if activation in plan.recomputed else None,
                 form=form,
                 backward=Kind.B if activation in plan.split else None if leaving else Kind.BW,
                 captured=step.counting or leaving,

@@ -18,6 +18,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
+from optpipe_runtime.stage.levels import FULL
 from optpipe_runtime.stage.runner import StageRunner
 
 BESIDE = -1  # the number of a micro-batch that runs beside others
@@ -132,7 +133,7 @@ class Trial:
             stage.forward(0, inputs.pop(), self._targets, **how)
         saved = stage.held_bytes(0)
         stage.forget(0)
-        stage.forward(0, inputs.pop(), self._targets, recompute=True, **how)
+        stage.forward(0, inputs.pop(), self._targets, recompute=FULL, **how)
         checkpoint = stage.held_bytes(0)
         with self.times.timing("recompute_ms"):
             stage.recompute(0)

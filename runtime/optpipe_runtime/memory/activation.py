@@ -10,7 +10,8 @@ DTensor the part on this rank is captured, and the result of a collective when i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -26,6 +27,7 @@ from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.torch_private.tensors import spec, storage_id, version
 
 SMALLEST = 4096  # bytes; a smaller block stays, because a copy of its own would cost more than it frees
+EVERY = range(sys.maxsize)  # all blocks, by number
 
 
 class OffloadedError(RuntimeError):
@@ -146,7 +148,7 @@ class Activation:
         device: torch.device,
         excluded: frozenset[int],
         shared: frozenset[int] = frozenset(),
-        leaving: frozenset[int] = frozenset(),
+        leaving: Container[int] = frozenset(),
     ) -> None:
         self._device, self._excluded, self._shared, self._leaving = device, excluded, shared, leaving
         self._blocks: dict[int, Block] = {}
@@ -172,6 +174,12 @@ class Activation:
         saved = Saved(block, tensor)
         self._fresh.append((saved, tensor, version(tensor)))
         return saved
+
+    def store(self, tensor: Tensor) -> Saved | Tensor:
+        """Holds a tensor, as what gives it back wherever its block is then; or as it is, if this store does not own
+        it."""
+        block = self.keep(tensor)
+        return tensor if block is None else Saved(block, tensor)
 
     def keep(self, tensor: Tensor) -> Block | None:
         """Holds a tensor's storage. Returns None for a tensor that this store does not own."""
@@ -243,7 +251,7 @@ class Activation:
         return offloaded.handles
 
     def restore(self) -> None:
-        """Before the backward: waits for the reloads."""
+        """Before the backward or a recompute: waits for the reloads."""
         self.wait()
         for part in self._parts.values():
             # Nothing returns if the reload is missing; the backward then raises `OffloadedError`.
@@ -265,7 +273,8 @@ class Activation:
         )
 
     def release(self) -> None:
-        """When the backward begins: from now on the graph alone owns the blocks, and frees them as it runs."""
+        """When the backward or a recompute begins: from now on what uses the blocks alone owns them, and frees them as
+        it runs."""
         self._released = [block.ref for block in self._blocks.values()]
         self._blocks.clear()
 

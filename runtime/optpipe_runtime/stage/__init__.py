@@ -4,6 +4,7 @@
 - `io`: the tensors that pass between stages;
 - `runner`: the ops; `learn`: finds the tensors by running the forward once;
 - `outside`: parameters that a stage uses and its module does not have, as those of `loss_fn`;
+- `levels`: what an F keeps where a C repeats it;
 - `replay`: runs a forward again as it ran the first time, and undoes a step; `state`: what forwards change in modules;
 - `split`: the split backward.
 """

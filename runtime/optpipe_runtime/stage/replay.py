@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from optpipe_runtime.stage.state import Restore, State, save_random
 
+# A context in which all that forwards change is as it was at some forward; its value are the tensors that stand in.
+AsFirst = Callable[[], AbstractContextManager[list[Tensor]]]
+
 
 class Replay:
     """Random numbers, gradients and what else forwards change, of one stage."""
@@ -32,7 +35,7 @@ class Replay:
             saved.restore()
             restore_random()
 
-    def as_now(self) -> Callable[[], AbstractContextManager[list[Tensor]]]:
+    def as_now(self) -> AsFirst:
         """Returns a context in which random numbers, buffers and attributes are what they are now. It leaves them as it
         finds them. Its value are the tensors that stand in for others meanwhile."""
         saved, restore_random = self._state.save(), save_random(self._device)

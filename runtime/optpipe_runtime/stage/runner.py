@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,16 +17,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.sizes import told_apart
-from optpipe_runtime.memory.activation import Activation, balance, in_place_errors
+from optpipe_runtime.memory.activation import EVERY, Activation, Saved, balance, in_place_errors
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
-from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, tensors_in
+from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones
+from optpipe_runtime.stage.levels import Keeping, Level, saving_nothing
 from optpipe_runtime.stage.outside import Outside
-from optpipe_runtime.stage.replay import Replay
+from optpipe_runtime.stage.replay import AsFirst, Replay
 from optpipe_runtime.stage.split import (
     Calls,
     Casts,
@@ -201,21 +203,25 @@ class StageRunner:
         microbatch: int,
         inputs: Tensors,
         target: Tensors = (),
-        recompute: bool = False,
+        recompute: Level | None = None,
         form: int = 0,
         backward: Kind | None = None,
         captured: bool = True,
         kwargs: Mapping[str, Any] = _NONE,
     ) -> Tensors:
-        """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
-        forward again. Host time is saved if it is known which `backward` op will come, B or BW, and if what autograd
-        saves need not be `captured`, because it is neither counted nor moved."""
+        """F: the outputs for the next stage, or the loss. With `recompute` only what this level keeps stays, and C
+        repeats the forward. Host time is saved if it is known which `backward` op will come, B or BW, and if what
+        autograd saves need not be `captured`, because it is neither counted nor moved."""
         io, given = self.io[form], Given(inputs, target, kwargs)
-        running = Running(io, self._new_activation(io), backward=backward, captured=captured)
+        # All of a checkpoint leaves, so that bytes follow from lengths.
+        activation = (
+            self._new_activation(io) if recompute is None else Activation(self.device, self._excluded, leaving=EVERY)
+        )
+        running = Running(io, activation, backward=backward, captured=captured)
         self._running[microbatch] = running
-        if recompute:
-            return self._forward_without_graph(running, microbatch, given)
-        return self._forward(running, microbatch, given)
+        if recompute is None:
+            return self._forward(running, microbatch, given)
+        return self._forward_to_repeat(running, microbatch, given, recompute)
 
     @torch.no_grad()
     def evaluate(
@@ -324,32 +330,61 @@ class StageRunner:
         excluded = self._excluded.union(map(storage_key, staying))
         return Activation(self.device, excluded, io.shared_blocks, io.large_elsewhere)
 
-    def _forward_without_graph(self, running: Running, microbatch: int, given: Given) -> Tensors:
-        """An F that a C repeats: keeps the inputs."""
-        for tensor in tensors_in(given.inputs):
-            running.activation.keep(tensor)
+    def _forward_to_repeat(self, running: Running, microbatch: int, given: Given, level: Level) -> Tensors:
+        """An F that a C repeats: keeps the inputs, and the results that the level keeps."""
+        io, activation = running.io, running.activation
+        stored = given._replace(inputs=tree_map_only(Tensor, activation.store, given.inputs))
         as_first = self.replay.as_now()
-
-        def again() -> None:
-            with as_first() as running.stand_ins:
-                # The graph keeps what it needs of the inputs.
-                running.activation = self._new_activation(running.io, running.stand_ins)
-                self._forward(running, microbatch, given)
-
-        running.again = again
         # What the forward changes in place must be for C as it is now.
-        used = Given(*clones((given.inputs, given.target, dict(given.kwargs)))) if running.io.changes_inputs else given
-        with torch.no_grad(), self._mode():
-            return self._detached(running, self.outputs(running.io, *used, microbatch))
+        used = Given(*clones((given.inputs, given.target, dict(given.kwargs)))) if io.changes_inputs else given
+        repeating: AbstractContextManager[object] = _NOTHING
+        if level.keeps is None:
+            with torch.no_grad(), self._mode():
+                outputs = self.outputs(io, *used, microbatch)
+        else:  # torch chooses some kernels by whether there is a graph
+            keeping = Keeping(level, self.index, self.device)
+            with saving_nothing(self.index):
+                outputs = self._with_graph(running, microbatch, used, keeping)
+            repeating = keeping.hand_over(activation)
+        running.again = partial(self._again, running, microbatch, stored, as_first, repeating, running.captured)
+        running.captured = True
+        self._own_results(running, microbatch)
+        return self._detached(running, outputs)
 
-    def _forward(self, running: Running, microbatch: int, given: Given) -> Tensors:
-        """An F or a C that builds a graph: keeps what autograd saves."""
+    def _again(
+        self,
+        running: Running,
+        microbatch: int,
+        stored: Given,
+        as_first: AsFirst,
+        repeating: AbstractContextManager[object],
+        captured: bool,
+    ) -> None:
+        """C"""
+        running.activation.restore()
+        running.activation.release()  # the graph keeps what it needs of it
+        running.captured = captured
+        given = stored._replace(inputs=tree_map_only(Saved, Saved.tensor, stored.inputs))
+        with as_first() as running.stand_ins:
+            running.activation = self._new_activation(running.io, running.stand_ins)
+            self._forward(running, microbatch, given, repeating)
+
+    def _with_graph(
+        self, running: Running, microbatch: int, given: Given, mode: AbstractContextManager[object]
+    ) -> Tensors:
         io = running.io
         wanted = [] if io.begins else [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
-        capture = running.activation.capture() if running.captured else nullcontext()
-        with torch.enable_grad(), capture, self._splitting(running):
+        with torch.enable_grad(), self._splitting(running), mode:
             entered = enter(given.inputs, wanted, running.input_gradients)
-            outputs = self.outputs(io, entered, given.target, given.kwargs, microbatch)
+            return self.outputs(io, entered, given.target, given.kwargs, microbatch)
+
+    def _forward(
+        self, running: Running, microbatch: int, given: Given, mode: AbstractContextManager[object] = _NOTHING
+    ) -> Tensors:
+        """An F or a C that keeps what autograd saves."""
+        io = running.io
+        with running.activation.capture() if running.captured else nullcontext():
+            outputs = self._with_graph(running, microbatch, given, mode)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
             raise InputError(
                 f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then "
@@ -358,11 +393,15 @@ class StageRunner:
         running.edges = {k: get_gradient_edge(outputs[k]) for k in io.needed if outputs[k].requires_grad}
         if running.captured:
             self._sizes = running.activation.sizes()
-            if io.ends and self.results is not None:  # a result that is saved, too, may leave
-                self.results[microbatch] = tree_map_only(
-                    Tensor, lambda t: t.clone() if running.activation.holds(t) else t, self.results[microbatch]
-                )
+            self._own_results(running, microbatch)
         return self._detached(running, outputs)
+
+    def _own_results(self, running: Running, microbatch: int) -> None:
+        """A result that is saved, too, may leave."""
+        if running.io.ends and self.results is not None:
+            self.results[microbatch] = tree_map_only(
+                Tensor, lambda t: t.clone() if running.activation.holds(t) else t, self.results[microbatch]
+            )
 
     def _detached(self, running: Running, outputs: Tensors) -> Tensors:
         """The outputs as tensors of their own: whoever holds them keeps no block of this stage, and not the batch."""

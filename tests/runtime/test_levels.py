@@ -1,0 +1,150 @@
+"""Levels of recomputation on one stage: what each keeps, and what it must not keep. That stages train as in a plain run
+is in `test_odd_stages` and `test_split_compiled`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.ranks.odd_stages import BATCH, WIDTH, Of, linear
+from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe.errors import InputError
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.levels import LEVELS, Level, as_levels
+from optpipe_runtime.stage.runner import StageRunner
+
+aten = torch.ops.aten
+ROW = BATCH * 8 * 4  # bytes of one column
+SUMS = BATCH * 8 * 4 * 4  # of attention: for each of 4 heads and each token one number
+ALL = Level.by_policy("all", lambda op: True)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(CPU, False)
+    yield link
+    link.close()
+
+
+def held(stage: StageRunner, x: Tensor, level: Level | None) -> int:
+    stage.forward(0, (x.clone(),), recompute=level)
+    nbytes = stage.held_bytes(0)
+    stage.forget(0)
+    return nbytes
+
+
+def test_what_each_level_keeps_of_a_block(link: Link) -> None:
+    """Beside the input: the results of its four linear layers, and those of its attention."""
+    stage, (x,) = runner(Block(), link), batches(1)
+    products = (3 + 1 + 4 + 1) * WIDTH * ROW
+    assert held(stage, x, LEVELS["full"]) == x.nbytes
+    assert held(stage, x, LEVELS["selective"]) == x.nbytes + products
+    assert held(stage, x, LEVELS["cheap"]) == x.nbytes + products + WIDTH * ROW + SUMS
+    assert held(stage, x, LEVELS["cheap"]) < held(stage, x, None)
+
+
+@pytest.mark.parametrize("level", [*LEVELS.values(), ALL], ids=lambda level: level.name)
+@pytest.mark.parametrize("split", [True, False])
+def test_a_checkpoint_leaves_and_comes_back(level: Level, split: bool, link: Link) -> None:
+    module = Block()
+    plain, stage, inputs = copy.deepcopy(module), runner(module, link), batches(2)
+    kept, gradients = held(stage, inputs[0], None), {}
+    stage.start_step((), 2)
+    for j, x in enumerate(inputs):
+        stage.forward(j, (x.clone(),), recompute=level)
+        for part in (1, 0):
+            stage.offload(j, part)
+            stage.drop(j, part)
+        assert stage.held_bytes(j) == 0
+    for j in range(2):
+        for part in (0, 1):
+            stage.reload(j, part)
+        stage.recompute(j)
+        assert stage.held_bytes(j) == kept
+        gradients |= run(stage, f"B{j} W{j}" if split else f"BW{j}", inputs)
+    require_as_plain(module, plain, inputs, gradients)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda y: y.mul_(2),
+    "by a view": lambda y: y[..., :3].mul_(2),
+    "by its data": lambda y: y.data.mul_(2),
+    "as a result": lambda y: torch.mul(y.detach(), 2, out=y.data),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_result_that_is_changed_is_not_kept(change: Callable[[Tensor], Any], link: Link) -> None:
+    """The recompute would change it again."""
+
+    def forward(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        change(y := first(x))
+        result: Tensor = second(torch.tanh(y))
+        return result
+
+    module = Of(forward, linear(), linear())
+    plain, stage, (x,) = copy.deepcopy(module), runner(module, link), batches(1)
+    assert held(stage, x, LEVELS["cheap"]) == 2 * x.nbytes, "its input and the second layer's result"
+    require_as_plain(module, plain, [x], run(stage, "K0 B0 W0", [x]))
+
+
+def test_random_numbers_go_on_after_a_result_that_was_drawn(link: Link) -> None:
+    """The dropout draws what it drew before, though the numbers before it are not drawn again."""
+    module = Of(lambda f, drop, x: drop(f(x * torch.rand_like(x))), linear(), nn.Dropout(0.5))
+    stage, (x,), results = runner(module, link), batches(1), []
+    drawn = Level.by_policy("drawn", lambda op: op.overloadpacket is aten.rand_like)
+    for level in (None, drawn):
+        torch.manual_seed(1)
+        (y,) = stage.forward(0, (x.clone(),), recompute=level)
+        torch.rand(5)
+        if level is not None:
+            assert stage.held_bytes(0) == 2 * x.nbytes
+            stage.recompute(0)
+        results.append((y, *run(stage, "BW0", [x]).values()))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_recompute_that_calls_other_ops_is_refused(link: Link) -> None:
+    calls: list[nn.Module] = []
+
+    def forward(f: nn.Module, x: Tensor) -> Tensor:
+        calls.append(f)
+        result: Tensor = f(x) if len(calls) < 10 else torch.sin(x)
+        return result
+
+    stage, (x,) = runner(Of(forward, linear()), link), batches(1)
+    stage.forward(0, (x,), recompute=LEVELS["cheap"])
+    calls.extend(calls * 10)
+    with pytest.raises(InputError, match=r"^stage 0 calls other ops when it is recomputed than in its forward"):
+        stage.recompute(0)
+
+
+def test_levels_by_name_and_by_policy() -> None:
+    def products(op: Any) -> bool:
+        return op.overloadpacket is aten.mm
+
+    cheap, own = as_levels(["cheap", products])
+    assert (cheap.name, own.name) == ("cheap", "products")
+    assert own.keeps is not None
+    assert own.keeps(aten.mm.default)
+    assert not own.keeps(aten.mm.out)
+    with pytest.raises(InputError, match=r"^recompute has 'all': it must be 'cheap', 'selective', 'full', or a func"):
+        as_levels(["all"])
+    with pytest.raises(InputError, match=r"^recompute has 'cheap' twice: each level needs a name of its own$"):
+        as_levels(["cheap", "cheap"])
+
+
+def test_attention_that_is_written_out_is_kept_at_cheap_only(link: Link) -> None:
+    def forward(f: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = f(x)
+        return functional.softmax(y @ y.transpose(1, 2), -1) @ y
+
+    stage, (x,) = runner(Of(forward, linear()), link), batches(1)
+    assert held(stage, x, LEVELS["selective"]) == 2 * x.nbytes
+    assert held(stage, x, LEVELS["cheap"]) == 3 * x.nbytes + BATCH * 8 * 8 * 4
