@@ -18,7 +18,7 @@ from benchmarks.timing import repeated, timed
 from benchmarks.traces import job_name, joined, read_timeline, replicas_of, timelines_in
 from optpipe import solve
 from optpipe.model.problem import Problem
-from optpipe.steps import CostModel, StepScheduler, assign, of_microbatches, pack
+from optpipe.steps import CostModel, StepRules, StepScheduler, assign, of_microbatches, pack
 
 SIZES = ((4, 8), (8, 32))
 SPREAD = 0.4  # of the logarithm of weights: the heaviest of 8 is about 3 times the lightest
@@ -41,7 +41,9 @@ def steps(
     """
     typer.echo(
         "step         devices x micro-batches   ms of one core: median, most   longer than what searches find: median, "
-        "most of the first schedule" + "".join(f"; after {each} s beside" for each in BESIDE_S)
+        "most of the first schedule"
+        + "".join(f"; after {each} s beside" for each in BESIDE_S)
+        + "; of the first one from the rules of the two steps before"
     )
     for name, kind in _kinds(folder, problems):
         _measure_kind(name, kind, seconds)
@@ -66,6 +68,7 @@ def _measure_kind(name: str, kind: Sequence[Problem], seconds: float) -> None:
     scheduler = StepScheduler(kind[0])
     scheduler.prepare()
     took, longer = [], []
+    starts: list[StepRules] = []  # of the two steps before
     for step in kind:
         planned, ms = timed(partial(scheduler.plan, step, improve=False), time.thread_time)
         lengths_ms = [planned.first.makespan_ms, *(_after(scheduler, step, each) for each in BESIDE_S)]
@@ -74,6 +77,9 @@ def _measure_kind(name: str, kind: Sequence[Problem], seconds: float) -> None:
         assert result.schedule is not None
         shortest_ms = min(search.best().makespan_ms, result.schedule.makespan_ms)
         took.append(ms)
+        lengths_ms.append(scheduler.plan(step, False, starts).first.makespan_ms)
+        if rules := search.best().rules:
+            starts = [*starts[-1:], StepRules(rules, step)]
         longer.append([max(0.0, each / shortest_ms - 1) for each in lengths_ms])
     told = "; ".join(f"{median(each):6.1%} {max(each):6.1%}" for each in zip(*longer, strict=True))
     size = f"{len(kind[0].devices)} x {kind[0].microbatches}"

@@ -7,7 +7,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.jit import are_compiled
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.rules import Rules
-from optpipe.schedule import Schedule
 
 if TYPE_CHECKING:
     from optpipe.dispatch.state import State
@@ -48,16 +48,17 @@ class Step(NamedTuple):
 
 
 def descents(
-    simulator: Simulator, objective: Objective, seed: int, warm_start: Schedule | None = None, race: int = 0
+    simulator: Simulator, objective: Objective, seed: int, given_rules: Iterable[Rules] = (), race: int = 0
 ) -> Iterator[Step]:
-    """Yields steps of descents from one start after the other, the best first. Ends if no start leads to a schedule.
+    """Yields steps of descents from one start after the other, the best first: `given_rules`,
+    and `first_rules`. Ends if no start leads to a schedule.
 
     Before that the best starts share `race` tries: after each quarter of them the better half goes on (successive
     halving, Karnin, Koren and Somekh 2013).
     """
     random, state = np.random.default_rng(seed), simulator.new_state()
     starts: list[tuple[float, int, Rules]] = []
-    for n, rules in enumerate(first_rules(simulator, warm_start)):
+    for n, rules in enumerate(chain(given_rules, first_rules(simulator))):
         ms = simulator.length_ms(rules, objective, state)
         yield Step(rules, ms, 1)
         if ms < NEVER:

@@ -25,13 +25,17 @@ SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the activations of each stage, at firs
 WAITS = ((0.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.2, 0.0))
 
 
-def first_rules(simulator: Simulator, warm_start: Schedule | None = None) -> Iterator[Rules]:
-    """Yields rules that share each device's memory among its stages: where all activations stay, and where some leave
-    or are computed again. Before them those of the warm start, and those that it seems to follow."""
-    if warm_start is not None:
-        for rules in (warm_start.rules, followed_rules(warm_start)):
-            if rules is not None and (moved := moved_rules(simulator, rules, warm_start.problem)):
+def rules_of_schedule(simulator: Simulator, schedule: Schedule | None) -> Iterator[Rules]:
+    """Yields the rules of a schedule, and those that it seems to follow, for the simulator's problem."""
+    if schedule is not None:
+        for rules in (schedule.rules, followed_rules(schedule)):
+            if rules is not None and (moved := moved_rules(simulator, rules, schedule.problem)):
                 yield moved
+
+
+def first_rules(simulator: Simulator) -> Iterator[Rules]:
+    """Yields rules that share each device's memory among its stages: where all activations stay, and where some leave
+    or are computed again."""
     stages, choices = simulator.stages, simulator.choices
     all_stay = np.zeros((stages, simulator.problem.microbatches), dtype=np.int64)
     shares = [memory_shares(simulator.problem, *choice) for choice in CHOICES]
@@ -59,12 +63,16 @@ def entry_orders(problem: Problem) -> Iterator[Ints]:
     yield np.arange(problem.microbatches)
     if problem.fixed_order or problem.costs.alike.max() == 0:
         return
-    work_ms = problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 1))
-    rising = np.argsort(work_ms, kind="stable")
+    rising = _by_work(problem)
     yield rising
     yield rising[::-1]
     yield np.concatenate([rising[::2], rising[1::2][::-1]])
     yield np.concatenate([rising[::-1][::2], rising[::-1][1::2][::-1]])
+
+
+def _by_work(problem: Problem) -> Ints:
+    """(m,) the micro-batches, the lightest first."""
+    return np.argsort(problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 1)), kind="stable")
 
 
 def _reliefs(simulator: Simulator) -> Iterator[Relief]:
@@ -127,8 +135,8 @@ def _entry_order(schedule: Schedule, first_stage: int) -> Ints:
 def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:
     """Rules of a problem with one route, for the simulator's; None if they are not of its stages and micro-batches.
 
-    Times keep their proportion to those of the ops. Where there are more or fewer stages, each one follows the stage at
-    the same place of the route.
+    Times keep their proportion to those of the ops, and micro-batches enter as those with the same place by their work.
+    Where there are more or fewer stages, each one follows the stage at the same place of the route.
     """
     choices, route = simulator.choices, np.array(problem.route(0))
     stages, microbatches = simulator.stages, simulator.problem.microbatches
@@ -138,15 +146,23 @@ def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules |
     leaves = rules.leaves[source][:, _source_microbatches(problem.microbatches, microbatches)]
     most = np.where(leaves < 0, choices.recomputes[:, None], choices.parts[:, None])
     old_ms = problem.costs.ms[: Kind.B + 1, route[source]].max(axis=-1)
-    keeps_order = microbatches == problem.microbatches and choices.order_is_free
     old_carry_ms = carry_ms(problem.costs, route[source])
     return Rules(
         in_flight=np.ceil(rules.in_flight[source] * stages / len(route)).clip(1, microbatches).astype(np.int64),
         wait_ms=_scaled(rules.wait_ms[:, source], old_ms, choices.patience_ms, np.zeros_like(old_ms)),
         leaves=np.sign(leaves) * np.minimum(np.abs(leaves), most),
         lead_ms=_scaled(rules.lead_ms[source], old_carry_ms, choices.carry_ms, choices.carry_ms),
-        order=rules.order if keeps_order else np.arange(microbatches),
+        order=_moved_order(simulator.problem, rules.order, problem)
+        if choices.order_is_free
+        else np.arange(microbatches),
     )
+
+
+def _moved_order(problem: Problem, order: Ints, old: Problem) -> Ints:
+    """(m,) the order of entry with which light and heavy micro-batches take turns as in the old problem."""
+    places = np.argsort(_by_work(old))[order]
+    followed = places[np.rint(np.linspace(0, old.microbatches - 1, problem.microbatches)).astype(int)]
+    return _by_work(problem)[np.argsort(np.argsort(followed, kind="stable"))]
 
 
 def _scaled(value: Floats, old: Floats, new: Floats, default: Floats) -> Floats:

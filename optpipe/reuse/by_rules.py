@@ -11,6 +11,7 @@ from math import inf
 
 from optpipe.dispatch.descents import Step, descents
 from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -52,7 +53,8 @@ class RulesSearch:
         self._costs = round((self._simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))  # of a try, in ops
         self._steps: Iterator[Step] = iter(())
         if said and one_route and problem.costs.ms.any():
-            self._steps = descents(self._simulator, objective, 0, schedule)
+            given = rules_of_schedule(self._simulator, schedule)
+            self._steps = descents(self._simulator, objective, 0, given)
 
     def go_on(self, most: int, until: float = inf) -> Schedule | None:
         """Search until so many ops are simulated in all, of which one counts for more the more devices there are.

@@ -4,7 +4,7 @@ from optpipe.steps.assign import Assignment, assign, of_microbatches
 from optpipe.steps.cost_model import CostModel
 from optpipe.steps.memory import StepMemoryError
 from optpipe.steps.pack import Packing, pack
-from optpipe.steps.scheduler import PlannedStep, StepScheduler
+from optpipe.steps.scheduler import PlannedStep, StepRules, StepScheduler
 
 __all__ = [
     "Assignment",
@@ -12,6 +12,7 @@ __all__ = [
     "Packing",
     "PlannedStep",
     "StepMemoryError",
+    "StepRules",
     "StepScheduler",
     "assign",
     "of_microbatches",

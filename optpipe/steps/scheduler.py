@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.dispatch.descents import Step, compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import moved_rules, rules_of_schedule
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NEVER, shorter
@@ -31,6 +33,22 @@ RACE_SHARE = 0.8  # of them for a race of the best first rules
 LONGEST_SEARCH_S = 60.0  # after that a search that nobody has ended ends by itself
 
 
+class StepRules(NamedTuple):
+    """Rules that a step follows, from which the search for another step's can start.
+
+    Attributes
+    ----------
+    rules
+        As of `Schedule.rules`.
+    step
+        The problem that they are for: its times, and which of its micro-batches are light and heavy, tell what the
+        rules are for another one.
+    """
+
+    rules: Rules
+    step: Problem
+
+
 class PlannedStep:
     """A step that has a schedule, for which a thread looks for a shorter one until `best` is asked for.
 
@@ -39,10 +57,10 @@ class PlannedStep:
     problem
         The step's own: a figure for each micro-batch.
     first
-        The first schedule: valid and certified, the same in each process that plans this step.
+        The first schedule: valid and certified, the same in each process that plans this step from the same starts.
     """
 
-    def __init__(self, problem: Problem, improve: bool) -> None:
+    def __init__(self, problem: Problem, improve: bool, starts: Sequence[StepRules] = ()) -> None:
         self.problem = problem
         require_room(problem)
         self._simulator = Simulator(problem)
@@ -50,10 +68,12 @@ class PlannedStep:
         self._answer: Schedule | None = None
         self._over = threading.Event()
         tries = FIRST_TRIES + FIRST_OPS // self._simulator.ops
-        self._steps = descents(self._simulator, "makespan", 0, race=int(RACE_SHARE * tries))
+        moved = [rules for start in starts if (rules := moved_rules(self._simulator, *start)) is not None]
+        self._steps = descents(self._simulator, "makespan", 0, moved, race=int(RACE_SHARE * tries))
         self._search(tries)
         if self._best is None:
-            self._steps = descents(self._simulator, "makespan", 0, self._one_by_one())
+            alone = rules_of_schedule(self._simulator, self._one_by_one())
+            self._steps = descents(self._simulator, "makespan", 0, alone)
             self._search(tries)
         self.first = self._schedule()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="step schedules")
@@ -138,7 +158,12 @@ class StepScheduler:
         PlannedStep(self.template, improve=False)
         assign(self.template, 1)
 
-    def plan(self, step: Problem | Sequence[Mapping[str, float]], improve: bool = True) -> PlannedStep:
+    def plan(
+        self,
+        step: Problem | Sequence[Mapping[str, float]],
+        improve: bool = True,
+        starts: Sequence[StepRules] = (),
+    ) -> PlannedStep:
         """A first schedule of a step; a thread then looks for shorter ones.
 
         Parameters
@@ -147,6 +172,8 @@ class StepScheduler:
             The features of each micro-batch; or the template with the step's own number of micro-batches and figures.
         improve
             Whether the search goes on after the first schedule, on one core.
+        starts
+            Rules of other steps on these stages, from which the search starts, too.
 
         Raises
         ------
@@ -164,7 +191,7 @@ class StepScheduler:
         devices = [stage.device for stage in self.template.stages]
         if [stage.device for stage in step.stages] != devices or step.all_routes != self.template.all_routes:
             raise InputError("stages: a step has the stages of its template, on the same devices")
-        return PlannedStep(step, improve)
+        return PlannedStep(step, improve, starts)
 
 
 def _one_at_a_time(simulator: Simulator) -> Iterator[Rules]:

@@ -15,7 +15,7 @@ from support.enumeration import best_of_all
 from support.problems import pipeline, stage
 
 from optpipe import InputError, Problem, certify, check
-from optpipe.steps import StepMemoryError, StepScheduler, assign, of_microbatches
+from optpipe.steps import StepMemoryError, StepRules, StepScheduler, assign, of_microbatches
 
 
 def step_of(devices: int, weights: list[float], memory: int, **more: Any) -> Problem:
@@ -70,6 +70,23 @@ def test_a_search_beside_the_training_is_nicer_than_it() -> None:
     planned.best()
     thread.join()
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
+
+
+@pytest.mark.parametrize(("memory", "seed"), [(1.6, 9), (2.0, 3), (2.0, 8)])
+def test_a_step_starts_from_the_rules_of_another(memory: float, seed: int) -> None:
+    """By what micro-batches weigh, whatever their numbers are: one with the same ones has no longer schedule."""
+    before = random_step(4, 8, seed, memory)
+    planned = StepScheduler(before).plan(before, improve=False)
+    planned._search(20_000)
+    best = planned.best()
+    assert best.rules is not None
+    start = StepRules(best.rules, before)
+    same = of_microbatches(before, np.random.default_rng(1).permutation(8).tolist())
+    alone, started = (StepScheduler(same).plan(same, False, starts).first.makespan_ms for starts in ((), (start,)))
+    assert started <= best.makespan_ms * (1 + 1e-9) < alone
+    for other in (random_step(4, microbatches, 3, memory) for microbatches in (1, 5, 13)):
+        assert not check(other, StepScheduler(other).plan(other, False, [start]).first)
+    assert StepScheduler(same).plan(same, False, [StepRules(start.rules, random_step(4, 5))]).first, "rules of no step"
 
 
 def test_a_first_schedule_is_the_same_on_all_ranks() -> None:

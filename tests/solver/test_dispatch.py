@@ -20,7 +20,7 @@ from optpipe.dispatch.descend import change
 from optpipe.dispatch.descents import descents
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import first_rules, moved_rules, spread
+from optpipe.dispatch.starts import first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -164,7 +164,7 @@ def test_a_schedule_brings_its_rules_along(problem: Problem, seed: int) -> None:
         rules = changed(simulator, rules, random)
         if schedule := simulator.schedule(rules, "dispatch"):
             read = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json()).schedule(problem)
-            began = next(first_rules(simulator, read))
+            began = next(rules_of_schedule(simulator, read))
             assert simulator.length_ms(began, "makespan") == pytest.approx(simulator.length_ms(rules, "makespan"))
 
 

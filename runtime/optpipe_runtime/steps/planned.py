@@ -24,7 +24,7 @@ from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.steps import CostModel, StepScheduler
+from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.learner import Given
 from optpipe_runtime.execute.report import StepReport
@@ -96,6 +96,7 @@ class PlannedSteps:
         self._plans = rank.cpu_group.rank == self._planner
         self._ahead = Ahead(rank, self._planner)
         self._costs = StepCosts(costs)  # on the rank that plans
+        self._starts: list[StepRules] = []  # where the next step's search starts: by now the step before it
         self._lock = threading.Lock()  # of the costs: a step is planned while another one's micro-batches are profiled
         self._prepared: deque[tuple[Told, PreparedStep]] = deque()
         self._seen: list[Seen] = []  # not told yet
@@ -211,9 +212,12 @@ class PlannedSteps:
                 return Unmeasured(chosen, len(told.features))
             assert costs.template is not None
             template, problem = costs.template, costs.problem(told.number, told.features)
-        planned = StepScheduler(template).plan(problem)
+        planned = StepScheduler(template).plan(problem, starts=self._starts)
         begins.wait(max(0.0, began + IMPROVE_SHARE * self._step_s - time.monotonic()))
-        return planned.best()
+        best = planned.best()
+        if best.rules is not None:
+            self._starts = [StepRules(best.rules, problem)]
+        return best
 
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
         """Profiles some micro-batches."""

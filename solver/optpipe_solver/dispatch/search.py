@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from optpipe.dispatch.descents import compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.process.protocol import Frame, Ready, Request
 from optpipe_solver.incumbent import BestSchedule
@@ -30,7 +31,8 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     shortest_ms = NEVER  # by rules
     offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
     hopeless_ms = HOPELESS_LENGTH * best.value
-    for rules, ms, tried in descents(simulator, request.objective, request.seed, best.schedule):
+    given = rules_of_schedule(simulator, best.schedule)
+    for rules, ms, tried in descents(simulator, request.objective, request.seed, given):
         shortest_ms = min(shortest_ms, ms)
         simulated += tried
         if simulated - tried < HOPELESS_TRIES <= simulated and shortest_ms > hopeless_ms:
