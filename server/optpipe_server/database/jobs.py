@@ -30,6 +30,8 @@ _LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))"
 _NEW_JOB = insert(jobs).inline()  # does not return the number
 
 CANCELLED = "the job was cancelled"
+STREAM = "the training schedules each step itself; nothing is searched here"
+STREAM_DETAIL = f"The job is a stream: {STREAM}."
 CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
 NO_JOB = "There is no such job."
 NO_INCUMBENT = "The job has no such incumbent."
@@ -62,6 +64,7 @@ class NewJob:
     problem: Problem
     options: SolveOptions = field(default_factory=SolveOptions)
     priority: int = 0
+    is_stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ class Jobs(JobQueries):
             self._one_at_a_time(db, tenant)
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
                 return known_id, False
-            state, at = initial.state(job.options), now()
+            state, at = "stream" if job.is_stream else initial.state(job.options), now()
             if state == "queued":
                 _check_queue(db, tenant, queue)
             row = dict(
                 id=job_id,
                 tenant=tenant,
                 state=state,
-                reason=_reason(initial),
+                reason=STREAM if job.is_stream else _reason(initial),
                 problem_name=storable_text(job.problem.name),
                 problem_sha256=job.problem.sha256,
                 options=job.options.model_dump_json(),
@@ -150,7 +153,7 @@ class Jobs(JobQueries):
                     db.execute(
                         insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
                     )
-                add_log_line(db, job_id, 0, f"submitted: {_asked(job.options)}")
+                add_log_line(db, job_id, 0, f"submitted: {'stream' if job.is_stream else _asked(job.options)}")
                 if first is not None:
                     db.execute(
                         insert(incumbents),
@@ -172,7 +175,7 @@ class Jobs(JobQueries):
         """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
         it is."""
         with self._database.write() as db:
-            job = _locked(db, tenant, job_id)
+            job = locked(db, tenant, job_id)
             if job.state == "queued":
                 update_job(db, job, state="cancelled", cancel_requested=True, reason=CANCELLED, ended_at=now())
                 add_log_line(db, job_id, job.attempt, "cancelled while waiting")
@@ -191,9 +194,11 @@ class Jobs(JobQueries):
             If the job is over or has as much time already.
         """
         with self._database.write() as db:
-            job = _locked(db, tenant, job_id)
+            job = locked(db, tenant, job_id)
             if job.version != if_version:
                 raise StaleError("If-Match: the job has changed; its ETag is another one.")
+            if job.state == "stream":
+                raise ConflictError(STREAM_DETAIL)
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             options = options_of(job)
@@ -232,7 +237,7 @@ class Jobs(JobQueries):
         first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
-            job = _locked(db, tenant, job_id)
+            job = locked(db, tenant, job_id)
             if is_cancelled(job):
                 raise ConflictError(CANCELLED_DETAIL)
             if job.last_seq != seen:
@@ -267,7 +272,7 @@ class Jobs(JobQueries):
             )
             add_log_line(db, job_id, job.attempt, f"problem {version}: the costs have changed")
             if first is not None:
-                append(db, _locked(db, tenant, job_id), initial.best, first, 0)
+                append(db, locked(db, tenant, job_id), initial.best, first, 0)
             elif initial.best.lower_bound_ms is not None:
                 add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
 
@@ -277,7 +282,7 @@ class Jobs(JobQueries):
         Raises `MissingError` if there is no such incumbent.
         """
         with self._database.write() as db:
-            job = _locked(db, tenant, job_id)
+            job = locked(db, tenant, job_id)
             if not 1 <= seq <= job.last_seq:
                 raise MissingError(NO_INCUMBENT)
             db.execute(delete(adoptions).where(adoptions.c.job == job_id, adoptions.c.seq == seq))
@@ -290,7 +295,7 @@ class Jobs(JobQueries):
     def purge(self, tenant: str, job_id: str) -> None:
         """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
         with self._database.write() as db:
-            db.execute(delete(jobs).where(jobs.c.id == _locked(db, tenant, job_id).id))
+            db.execute(delete(jobs).where(jobs.c.id == locked(db, tenant, job_id).id))
 
 
 def options_of(job: Row[Any]) -> SolveOptions:
@@ -320,7 +325,7 @@ def is_cancelled(job: Row[Any]) -> bool:
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
-def _locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
+def locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
     """The job, which nobody else can change until this transaction ends. Raises `MissingError` if there is none."""
     job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
     if job is None:

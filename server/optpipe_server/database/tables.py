@@ -23,8 +23,8 @@ from sqlalchemy import (
     Text,
 )
 
-State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
-# The other states are final, unless the job gets another problem.
+State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled", "stream"]
+# The other states are final, unless the job gets another problem. A stream stays one: nothing is searched for it.
 OPEN: tuple[State, ...] = ("queued", "running")
 Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
 Level = Literal["info", "warning", "error"]
@@ -122,6 +122,17 @@ adoptions = Table(
     Column("step", BigInteger, nullable=False),  # first step of the training by this schedule
     Column("measured_iteration_ms", Float),
     Column("adopted_at", String(40), nullable=False),
+)
+
+rules = Table(  # of streams
+    "rules",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("rules", Text, nullable=False),  # `optpipe.model.rules.RulesRecord` as JSON, for the job's problem
+    Column("step", BigInteger, nullable=False),  # of the training that told them last
+    Column("predicted_ms", Float, nullable=False),
+    Column("measured_ms", Float, nullable=False),
+    Column("told_at", String(40), nullable=False),
 )
 
 log = Table(

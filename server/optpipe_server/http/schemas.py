@@ -11,6 +11,7 @@ from optpipe.evaluate.memory import Certificate
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
+from optpipe.model.rules import RulesRecord
 from optpipe.options import CompareOptions, SolveOptions
 from optpipe.schedule import ScheduleFile, Status, TimedOp
 from optpipe_server.database.jobs import options_of
@@ -167,6 +168,23 @@ class Adoption(FromRow):
 
 class Adoptions(Record):
     adoptions: list[Adoption]
+
+
+class ToldRules(FromRow):
+    """Of a step, and when they were told."""
+
+    rules: RulesRecord
+    step: int
+    predicted_ms: float
+    measured_ms: float
+    told_at: str
+
+
+class Stream(Record):
+    """A stream's problem, and the rules for it that a training told last."""
+
+    problem: Problem
+    told: ToldRules | None
 
 
 class LogLine(FromRow):

@@ -25,6 +25,7 @@ from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import (
     CANCELLED_DETAIL,
     NO_JOB,
+    STREAM_DETAIL,
     ConflictError,
     MissingError,
     StaleError,
@@ -33,6 +34,7 @@ from optpipe_server.database.jobs import (
 )
 from optpipe_server.database.keys import Keys
 from optpipe_server.database.retry import first_line
+from optpipe_server.database.streams import Streams
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
 from optpipe_server.http.bodies import Submission, read_schedule
 from optpipe_server.http.compare_processes import CompareProcesses
@@ -65,6 +67,7 @@ class Service:
         self.database = Database(settings.database)
         self._free_jobs_of_former_process()
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
+        self.streams = Streams(self.database, self.jobs)
         self.caches = TenantCaches(settings, self.database)
         self.job_updates = JobUpdates(self.jobs, settings.streams)
 
@@ -125,7 +128,7 @@ class Service:
         return await anyio.to_thread.run_sync(search, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
 
     async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
-        """Store a job with its first schedule; return its id, and whether it is new.
+        """Store a job with its first schedule, or a stream; return its id, and whether it is new.
 
         Raises
         ------
@@ -135,6 +138,10 @@ class Service:
             As `Jobs.add` does.
         """
         self.database.require_same_file()
+        if submission.stream:
+            job_id, new = await self.query(lambda: self.streams.open(tenant, submission.problem))
+            SUBMITTED.inc(new)
+            return job_id, new
         began = time.monotonic()
         job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
         initial = await self._find_first(
@@ -195,6 +202,8 @@ class Service:
             raise MissingError(NO_JOB)
         if is_cancelled(job):
             raise ConflictError(CANCELLED_DETAIL)
+        if job.state == "stream":
+            raise ConflictError(STREAM_DETAIL)
         asked = Problem.from_json(job.problem)
         if (structure(asked), asked.microbatches) != (structure(problem), problem.microbatches):
             raise ConflictError(

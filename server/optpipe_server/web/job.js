@@ -177,7 +177,7 @@ export async function showJob(place, id, other, signal) {
       "p",
       "quiet",
       badge(job),
-      ` ${job.options.method}, ${asked}, submitted `,
+      job.state === "stream" ? " submitted " : ` ${job.options.method}, ${asked}, submitted `,
       age(job.created_at),
       job.attempt > 1 ? `, attempt ${job.attempt}` : "",
       job.problem_version > 1 ? `, costs changed ${job.problem_version - 1} times` : "",

@@ -70,6 +70,7 @@ const STATES = {
   infeasible: "infeasible",
   failed: "failed",
   cancelled: "cancelled",
+  stream: "stream of steps",
 };
 
 /** A job's state. A proven answer is told apart from one that ran out of time.
