@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from support.ranks import cases, microbatches
 from support.ranks.microbatches import COUNTS, EVALUATED, FIRST, Expected, Planned, Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
+from support.service import running, settings_in
 
 from optpipe.schedule import Schedule
 
@@ -78,6 +81,25 @@ def test_replicas_have_micro_batches_of_their_own(four_ranks: Ranks, how: str) -
             ranks = seen[2 * replica :][:2]
             evaluated = [loss for rank in ranks for loss in rank[step].evaluated]
             require_equal([[rank[step]] for rank in ranks], [Expected(part, gradients, evaluated)], 10**6)
+
+
+def test_the_next_training_starts_from_the_rules_of_the_last(ranks: Ranks, tmp_path: Path) -> None:
+    def losses_of(seen: Sequence[microbatches.Streamed]) -> list[list[float]]:
+        return [first + last for first, last in zip(*(each.losses for each in seen), strict=True)]
+
+    with running(settings_in(tmp_path)) as (url, _):
+        trainings = [ranks(microbatches.streamed, taken=COUNTS, budget=400_000, url=url) for _ in range(2)]
+        [job] = httpx.get(f"{url}/v1/jobs?state=stream").json()["jobs"]
+        told = httpx.get(f"{url}{job['url']}/rules").json()["told"]
+    for seen in trainings:
+        for losses, expected in zip(losses_of(seen), microbatches.plain(2, COUNTS), strict=True):
+            assert losses == pytest.approx(expected.losses, rel=1e-5)
+    (first, _), (second, _) = trainings
+    assert (first.starts, first.rules) == ([0, 1, 1, 1], None)
+    assert second.starts == [0, 2, 2, 2]
+    assert told["step"] == len(COUNTS) - 1
+    assert second.rules is not None
+    assert second.rules.step.microbatches == len(COUNTS[0].sizes)
 
 
 def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from optpipe_runtime.service.client import ScheduleClient
+from optpipe_runtime.service.background import Background
 
 # The service answers in its own time, and is asked again at once if it fails.
 PATIENT: dict[str, Any] = {"connect_timeout_s": 60.0, "read_timeout_s": 60.0}
@@ -28,7 +28,7 @@ def until(look: Callable[[], T | None], within_s: float = 120.0) -> T:
     raise AssertionError("it did not happen in time")
 
 
-def until_ended(client: ScheduleClient) -> None:
+def until_ended(client: Background) -> None:
     """Waits for the client's thread, after `close`."""
     client._thread.join(120)
     assert not client._thread.is_alive()

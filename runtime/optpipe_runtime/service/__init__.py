@@ -2,5 +2,6 @@
 
 - `client`: the calls of the training; `remote_search`: the job on the service, and the check of its schedules;
 - `connection`, `answers`, `outages`: HTTP requests, what is read of the answers, waits and warnings;
-- `adoptions`: tells the service which schedules run.
+- `adoptions`: tells the service which schedules run;
+- `stream`: the client of a training that schedules each step itself; `background`: the thread of both clients.
 """

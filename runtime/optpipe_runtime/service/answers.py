@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError
 
 from optpipe.errors import input_error
 from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem
+from optpipe.model.rules import RulesRecord
 from optpipe.printable import printable
 from optpipe_runtime.service.errors import LONGEST, InvalidAnswerError
 
@@ -51,6 +53,18 @@ class _Schedule(BaseModel):
 
 class IncumbentAnswer(BaseModel):
     schedule: _Schedule
+
+
+class _ToldRules(BaseModel):
+    rules: RulesRecord
+    step: int
+
+
+class StreamAnswer(BaseModel):
+    """A stream: its problem, and the rules that a training has told for it."""
+
+    problem: Problem
+    told: _ToldRules | None
 
 
 Model = TypeVar("Model", bound=BaseModel)

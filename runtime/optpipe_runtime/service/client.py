@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Unpack
@@ -31,6 +30,7 @@ from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.schedule import Schedule
+from optpipe_runtime.service.background import Background
 from optpipe_runtime.service.connection import ServiceConnection, api_key, service_url
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 from optpipe_runtime.service.local_search import HERE, LocalSearch
@@ -74,7 +74,7 @@ class Offer:
         return self.schedule.makespan_ms
 
 
-class ScheduleClient:
+class ScheduleClient(Background):
     """Follows one problem, on a service or on this host.
 
     Parameters
@@ -143,10 +143,9 @@ class ScheduleClient:
         # By job and number of the incumbent: what the service has not been told yet.
         self._adoptions: dict[tuple[str, int], dict[str, Any]] = {}
         self._to_tell, self._closing = asyncio.Event(), asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        super().__init__("optpipe-client")  # its loop needs no closing if an argument was wrong
         self.update(problem, warm_start)
-        self._thread = threading.Thread(target=self._run, name="optpipe-client", daemon=True)
-        self._thread.start()
+        self._begin()
 
     # Calls of the training. None of them waits: they schedule calls in the thread's loop.
 
@@ -165,7 +164,7 @@ class ScheduleClient:
         `warm_start`. Only schedules better than `warm_start`, which runs, are offered.
         """
         self._asked += 1
-        self._in_thread(self._begin, self._asked, problem, warm_start)
+        self._in_thread(self._search_for, self._asked, problem, warm_start)
 
     def adopted(self, offer: Offer, step: int, measured_iteration_ms: float | None = None) -> None:
         """Tells the service that the training runs an offer since `step`. Call it again with the measured time, which
@@ -186,10 +185,6 @@ class ScheduleClient:
         self._in_thread(self._closing.set)
         self._thread.join(CLOSE_S)
 
-    def _in_thread(self, call: Callable[..., object], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the thread has ended
-            self._loop.call_soon_threadsafe(call, *arguments)
-
     def __enter__(self) -> ScheduleClient:
         return self
 
@@ -199,10 +194,6 @@ class ScheduleClient:
         self.close()
 
     # In the thread
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._main())
 
     async def _main(self) -> None:
         async with self._connection or nullcontext():
@@ -215,7 +206,7 @@ class ScheduleClient:
             telling.cancel()
             await asyncio.wait([task for task in (telling, self._searching) if task is not None])
 
-    def _begin(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
+    def _search_for(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
         if self._searching is not None:
             self._searching.cancel()
         self._searching = asyncio.create_task(self._follow(number, problem, warm_start))

@@ -29,6 +29,8 @@ from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.learner import Given
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.service.connection import api_key, service_url
+from optpipe_runtime.service.stream import StreamClient
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.step_runner import PlannedStep
 from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
@@ -60,6 +62,9 @@ class PlannedSteps:
         in a row give that of the documents' lengths. It is called on the rank of the first stage.
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
+    url, key
+        Of a service, as of `Follower`: it keeps the rules that steps follow as a stream, and the next training on these
+        stages starts from them. No step waits for it.
     costs
         The times learnt in an earlier training (`CostModel.load`), on the rank of the first stage.
 
@@ -76,6 +81,8 @@ class PlannedSteps:
         activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
         costs: CostModel | None = None,
+        url: str | None = None,
+        key: str | None = None,
     ) -> None:
         rank, runner = pipe._rank, pipe._step_runner
         if len(pipe.layout.routes) > 1:
@@ -84,11 +91,13 @@ class PlannedSteps:
             feature.require_own_schedules()
         stages = len(pipe.layout.placement)
 
-        def require_costs() -> None:
+        def require_arguments() -> None:
+            api_key(key)  # raises here, not in the first step
+            self._url = service_url(url)
             if costs is not None and costs.stages != stages:
                 raise InputError(f"costs is of a pipeline of {costs.stages} stages: this one has {stages}")
 
-        rank.cpu_group.on_each_rank(require_costs)
+        rank.cpu_group.on_each_rank(require_arguments)
         self._pipe, self._rank, self._runner = pipe, rank, runner
         self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
@@ -96,7 +105,9 @@ class PlannedSteps:
         self._plans = rank.cpu_group.rank == self._planner
         self._ahead = Ahead(rank, self._planner)
         self._costs = StepCosts(costs)  # on the rank that plans
-        self._starts: list[StepRules] = []  # where the next step's search starts: by now the step before it
+        self._before: StepRules | None = None  # of the step that was planned last
+        self._key = key
+        self._stream: StreamClient | None = None  # on the rank that plans
         self._lock = threading.Lock()  # of the costs: a step is planned while another one's micro-batches are profiled
         self._prepared: deque[tuple[Told, PreparedStep]] = deque()
         self._seen: list[Seen] = []  # not told yet
@@ -184,6 +195,8 @@ class PlannedSteps:
             raise report
         assert isinstance(planned, PlannedStep)
         self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
+        if self._stream is not None:
+            self._stream.ran(told.number, self.schedule, report.step_ms)
         self._seen.append(seen(told.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
 
@@ -212,11 +225,14 @@ class PlannedSteps:
                 return Unmeasured(chosen, len(told.features))
             assert costs.template is not None
             template, problem = costs.template, costs.problem(told.number, told.features)
-        planned = StepScheduler(template).plan(problem, starts=self._starts)
+        if self._url is not None and self._stream is None:
+            self._stream = StreamClient(self._url, problem, self._key)
+        starts = [rules for rules in (self._before, self._stream and self._stream.rules) if rules]
+        planned = StepScheduler(template).plan(problem, starts=starts)
         begins.wait(max(0.0, began + IMPROVE_SHARE * self._step_s - time.monotonic()))
         best = planned.best()
         if best.rules is not None:
-            self._starts = [StepRules(best.rules, problem)]
+            self._before = StepRules(best.rules, problem)
         return best
 
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
@@ -232,8 +248,10 @@ class PlannedSteps:
             StepScheduler(self._costs.template).prepare()
 
     def close(self) -> None:
-        """Ends the thread. Steps that were announced and not run are dropped."""
+        """Ends the threads. Steps that were announced and not run are dropped."""
         self._ahead.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def __enter__(self) -> PlannedSteps:
         return self

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.steps import CostModel, StepMemoryError
+from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from optpipe_runtime.steps.planned import tokens_and_squares
 from support.device import device
+from support.following import until
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
 from support.ranks.replicas import gradients, place
 
@@ -243,6 +244,37 @@ def planned(
             for module in modules.values():
                 module.train()
     return seen
+
+
+class Streamed(NamedTuple):
+    """Of a training whose service keeps its rules: its losses, and on the rank that plans from how many other rules the
+    search for each step started, and the first ones that the service had."""
+
+    losses: list[list[float]]
+    starts: list[int]
+    rules: StepRules | None
+
+
+def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
+    """Planned steps on two ranks; after the first one they wait until the service has answered."""
+    number = dist.get_rank()
+    modules = {number: make_stages(2)[number]}
+    optimizer, losses, rules = sgd(*modules.values()), [], None
+    batches = [given(turn, seed, [number], number, 2) for seed, turn in enumerate(taken)]
+    with (
+        Pipeline(modules, [0, 1], loss_fn, 4) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
+        patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
+    ):
+        for each in batches:
+            optimizer.zero_grad()
+            losses.append(train.step(**each).losses or [])
+            optimizer.step()
+            if (stream := train._stream) is not None:
+                until(lambda stream=stream: stream._stream)
+                rules = rules or stream.rules
+        starts = [len(call.kwargs["starts"]) for call in plan.call_args_list]
+    return Streamed(losses, starts, rules)
 
 
 def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
