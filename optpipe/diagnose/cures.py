@@ -19,7 +19,7 @@ from optpipe.errors import OptPipeError
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
-from optpipe.options import Placements
+from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule, certify
 
 SAMPLED = 5  # steps on which cures are predicted
@@ -98,7 +98,12 @@ class Cures(NamedTuple):
 
 
 def find_cures(
-    runs: Runs, losses: Losses, facts: UserFacts, stack: Stack, seconds: float = 10.0, told: Told = lambda _: None
+    runs: Runs,
+    losses: Losses,
+    facts: UserFacts,
+    stack: Stack,
+    limits: SolveArguments | None,
+    told: Told = lambda _: None,
 ) -> Cures:
     """Try what may cure the causes of the losses.
 
@@ -108,8 +113,8 @@ def find_cures(
         What the user says of the job.
     stack
         What runs it: its published schedules are tried, and lines and files are written for it.
-    seconds
-        For each of two searches of a schedule; 0 for none.
+    limits
+        Of the search of a schedule; None for no search.
     told
         Called with what is tried.
 
@@ -126,7 +131,7 @@ def find_cures(
     schedules: list[tuple[str, Schedule]] = []
     if runs.devices > 1:
         told(f"schedules for {stack}")
-        schedules = search.schedules(tried["layers"].placement if "layers" in tried else None, seconds)
+        schedules = search.schedules(tried["layers"].placement if "layers" in tried else None, limits)
         tried |= {name: Change(placement=each.placement, schedule=each) for name, each in schedules}
     cures = []
     for name, change in tried.items():
@@ -166,7 +171,7 @@ class _Search(NamedTuple):
     batches: Sequence[StepBatch]
     today: Sequence[Outcome]
 
-    def schedules(self, placement: Placement | None, seconds: float) -> list[tuple[str, Schedule]]:
+    def schedules(self, placement: Placement | None, limits: SolveArguments | None) -> list[tuple[str, Schedule]]:
         """For micro-batches that are all alike: the best published schedules of the stack, on today's stages and on
         others, and the solver's."""
         batch = self.batches[len(self.batches) // 2]
@@ -188,9 +193,9 @@ class _Search(NamedTuple):
         for name, in_chunks in (("published", False), ("chunks", True)):
             if of_kind := [each for each in published if (each.placement is not None) == in_chunks]:
                 schedules.append((name, min(of_kind, key=predicted_ms)))
-        if seconds:
-            placements: Placements = "all" if self.facts.layers else "keep"
-            ours = solve(problem, warm_start=ran.on(problem), time_limit_s=seconds, placements=placements).schedule
+        if limits:
+            limits = {**limits, "placements": "all" if self.facts.layers else "keep"}
+            ours = solve(problem, warm_start=ran.on(problem), **limits).schedule
             if ours and (ours.placement or ours.programs != ran.programs):
                 schedules.append(("ours", ours))
         return schedules

@@ -19,7 +19,9 @@ from optpipe.measured.convert import Run, recording_from
 from optpipe.measured.events import Progress
 from optpipe.measured.recording import Recording
 from optpipe.measured.steps import listed
+from optpipe.options import SolveArguments
 
+MOST_HELD = 1_000_000  # activations on a device
 MOST_NAMED = 3  # stages or devices in one sentence
 
 
@@ -185,11 +187,12 @@ def diagnose_recording(
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
     told: Told = lambda _: None,
+    limits: SolveArguments | None = None,
 ) -> Diagnosis:
-    """The same for what was read; parameters as of `diagnose`."""
+    """The same for what was read; parameters as of `diagnose`, and what a search may take."""
     chosen = _stack(stack, form)
-    if memory is not None and not memory >= 1:
-        raise InputError(f"memory = {memory:g}: at least 1 activation is expected")
+    if memory is not None and not 1 <= memory <= MOST_HELD:
+        raise InputError(f"memory = {memory:g}: 1 to {MOST_HELD} activations are expected")
     if weight_share is not None and not 0 <= weight_share <= 1:
         raise InputError(f"weight_share = {weight_share:g}: a share from 0 to 1 is expected")
     runs = collect_runs(recording)
@@ -198,7 +201,8 @@ def diagnose_recording(
     if counts and (len(counts) != stages or min(counts) < 1):
         raise InputError(f"layers = {listed(counts)}: a number of at least 1 for each of {stages} stages is expected")
     losses = explain(runs)
-    cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, time_limit_s, told)
+    search: SolveArguments | None = {**(limits or {}), "time_limit_s": time_limit_s} if time_limit_s else None
+    cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, search, told)
     return Diagnosis(form, chosen, runs, losses, cures)
 
 

@@ -24,11 +24,11 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.model.rules import RulesRecord
-from optpipe.options import CompareOptions, SearchOptions, SolveOptions, Threads
+from optpipe.options import CompareOptions, SolveOptions, Threads
 from optpipe.schedule import Schedule
 
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
-Asked = TypeVar("Asked", bound=SearchOptions)
+Asked = TypeVar("Asked", bound=Record)
 
 
 class Programs(Record):
@@ -169,15 +169,11 @@ def read_request() -> Request:
     """In a child that writes frames: the request from standard input. From then on the child ends as soon as that input
     closes."""
     keep_output_for_frames()
-    return _read(Request)
+    return read_one(Request)
 
 
-def read_compare_request() -> CompareRequest:
-    """`read_request` of a process that compares methods."""
-    return _read(CompareRequest)
-
-
-def _read(model: type[Asked]) -> Asked:
+def read_one(model: type[Asked]) -> Asked:
+    """`read_request` of a process that answers another request."""
     line = sys.stdin.buffer.readline()
     request = model.model_validate_json(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()

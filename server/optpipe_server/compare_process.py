@@ -12,11 +12,11 @@ import os
 from optpipe.comparison import compare
 from optpipe.errors import InputError
 from optpipe.process.niceness import NICER, group_as_nice
-from optpipe.process.protocol import read_compare_request
+from optpipe.process.protocol import CompareRequest, read_one
 
 
 def main() -> None:
-    request = read_compare_request()
+    request = read_one(CompareRequest)
     os.nice(NICER)
     group_as_nice(os.getpid())
     try:

@@ -24,10 +24,11 @@ from optpipe_server import Settings, first_schedules
 from optpipe_server.database import job_queries
 from optpipe_server.http import (
     bodies,
-    compare_processes,
     compute_queue,
     connections,
+    diagnoses,
     guarded_route,
+    own_processes,
     results,
     routes,
     service,
@@ -164,6 +165,8 @@ def test_the_table_of_limits_matches_the_code() -> None:
     noisy = first_schedules.NOISY
     limits = {
         "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB",
+        "a trace": f"{guarded_route.LONGEST_UPLOAD // 2**20} MiB",
+        "/diagnose`: time": f"{diagnoses.LONGEST_S:g} s",
         "a request's first line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
         "time for a request to arrive": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}, {bodies.MOST_STAGES}",
@@ -173,7 +176,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
         "waiting jobs of a tenant": f"{settings.queue} (",
         "event streams of one process": f"{settings.streams} (",
-        "comparisons at a time": f"of one tenant {compare_processes.OF_A_TENANT}",
+        "comparisons and diagnoses at a time": f"{own_processes.AT_ONCE}, of one tenant {own_processes.OF_A_TENANT}",
         "requests that wait for": f"{compute_queue.MOST_WAITING} each, of one tenant {compute_queue.OF_A_TENANT}",
         "submissions of one tenant that are read": f"{service.OF_A_TENANT};",
         "large problems": f"{first_schedules.MOST_LARGE}, of one tenant {first_schedules.MOST_LARGE // 2};",

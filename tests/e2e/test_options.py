@@ -42,7 +42,7 @@ from optpipe_runtime import follow
 from optpipe_runtime.demo.train import DemoSettings
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import compare_process
-from optpipe_server.http import compare_processes
+from optpipe_server.http import tools
 
 PROBLEM = chain()
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -112,15 +112,15 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def url(asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A service whose comparisons run in this process."""
 
-    async def compared(compare: Any, _limit_s: float) -> str:
-        monkeypatch.setattr(compare_process, "read_compare_request", lambda: compare)
+    async def compared(_module: str, _what: str, request: str, _limit_s: float) -> str:
+        monkeypatch.setattr(compare_process, "read_one", lambda model: model.model_validate_json(request))
         monkeypatch.setattr(os, "nice", lambda _: 0)
         monkeypatch.setattr(compare_process, "group_as_nice", lambda _: None)
         with contextlib.redirect_stdout(io.StringIO()) as told:
             compare_process.main()
         return told.getvalue()
 
-    monkeypatch.setattr(compare_processes, "_run_process", compared)
+    monkeypatch.setattr(tools, "run_process", compared)
     with running(replace(settings_in(tmp_path), threads=64)) as (url, _):
         yield url
 

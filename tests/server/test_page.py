@@ -354,3 +354,27 @@ def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Se
     page.wait_for_selector(".empty a")
     assert visitor.text(".empty h2") == ["No jobs yet"]  # of somebody
     visitor.expected(MISSING)
+
+
+def test_a_trace_is_diagnosed_in_place(visitor: Visitor) -> None:
+    page = visitor.go("/diagnose", ".drop")
+    page.get_by_label("Search in s").fill("0")
+    page.get_by_label("Layers of a stage").fill("8")
+    trace = Path(__file__).parents[2] / "examples/traces/primus-8x16"
+    page.set_input_files(".drop input", sorted(trace.iterdir()))  # sent as one archive
+    page.wait_for_selector(".diagnosis[data-drawn]")
+    assert visitor.text(".diagnosis .tile strong")[0] == "3253 ms"
+    page.locator(".loss", has_text="stages that are uneven").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.plot').data.some(({name}) => name === 'marked')")
+    assert serious(page) == []
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert serious(page) == []
+    page.set_viewport_size({"width": 1400, "height": 950})
+    page.emulate_media(color_scheme="light")
+    page.set_input_files(".drop input", {"name": "x.txt", "mimeType": "text/plain", "buffer": b"nothing"})
+    page.wait_for_selector(".notice.wrong")
+    assert visitor.text(".notice")[0].startswith("diagnose: files/x.txt: like no form that is known")
+    visitor.expected(MISSING)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, read_compare_request, write_frame
+from optpipe.process.protocol import Bound, CompareRequest, End, Incumbent, Note, Programs, read_one, write_frame
 from support.chain import gpipe, one_by_one
 
 
 def main() -> None:
-    request = read_compare_request()
+    request = read_one(CompareRequest)
     write_frame(Bound(method="honest", lower_bound_ms=3.0))
     write_frame(Incumbent(method="honest", schedule=Programs.from_schedule(one_by_one(request.problem))))
     write_frame(Incumbent(method="greedy", schedule=Programs.from_schedule(gpipe(request.problem))))

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from optpipe.process.protocol import read_compare_request
+from optpipe.process.protocol import CompareRequest, read_one
 
 
 def main() -> None:
-    what = read_compare_request().methods[0]
+    what = read_one(CompareRequest).methods[0]
     if what == "hangs":
         other = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(os.environ["ODD_COMPARE_LOG"]).write_text(f"{os.getpid()} {other.pid}")

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from optpipe.schedule import ScheduleFile
 from optpipe_server.http.examples import ESTIMATE, MEASURED, ROWS, RULES
+from optpipe_server.http.guarded_route import UPLOADED
 from support.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
@@ -87,6 +88,7 @@ CALLS = [
     Call("POST", "/v1/figure", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
     Call("POST", "/v1/workbench", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"]}),
     Call("POST", "/v1/compare", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"], "time_limit_s": 1.0}),
+    Call("POST", "/v1/diagnose", "read", 422, {"no": "trace"}, {"Content-Type": UPLOADED}),
     Call("POST", "/v1/cache/lookup", "read", 200, {"problem": PROBLEM}),
     Call("DELETE", "/v1/jobs/{job_id}", "submit", 204),
 ]

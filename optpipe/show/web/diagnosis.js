@@ -11,7 +11,6 @@ import { ms, percent } from "./words.js";
  * @typedef {{step: number, replica: number, device: number | null, stage: number | null, microbatch: number | null}} Place
  */
 
-const LISTED_STEPS = 100;
 const HOTTEST = 1.5; // times as long as others with the same work, or more
 
 /** Shows a diagnosis, a document of optpipe.diagnose.page, in an element.
@@ -20,7 +19,7 @@ export async function showDiagnosis(place, found) {
   const { diagnosis } = found;
   const drawing = element("div", "");
   const title = element("h2", { tabindex: -1 });
-  const timelines = element("section", "", title, drawing);
+  const timelines = element("section", "card", title, drawing);
   /** @param {number[]} drawn numbers of schedules @param {string} text @param {Marked | null} marked */
   const draw = async (drawn, text, marked = null) => {
     title.textContent = text;
@@ -43,8 +42,7 @@ export async function showDiagnosis(place, found) {
     const run = runs.find((each) => each[0] === step && each[1] === replica) ?? runs.find((each) => each[0] === step) ?? runs[0];
     choose(source, [run[2]], why, marked);
   };
-  const slowest = (/** @type {number} */ step) => `Step ${step}${diagnosis.replicas > 1 ? ", its slowest replica" : ""}`;
-  const last = slowest(diagnosis.cures_on_steps.slice(-1)[0]);
+  const last = `Step ${diagnosis.cures_on_steps.slice(-1)}${diagnosis.replicas > 1 ? ", its slowest replica" : ""}`;
   const cured = (/** @type {number} */ n) => `${last}: as it ran, and cured (${diagnosis.cures[n].what})`;
   const parts = [
     about(found.title, diagnosis),
@@ -53,7 +51,6 @@ export async function showDiagnosis(place, found) {
     section("Where the time of a step goes", waterfall(diagnosis, chooseRun)),
     ...(diagnosis.steps.length * diagnosis.replicas > 1 ? [section("Devices by steps: how many times as long as others with the same work", ...heatMap(diagnosis, chooseRun))] : []),
     timelines,
-    section("Steps", steps(diagnosis, (source, at) => chooseRun(source, at, slowest(at.step)))),
     ...[["Would help", diagnosis.asked], ["Taken to be so", diagnosis.assumed], ["Not used", diagnosis.unused]]
       .filter(([, sentences]) => sentences.length)
       .map(([name, sentences]) => section(name, list(sentences))),
@@ -67,7 +64,7 @@ export async function showDiagnosis(place, found) {
 
 /** @param {string} title @param {...Node} children */
 function section(title, ...children) {
-  return element("section", "", element("h2", "", title), ...children);
+  return element("section", "card", element("h2", "", title), ...children);
 }
 
 /** @param {string[]} sentences */
@@ -161,19 +158,4 @@ function heatMap({ heat, replicas }, choose) {
   const [devices, later] = heat.left_out;
   const more = element("p", "hint", `Left out: ${devices} devices that are less slow, ${later} later steps.`);
   return [region("scrolls", "Devices by steps", made), ...(devices || later ? [more] : [])];
-}
-
-/** A table: each step with its parts, in ms.
- * @param {any} diagnosis @param {(source: HTMLElement, at: Place) => void} choose */
-function steps({ steps, losses, measured_ms, runs }, choose) {
-  const whole = mean(measured_ms);
-  const shown = losses.filter((/** @type {any} */ { ms }) => ms.some((/** @type {number} */ each) => Math.abs(each) > 0.001 * whole));
-  const rows = steps.slice(0, LISTED_STEPS).map((/** @type {number} */ step, /** @type {number} */ n) => {
-    const [, replica] = runs.find((/** @type {number[]} */ each) => each[0] === step) ?? [step, 0];
-    const at = { step, replica, device: null, stage: null, microbatch: null };
-    const go = button(String(step), () => choose(go, at), "link");
-    return [go, ...[measured_ms, ...shown.map((/** @type {any} */ { ms }) => ms)].map((of) => of[n].toFixed(1))];
-  });
-  const head = ["step", "measured", ...shown.map((/** @type {any} */ { name }) => name)];
-  return region("scrolls", "Steps, in ms", table("", head, rows));
 }

@@ -10,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
-from optpipe_server.http import estimates, health, page, results, routes, tools, workbench
+from optpipe_server.http import diagnoses, estimates, health, page, results, routes, tools, workbench
 from optpipe_server.http.auth import Callers
 from optpipe_server.http.replies import ANY_ERROR, HANDLERS
 from optpipe_server.http.service import Service
@@ -25,6 +25,7 @@ ROUTERS = (
     results.router,
     tools.router,
     estimates.router,
+    diagnoses.router,
     workbench.router,
     health.router,
     health.guarded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import anyio.to_thread
@@ -14,44 +14,20 @@ from fastapi.routing import APIRoute
 from optpipe_server.http.replies import ReplyError
 
 LONGEST_BODY = 2**20  # bytes
+LONGEST_UPLOAD = 2**26  # bytes of a trace
+UPLOADED = "application/octet-stream"
 SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
 MOST_NAMES = 1000  # in one object; each that is wrong would be an error of its own
-
-
-class GuardedRoute(APIRoute):
-    """A route that needs a scope: `dependencies=[READ]` (`optpipe_server.http.auth`). One without is not made.
-
-    FastAPI reads a body before it calls dependencies. Here the caller is known first, so that nobody without a key can
-    have a body read.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        answer = super().get_route_handler()
-        (scope,) = (
-            name for each in self.dependencies if isinstance(each, params.Security) for name in each.scopes or ()
-        )
-
-        async def guarded(request: Request) -> Response:
-            request.state.caller = await request.app.state.callers.authorized(request, scope)
-            request = GuardedRequest(request.scope, request.receive)
-            request.check_headers()
-            if request.method != "GET":
-                await request.body()
-            return await answer(request)
-
-        return guarded
-
-
-def guarded_router(prefix: str, tag: str) -> APIRouter:
-    return APIRouter(prefix=prefix, tags=[tag], route_class=GuardedRoute)
 
 
 class GuardedRequest(Request):
     """A request whose body is limited and strict JSON: FastAPI's own reader would accept the same name twice.
 
-    Web pages may send any type except JSON to a service on this machine without asking first, so a body has to be
-    JSON. How slowly it may arrive is limited in `connections`.
+    Web pages may send forms and texts to a service on this machine without asking first, so a body has to be JSON. How
+    slowly it may arrive is limited in `connections`.
     """
+
+    longest, kind, larger = LONGEST_BODY, "application/json", ""
 
     def check_headers(self) -> None:
         """Raise `ReplyError` for a body that will not be read: 400, 413, 415."""
@@ -64,22 +40,31 @@ class GuardedRequest(Request):
         for length in headers.getlist("content-length"):
             if not (length.isascii() and length.isdecimal()):
                 raise ReplyError(400, "Content-Length must be a number.")
-            if len(length) > 20 or int(length) > LONGEST_BODY:
-                raise _too_long()
+            if len(length) > 20 or int(length) > self.longest:
+                raise self._too_long()
+
+    async def read_first(self) -> None:
+        """Read the body before the route is called."""
+        if self.method != "GET":
+            await self.body()
 
     async def body(self) -> bytes:
         """Return the body. Raises `ReplyError`: 413, 415."""
         if not hasattr(self, "_body"):
-            body = bytearray()
-            async for chunk in self.stream():
-                body += chunk
-                if len(body) > LONGEST_BODY:
-                    raise _too_long()
-            kinds = {kind.partition(";")[0].strip().lower() for kind in self.headers.getlist("content-type")}
-            if body and kinds != {"application/json"}:
-                raise ReplyError(415, "Content-Type must be application/json.")
-            self._body = bytes(body)
+            self._body = b"".join([chunk async for chunk in self.chunks()])
         return self._body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body in pieces. Raises `ReplyError`: 413, 415."""
+        length = 0
+        kinds = {kind.partition(";")[0].strip().lower() for kind in self.headers.getlist("content-type")}
+        async for chunk in self.stream():
+            length += len(chunk)
+            if length > self.longest:
+                raise self._too_long()
+            if chunk and kinds != {self.kind}:
+                raise ReplyError(415, f"Content-Type must be {self.kind}.")
+            yield chunk
 
     async def json(self) -> Any:
         """Return what the body says. Raises `ReplyError` (400). Large ones are read in a thread, a few of a tenant."""
@@ -89,6 +74,51 @@ class GuardedRequest(Request):
         service = self.app.state.service
         async with service.turns.one(self.state.caller.tenant):
             return await anyio.to_thread.run_sync(strict_json, body, limiter=service.read_limiter)
+
+    def _too_long(self) -> ReplyError:
+        return ReplyError(413, f"The body is longer than {self.longest} bytes{self.larger}.")
+
+
+class UploadRequest(GuardedRequest):
+    """A request whose body is a file, which the route reads in pieces."""
+
+    longest, kind, larger = LONGEST_UPLOAD, UPLOADED, ": `optpipe diagnose FILE` reads larger traces"
+
+    async def read_first(self) -> None:
+        pass
+
+
+class GuardedRoute(APIRoute):
+    """A route that needs a scope: `dependencies=[READ]` (`optpipe_server.http.auth`). One without is not made.
+
+    FastAPI reads a body before it calls dependencies. Here the caller is known first, so that nobody without a key can
+    have a body read.
+    """
+
+    request = GuardedRequest
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        (scope,) = (
+            name for each in self.dependencies if isinstance(each, params.Security) for name in each.scopes or ()
+        )
+
+        async def guarded(request: Request) -> Response:
+            request.state.caller = await request.app.state.callers.authorized(request, scope)
+            request = self.request(request.scope, request.receive)
+            request.check_headers()
+            await request.read_first()
+            return await answer(request)
+
+        return guarded
+
+
+class UploadRoute(GuardedRoute):
+    request = UploadRequest
+
+
+def guarded_router(prefix: str, tag: str, route: type[GuardedRoute] | None = None) -> APIRouter:
+    return APIRouter(prefix=prefix, tags=[tag], route_class=route or GuardedRoute)
 
 
 def strict_json(body: bytes) -> Any:
@@ -107,7 +137,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise ReplyError(400, "The body has an object with the same name twice.")
     "".join(content).encode()  # raises ValueError for lone surrogates
     return content
-
-
-def _too_long() -> ReplyError:
-    return ReplyError(413, f"The body is longer than {LONGEST_BODY} bytes.")

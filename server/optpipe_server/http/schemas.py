@@ -419,6 +419,56 @@ class Measured(Record):
     schedule: ScheduleFile | None
 
 
+class DiagnosedLoss(Record):
+    """What a step loses by one thing, in ms: the mean, and by step."""
+
+    name: str
+    what: str
+    avoidable: bool
+    mean_ms: float
+    ms: list[float]
+
+
+class DiagnosedCure(Record):
+    """What to change, with the step before and after it and the bound, in ms by step; shares of a step; activations by
+    device; the lines to write, and the file that goes with them."""
+
+    name: str
+    what: str
+    gain: float
+    gain_at_most: float
+    ms: list[float]
+    before_ms: list[float]
+    bound_ms: list[float]
+    activations: list[float]
+    lines: list[str]
+    file: dict[str, str] | None
+
+
+class Diagnosis(Record):
+    """What a trace shows: what `optpipe diagnose --json` prints."""
+
+    form: str
+    stack: str
+    steps: list[int]
+    replicas: int
+    devices: int
+    stages: int
+    measured_ms: list[float]
+    replayed_ms: list[float]
+    replay_error: float
+    losses: list[DiagnosedLoss]
+    causes: list[str]
+    slow_devices: list[dict[str, Any]]
+    uneven_stages: list[dict[str, Any]]
+    cures: list[DiagnosedCure]
+    cures_on_steps: list[int]
+    held_activations: list[float]
+    asked: list[str]  # what would help
+    assumed: list[str]
+    unused: list[str]
+
+
 class WorkbenchRow(Record):
     """One method: why it has no schedule or does not fit, else its place among `figure.schedules`."""
 

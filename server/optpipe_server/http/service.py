@@ -37,9 +37,9 @@ from optpipe_server.database.retry import first_line
 from optpipe_server.database.streams import Streams
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
 from optpipe_server.http.bodies import Submission, read_schedule
-from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.compute_queue import ComputeQueue
 from optpipe_server.http.job_updates import JobUpdates
+from optpipe_server.http.own_processes import OwnProcesses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
@@ -89,7 +89,7 @@ class Service:
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
-        self.compare_processes = CompareProcesses(self.settings)
+        self.own_processes = OwnProcesses()
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
+from optpipe.comparison import searches
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import gap, length_ms
 from optpipe.formats.convert import schedule_from
@@ -18,12 +19,16 @@ from optpipe_server.http.auth import READ
 from optpipe_server.http.bodies import CompareBody, ImportBody, LookupBody, ScheduleBody, require_parts
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
+from optpipe_server.http.own_processes import run_process
 from optpipe_server.http.replies import ReplyError, json_reply
 from optpipe_server.http.results import times
 from optpipe_server.http.stored import document
+from optpipe_server.settings import within
 
 router = guarded_router("/v1", "tools")
 
+MODULE = "optpipe_server.compare_process"
+EXTRA_S = 120.0  # for methods that need no search, and for processes to start and end on a busy machine
 MOST_WRONG = 50  # sentences in a reply
 MOST_OPS = 10_000  # in a reply, the first ones
 MOST_COMPARED = 2**14  # activation parts: about 600 MiB and half a minute, in processes of their own
@@ -83,8 +88,16 @@ async def compare_methods(sent: CompareBody, context: Context) -> Response:
     """
     require_parts(sent.problem, "compare: problem", MOST_COMPARED // (NOISY if sent.jitter else 1))
     compare = CompareRequest.model_validate(dict(sent))
+    settings = context.service.settings
+    limits = {
+        "threads": within(compare.threads, settings.threads_per_solve),
+        "memory_mib": within(compare.memory_mib, settings.memory_mib),
+    }
+    request = compare.model_copy(update=limits).model_dump_json(exclude_none=True)
+    limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
     async with context.cancelled_on_disconnect():
-        return json_reply(await context.service.compare_processes.run(context.tenant, compare))
+        with context.service.own_processes.one(context.tenant, compare.time_limit_s):
+            return json_reply(await run_process(MODULE, "compare", request, limit_s))
     raise ReplyError(408, "The client disconnected.")
 
 

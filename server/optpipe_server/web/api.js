@@ -48,7 +48,7 @@ export function hasKey() {
 
 /** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
  * @param {string} method @param {string} path
- * @param {{body?: unknown, text?: string, headers?: Record<string, string>, signal?: AbortSignal}} [more]
+ * @param {{body?: unknown, text?: string | Blob, headers?: Record<string, string>, signal?: AbortSignal}} [more]
  * @returns {Promise<Response>} */
 export async function ask(method, path, { body, text, headers = {}, signal } = {}) {
   const key = sessionStorage.getItem(STORED);

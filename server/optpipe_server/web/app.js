@@ -2,6 +2,7 @@
 // The page: which part of it the address names, whether the service answers, and the reader's key.
 import { button, element } from "/page/picture/panel.js";
 import { Refused, hasKey, onConnection, setKey } from "./api.js";
+import { showDiagnose } from "./diagnose.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
 import { empty, field, input, link } from "./parts.js";
@@ -35,7 +36,7 @@ async function route() {
   const place = element("div", "page");
   content.replaceChildren(place);
   const job = /^\/jobs\/([0-9a-f]{32})$/.exec(path);
-  const names = { "": "Jobs", "/": "Jobs", "/workbench": "Workbench", "/submit": "Submit a problem" };
+  const names = { "": "Jobs", "/": "Jobs", "/workbench": "Workbench", "/diagnose": "Diagnose a trace", "/submit": "Submit a problem" };
   document.title = `${job ? "Job" : (names[/** @type {never} */ (path)] ?? "Not found")} · OptPipe`;
   for (const each of document.querySelectorAll("nav a")) {
     const here = (each.getAttribute("href") ?? "").slice(1) === (job ? "/" : path || "/");
@@ -46,6 +47,7 @@ async function route() {
     if (job) await showJob(place, job[1], new URLSearchParams(query).get("beside") ?? "", signal);
     else if (path === "" || path === "/") await showJobs(place, signal);
     else if (path === "/submit") await showSubmit(place, signal);
+    else if (path === "/diagnose") showDiagnose(place, signal);
     else if (path === "/workbench") await showWorkbench(place, new URLSearchParams(query), signal);
     else place.replaceChildren(empty("There is no such page", "The address names none.", link("#/", "All jobs", "button")));
   } catch (error) {

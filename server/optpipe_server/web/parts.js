@@ -38,6 +38,21 @@ export function input(attributes) {
   return /** @type {HTMLInputElement} */ (element("input", attributes));
 }
 
+/** A place to drop files on, which the keyboard reaches, too.
+ * @param {string} label @param {Record<string, string>} attributes of its input @param {(files: File[]) => void} take */
+export function drop(label, attributes, take) {
+  const chosen = input({ type: "file", ...attributes });
+  chosen.addEventListener("change", () => take(Array.from(chosen.files ?? [])));
+  const made = element("label", "drop", element("span", "button", label), chosen);
+  for (const name of ["dragover", "dragleave", "drop"])
+    made.addEventListener(name, (event) => {
+      event.preventDefault();
+      made.classList.toggle("over", name === "dragover");
+      if (name === "drop") take(Array.from(/** @type {DragEvent} */ (event).dataTransfer?.files ?? []));
+    });
+  return made;
+}
+
 /** @param {{value: string | number, min: number, max: number, step?: number | "any"}} of */
 export function number({ value, min, max, step = 1 }) {
   return input({ type: "number", value, min, max, step });

@@ -3,7 +3,7 @@
 import { button, element } from "/page/picture/panel.js";
 import { bytes, ms } from "/page/picture/words.js";
 import { get, post } from "./api.js";
-import { card, choice, fault, field, input, number, onlyLast, trying } from "./parts.js";
+import { card, choice, drop, fault, field, number, onlyLast, trying } from "./parts.js";
 
 const ESTIMATE_AFTER_MS = 250;
 
@@ -42,13 +42,12 @@ export async function showSubmit(place, signal) {
 
 /** @param {(problem: any) => Promise<void>} submit @param {HTMLElement} told */
 function fromFile(submit, told) {
-  const chosen = input({ type: "file", accept: ".json,application/json" });
   const about = element("p", "quiet", "A problem as optpipe profile, optpipe model or optpipe problem from write it.");
   /** @type {any} */
   let problem = null;
   const go = button("Submit the file", () => trying(told, () => submit(problem)), "primary");
   go.disabled = true;
-  const take = (/** @type {File | undefined} */ file) =>
+  const take = (/** @type {File[]} */ [file]) =>
     trying(told, async () => {
       go.disabled = true;
       if (!file) return;
@@ -56,19 +55,8 @@ function fromFile(submit, told) {
       about.textContent = `${problem.name || file.name}: ${problem.devices?.length} devices, ${problem.stages?.length} stages, ${problem.microbatches} micro-batches`;
       go.disabled = false;
     });
-  chosen.addEventListener("change", () => take(chosen.files?.[0]));
-  const drop = element("label", "drop", element("span", "button", "Choose a file, or drop it here"), chosen);
-  drop.addEventListener("dragover", (event) => {
-    event.preventDefault();
-    drop.classList.add("over");
-  });
-  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
-  drop.addEventListener("drop", (event) => {
-    event.preventDefault();
-    drop.classList.remove("over");
-    take(event.dataTransfer?.files[0]);
-  });
-  return card("From a file", drop, about, element("div", "actions", go));
+  const place = drop("Choose a file, or drop it here", { accept: ".json,application/json" }, take);
+  return card("From a file", place, about, element("div", "actions", go));
 }
 
 /** The problem in a file: itself, or that of a schedule or a submission.

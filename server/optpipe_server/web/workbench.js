@@ -8,7 +8,7 @@ import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { ask, follow, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
-import { card, choice, dialog, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
+import { card, choice, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
 import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
 
@@ -72,7 +72,6 @@ export async function showWorkbench(place, query, signal) {
     "actions",
     editSwitch,
     undo,
-    button("Copy link", () => copyLink()),
     button("Save problem", () => download(`${problemOf(values).name}.json`, JSON.stringify(problemOf(values), null, 1))),
   );
   const large = card("Schedule", controls, actions, verdict, drawing);
@@ -129,17 +128,6 @@ export async function showWorkbench(place, query, signal) {
     if (moves.length) said.set("moves", moves.map(({ device, from, to }) => `${device}.${from}.${to}`).join("_"));
     const text = said.toString();
     return `#/workbench${text ? `?${text}` : ""}`;
-  }
-
-  async function copyLink() {
-    const shared = location.origin + location.pathname + address();
-    try {
-      await navigator.clipboard.writeText(shared);
-      told.replaceChildren(notice("good", "The link is in the clipboard."));
-    } catch {
-      const text = input({ value: shared, readonly: "" });
-      dialog("Link to this workbench", [field("Address", text)], "Done", async () => {});
-    }
   }
 
   const asking = onlyLast();

@@ -275,7 +275,7 @@ def test_a_route_without_a_scope_is_not_made() -> None:
 
 
 def test_bodies(client: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_route, "LONGEST_BODY", 10)
+    monkeypatch.setattr(guarded_route.GuardedRequest, "longest", 10)
 
     async def chunks() -> AsyncIterator[bytes]:
         yield b"0123456789"
