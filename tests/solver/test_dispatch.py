@@ -22,6 +22,7 @@ from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules, RulesRecord
@@ -287,3 +288,14 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
 def test_what_it_works_on(change: dict[str, int], reason: str | None) -> None:
     problem = Problem.from_dict({**pipeline(2, 4, memory=100).to_dict(), **change})
     assert ENGINE.unsupported(problem) == reason
+
+
+def test_ops_are_expected_when_a_micro_batch_alone_has_them() -> None:
+    """`Figures.offset_ms`, with times and messages that differ by stage and direction."""
+    stages = [stage((3, 5, 1)), stage((4, 2, 1)), stage((6, 7, 1))]
+    problem = chain_of(3, 1, 10, stages, p2p_ms=2.0)
+    timeline = systems.generate("zb-h1", problem).timeline
+    rows = timeline.rows
+    for way, kind in enumerate((Kind.F, Kind.B)):
+        start_ms = dict(zip(rows.stage[rows.of_kinds(kind)], timeline.start[rows.of_kinds(kind)], strict=True))
+        assert Simulator(problem).figures.offset_ms[way, :, 0].tolist() == [start_ms[s] for s in range(3)]

@@ -106,7 +106,7 @@ def compare_clocks(ahead_ms: float) -> clocks.Ahead:
 
 
 class MeasuredRecorder(Recorder):
-    """Counts how long recording takes in each step: what torch calls takes so much longer than what it called before."""
+    """Counts how long recording takes in each step: how much longer what torch calls takes with it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
