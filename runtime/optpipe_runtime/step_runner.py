@@ -11,7 +11,9 @@ ranks **undo** it and **repeat** it. It does not count if
 - batch, modules or what is trained have changed on a rank. This rank lets the others finish theirs, with zeros of the
   old shapes; then the stages are learned again;
 - a feature was wrong about what it did before the step, and corrects it (`Feature.is_wrong`);
-- it was the first one by a schedule, and a rank ran out of memory. All ranks then go back to the schedule before.
+- it was the first one by a schedule, and a rank ran out of memory. All ranks then go back to the schedule before. Of
+  steps with schedules of their own, this is so for one that may hold more bytes than all before; it runs again with one
+  micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from operator import gt
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
@@ -54,11 +57,24 @@ class Repeat(Enum):
     WITH_CORRECTED_PARAMETERS = "parameters were corrected, so that they are gathered again"
 
 
-class PlannedStep(NamedTuple):
-    """A step that all ranks have prepared: its plan, and what each has of its micro-batches."""
+@dataclass
+class PlannedStep:
+    """A step that all ranks have prepared.
+
+    Attributes
+    ----------
+    plan
+        By which it runs.
+    given
+        What each rank has of its micro-batches.
+    one_at_a_time
+        Makes the plan that runs one micro-batch at a time, if a rank runs out of memory; None if this rank cannot run
+        it.
+    """
 
     plan: Plan
     given: Sequence[Given | InputError]
+    one_at_a_time: Callable[[], Plan | None]
 
 
 class StepRunner:
@@ -78,6 +94,7 @@ class StepRunner:
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
         self._planned: PlannedStep | None = None  # this step, if it is one
+        self._most_bytes: list[int] = []  # certified for each device, of all planned steps that have run
 
     def step(self, batch: Batch) -> StepReport:
         report = self._step(batch, None)
@@ -99,10 +116,13 @@ class StepRunner:
             # this empty one is its counterpart.
             with self._replicas.gathering():
                 self._gathers_again = False
-        report = self._until_it_counts(batch, plan)
-        self._planned = self.schedules.plan_of_step = None
+        try:
+            report = self._until_it_counts(batch, plan)
+        finally:
+            self._planned = self.schedules.plan_of_step = None
         if isinstance(report, OptPipeError):
             return report
+        self._rank.team.steps += 1
         for tie in self.ties:
             tie.end_step()
         self._last_ms = report.step_ms if plan is None else 0.0  # the next step has another schedule
@@ -276,10 +296,9 @@ class StepRunner:
         if attempt.met and self._meet(attempt.all_know, batch):
             return Repeat.WITH_CORRECTED_PARAMETERS
         self._require_count()
-        running = self.schedules.running
-        attempt.is_trial = (
-            running.on_trial and self._planned is None and self._can_undo and self._can_stop and not self._is_fixed
-        )
+        running, planned = self.schedules.running, self._planned
+        is_new = running.on_trial if planned is None else self._may_hold_more(planned.plan)
+        attempt.is_trial = is_new and self._can_undo and self._can_stop and not self._is_fixed
         outcome = self._run(attempt, batch)
         if attempt.is_doomed:
             self._undo(outcome)
@@ -289,11 +308,17 @@ class StepRunner:
             return Repeat.AS_IT_IS
         if attempt.is_trial and not self._rank.cpu_group.minimum(outcome.report is not None)[0]:
             self._undo(outcome)
-            self._swap_back(outcome.complaint)
+            if planned is None:
+                self._swap_back(outcome.complaint)
+            else:
+                self._run_one_at_a_time(planned, outcome.complaint)
             return Repeat.AS_IT_IS
         self._correct()  # drops what was kept of an update that was right
-        if self._planned is None:
+        if planned is None:
             running.end_step()
+        else:
+            peaks = _certified(planned.plan)
+            self._most_bytes = list(map(max, peaks, self._most_bytes or peaks))
         assert outcome.report is not None
         return outcome.report
 
@@ -387,6 +412,35 @@ class StepRunner:
 
     def _swap_back(self, complaint: str) -> None:
         self.schedules.swap(*self.schedules.running.give_up(complaint))
+
+    def _may_hold_more(self, plan: Plan) -> bool:
+        """Whether a planned step may need more memory than all before it: the same on every rank."""
+        return not self._most_bytes or any(map(gt, _certified(plan), self._most_bytes))
+
+    def _run_one_at_a_time(self, planned: PlannedStep, complaint: str) -> None:
+        """Collective, after a planned step that some rank could not finish. Raises `OptPipeError` if it ran one
+        micro-batch at a time already."""
+        group = self._rank.cpu_group
+        why = next(text for text in group.gather(complaint) if text)
+        plan = planned.one_at_a_time()
+        if plan is not None and plan.digest == planned.plan.digest:
+            plan = None
+        if not group.all_equal(None if plan is None else plan.number):
+            raise OptPipeError(
+                f"{why}; the step is undone: leave it out or cut its largest micro-batch, and give a smaller "
+                "activation_budget_bytes"
+            )
+        assert plan is not None
+        if group.rank == 0:
+            log.warning(
+                "%s; the step runs again, one micro-batch at a time: give a smaller activation_budget_bytes", why
+            )
+        planned.plan = self.schedules.plan_of_step = plan
+
+
+def _certified(plan: Plan) -> list[int]:
+    """The most bytes that each device may hold."""
+    return [peak.bytes for peak in plan.certificate.device]
 
 
 class _Outcome(NamedTuple):

@@ -110,16 +110,40 @@ def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:
         assert after.programs, "the training may go on without it"
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_that_runs_out_of_memory_runs_again_one_micro_batch_at_a_time(ranks: Ranks, times: int) -> None:
+    """If it does so again it is undone, and the pipeline can be used."""
+    first, last = ranks(microbatches.scarce, turn=FIRST, budget=400_000, times=times)
+    why = r"rank 1 was at 1F\d: F of stage 1, micro-batch \d: OutOfMemoryError: too much; the step"
+    assert re.match(why + " runs again, one micro-batch at a time", first.logged[-1])
+    assert re.match("^$" if times == 1 else why + " is undone: leave it out or cut", first.told)
+    assert first.told == last.told
+    [(losses, gradients, _)] = microbatches.plain(2, [FIRST])
+    assert last.losses == pytest.approx(losses, rel=1e-6)
+    for name, gradient in (first.gradients | last.gradients).items():
+        np.testing.assert_allclose(gradient, gradients[name], atol=1e-6)
+    alone = " ".join(f"1F{j} 1BW{j}" for j in range(4))
+    assert (first.programs[1] == last.programs[1] == alone) == (times == 1)
+
+
 def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks) -> None:
     _, losses = ranks(microbatches.hosted, taken=COUNTS, budget=400_000)
     for found, expected in zip(losses, microbatches.plain(2, COUNTS), strict=True):
         assert found == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_rank_with_more_batches_is_told_which_one_has_fewer(ranks: Ranks, planned: bool) -> None:
+    told = ranks.survivors(microbatches.uneven, dying=1, planned=planned)
+    assert told == [
+        "rank 1 closed its pipeline after step 3, and rank 0 goes on with step 4: give all ranks equally many batches"
+    ]
+
+
 def test_wrong_use_is_told_on_every_rank(ranks: Ranks) -> None:
     parts = [
         "the micro-batches of this step are not those that were announced for it",
-        "announce steps [0, 1] at once: all ranks must have equally many batches",
+        "rank 1 announces step 2 and rank 0 step 1: all ranks must have equally many batches",
         "costs is of a pipeline of 3 stages: this one has 2",
         "microbatches[0].tokens = nan: a number from 0 to 2^53 was expected",
     ]

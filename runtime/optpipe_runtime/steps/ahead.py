@@ -113,7 +113,12 @@ class Ahead:
         by_rank: list[Told] = self._group.gather(told)
         numbers = [each.number for each in by_rank]
         if len(set(numbers)) > 1:
-            raise InputError(f"the ranks announce steps {numbers} at once: all ranks must have equally many batches")
+            fewest, most = (pick(range(len(numbers)), key=numbers.__getitem__) for pick in (min, max))
+            raise InputError(
+                f"rank {self._rank.cpu_group.name_of(most)} announces step {numbers[most] + 1} and rank "
+                f"{self._rank.cpu_group.name_of(fewest)} step {numbers[fewest] + 1}: all ranks must have equally many "
+                "batches"
+            )
         for each in by_rank:
             if isinstance(each.given, InputError):
                 raise each.given
@@ -126,7 +131,8 @@ class Ahead:
             if not self._group.all_equal(None if lowered is None else lowered.number):
                 raise OptPipeError("the ranks can run neither the schedule of this step nor one micro-batch at a time")
         assert lowered is not None
-        return PlannedStep(lowered, [each.given for each in by_rank])
+        problem = schedule.problem
+        return PlannedStep(lowered, [each.given for each in by_rank], lambda: self._lowered(one_at_a_time(problem)))
 
     def _shared(self, by_rank: Sequence[Told], plan: Planner | None, begins: threading.Event) -> Schedule | Unmeasured:
         """What was planned, on every rank. Raises on all what planning has raised on one."""

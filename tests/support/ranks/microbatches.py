@@ -3,7 +3,9 @@ plain run that they must equal."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,11 +19,14 @@ from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
+from optpipe_runtime.execute.executor import Executor
+from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.steps.planned import tokens_and_squares
 from support.device import device
 from support.following import until
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
 from support.ranks.replicas import gradients, place
+from support.ranks.swaps import failing, heard
 
 
 class Sizes(NamedTuple):
@@ -277,6 +282,44 @@ def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
     return Streamed(losses, starts, rules)
 
 
+class Scarce(NamedTuple):
+    """What came of a step by which rank 1 ran out of memory: the losses, what was said, and how the last one ran."""
+
+    losses: list[float]
+    gradients: Gradients
+    told: str
+    logged: list[str]
+    programs: tuple[str, ...]
+
+
+def scarce(turn: Turn, budget: int, times: int) -> Scarce:
+    """Planned steps on two ranks, of which one runs out of memory so many times; then once more, if it was refused."""
+    number, told = dist.get_rank(), ""
+    modules = {number: make_stages(2)[number]}
+    left, real = [times if number == 1 else 0], Executor.run
+
+    def run(*arguments: Any, **options: Any) -> StepReport:
+        left[0] -= 1
+        with failing("forward", 2, torch.OutOfMemoryError("too much")) if left[0] >= 0 else nullcontext():
+            return real(*arguments, **options)
+
+    with (
+        Pipeline(modules, [0, 1], loss_fn, 4) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
+        patch.object(Executor, "run", run),
+        heard() as logged,
+    ):
+        try:
+            report = train.step(**given(turn, 0, [number], number, 2))
+        except OptPipeError as error:
+            told = str(error)
+            assert not numbers(modules), "it is undone"
+            report = train.step(**given(turn, 0, [number], number, 2))
+        assert train.schedule is not None
+        programs = tuple(" ".join(map(str, program.ops())) for program in train.schedule.programs)
+        return Scarce(report.losses or [], numbers(modules), told, list(logged), programs)
+
+
 def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
     """Losses of planned steps on two ranks, whose last stage has its optimizer on the host."""
     number = dist.get_rank()
@@ -299,6 +342,25 @@ def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
             losses.append(train.step(inputs, targets, weights=each["weights"]).losses or [])
             on_device.step()
     return losses
+
+
+def uneven(planned: bool) -> str:
+    """What a rank is told whose loader has a batch more than that of rank 1, which has gone."""
+    number = dist.get_rank()
+    batches = [given(FIRST, seed, [number], number, 2) for seed in range(4 - number)]
+    try:
+        with Pipeline({number: make_stages(2)[number]}, [0, 1], loss_fn, len(FIRST.sizes)) as pipe:
+            if planned:
+                with PlannedSteps(pipe, activation_budget_bytes=10**6) as train:
+                    for inputs, targets in train.ahead([(each["inputs"], each["targets"]) for each in batches]):
+                        train.step(inputs, targets)
+            else:
+                pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+                for each in batches:
+                    pipe.step(**each)
+    except OptPipeError as error:
+        return str(error)
+    os._exit(0)
 
 
 def misused() -> list[str]:
