@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,7 @@ class Team:
         self.everyone = [rank for pipeline in pipelines for rank in pipeline]
         self.inner = [pipeline[self.number] for pipeline in pipelines]
         self.failure: str | None = None  # why the team has ended
+        self.steps = 0  # that this rank has ended
         self._subgroups: list[Subgroup] = []
         self._store: Store | None = None
         self._failing = threading.RLock()  # the main thread and the watching one may find a failure
@@ -122,6 +123,9 @@ class Team:
         still be in their last step."""
         if self._watch is not None:
             self._watch.stop()
+        if self.failure is None and self._store is not None:
+            with suppress(RuntimeError):  # the rank that hosts the store has ended before
+                self._store.set(self._closed(self.ranks[self.number]), str(self.steps))
         _ended.append(self)
 
     @property
@@ -196,10 +200,16 @@ class Team:
         return str(self._store.compare_set("why", "", why), "utf-8")
 
     def _find_lost(self, why: str, lost: LostError) -> str:
-        """Names the ranks that are gone. Before a rank closes its connections it writes a reason to the store, or that
-        it is still here; a rank that has written neither is gone."""
+        """Names the ranks that are gone, or have closed their pipeline. Before a rank closes its connections it writes
+        a reason to the store, or that it is still here; a rank that has written neither is gone."""
         assert self._store is not None
         self._store.set(f"here/{self.ranks[self.number]}", "")
+        if closed := [rank for rank in self.everyone if self._store.check([self._closed(rank)])]:
+            ended = int(self._store.get(self._closed(closed[0])))
+            return self._first_reason(
+                f"rank {self.name_of(closed[0])} closed its pipeline after step {ended}, and rank {self.name} goes on "
+                f"with step {self.steps + 1}: give all ranks equally many batches"
+            )
         absent = self._absent(lost.absent)
         if not absent and not self._store.check(["why"]):
             self._close()  # ranks that wait for this one get an error, and write that they are here
@@ -212,6 +222,11 @@ class Team:
         return self._first_reason(
             f"rank{'s' * (len(absent) > 1)} {names} did not answer any more; {why}" if absent else why
         )
+
+    @staticmethod
+    def _closed(rank: int) -> str:
+        """The key under which a rank that closes its pipeline writes how many steps it has ended."""
+        return f"closed/{rank}"
 
     def _absent(self, ranks: Iterable[int]) -> list[int]:
         assert self._store is not None
