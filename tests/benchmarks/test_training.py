@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from support.ranks.scripts import torchrun_on
 from support.ranks.worker import Ranks
 
-from benchmarks.training import in_a_row, protocol, swap
+from benchmarks.training import in_a_row, own_steps, protocol, swap
 from benchmarks.training.overhead import TORCHS_ON_ONE_RANK, beside, lowering, overhead
 from benchmarks.training.protocol_ranks import FIRST, ProtocolSettings
 from optpipe_cli import launch
@@ -63,6 +66,17 @@ def test_what_a_swap_costs_is_measured(ranks: Ranks) -> None:
     assert first.swaps == 3
     assert 0 < first.outside_ms < first.step_ms
     assert 0 < first.swapped_outside_ms < first.swapped_ms
+
+
+def test_a_schedule_for_every_step_is_measured_against_loaded_ones(ranks: Ranks) -> None:
+    task = replace(own_steps.TASK, microbatches=2, documents=1, paced_ms=Times(2.0, 2.0, 2.0, 0.0))
+    first, second = ranks(own_steps.own_steps, task=task, rounds=1)
+    assert first == second
+    assert first.steps == own_steps.STEPS * own_steps.BATCHES
+    work = task.paced_ms.of_documents(torch.tensor([1])) if task.paced_ms else None
+    assert work is not None
+    assert min(first.planned_ms, first.loaded_ms) > sum(work[:3])
+    assert first.error >= 0
 
 
 def test_an_op_is_measured_against_a_plain_run() -> None:
