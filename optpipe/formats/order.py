@@ -8,8 +8,10 @@ import numpy as np
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.validity import complaints
+from optpipe.model.arrays import Ints
 from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.schedule import Schedule
 
 OFFLOAD = (Kind.O, Kind.D, Kind.R)
@@ -31,6 +33,29 @@ def require_runnable(schedule: Schedule) -> None:
     """Raises ScheduleError if the schedule cannot run. Whether it fits the memory does not matter."""
     if wrong := complaints(schedule.problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
         raise ScheduleError(wrong[0])
+
+
+def forwards_of(schedule: Schedule, stage: int) -> Ints:
+    """(m,) the micro-batches in the order in which a stage computes them."""
+    table = schedule.programs[schedule.problem.stages[stage].device].table
+    return table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == stage), MICROBATCH]
+
+
+def numbered_as_computed(schedule: Schedule, stage: int, reader: str) -> Schedule:
+    """The schedule with its micro-batches numbered in the order of a stage's forwards.
+
+    Equal micro-batches change names, and the schedule stays the same. Raises InputError if others would have to;
+    `reader` says who takes the j-th one for number j, and as what.
+    """
+    order, alike = forwards_of(schedule, stage), schedule.problem.costs.alike
+    differs = np.flatnonzero(alike[order] != alike)
+    if differs.size:
+        k = int(differs[0])
+        raise InputError(
+            f"stage {stage} computes micro-batch {order[k]} where {reader} {k}, and the two differ: number the "
+            "micro-batches in the order in which that stage computes them (Problem.entering)"
+        )
+    return schedule.renumbered(schedule.problem, np.argsort(order))
 
 
 def hint(op: Op) -> str:

@@ -13,8 +13,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from optpipe.errors import InputError
-from optpipe.formats.order import hint, in_one_order, require_one_route, require_runnable
+from optpipe.formats.order import (
+    forwards_of,
+    hint,
+    in_one_order,
+    numbered_as_computed,
+    require_one_route,
+    require_runnable,
+)
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
@@ -34,6 +43,7 @@ def write(schedule: Schedule) -> str:
     """
     require_one_route(schedule.problem, "Primus")
     require_runnable(schedule)
+    schedule = _numbered_as_data(schedule)
     chunks = _Chunks(schedule.problem)
     document = {
         "format": FORMAT,
@@ -46,6 +56,23 @@ def write(schedule: Schedule) -> str:
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()]
     lines += [f'"directions": [{_rows(chunks.directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _numbered_as_data(schedule: Schedule) -> Schedule:
+    """The schedule with its micro-batches numbered as stages take them from the data: the next one at each forward.
+
+    Raises InputError if stages would take them in different orders.
+    """
+    schedule = numbered_as_computed(schedule, 0, "Primus takes the data of")
+    for s in range(1, len(schedule.problem.stages)):
+        order = forwards_of(schedule, s)
+        if (later := np.flatnonzero(np.diff(order) < 0)).size:
+            first, second = order[later[0] : later[0] + 2].tolist()
+            raise InputError(
+                f"stage {s} computes micro-batch {first} before {second}, stage 0 after it: in Primus each forward "
+                "takes the next batch of the data, so all stages need one order"
+            )
+    return schedule
 
 
 def as_run(schedule: Schedule) -> Schedule:

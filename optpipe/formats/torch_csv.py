@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.formats.order import OFFLOAD, hint, in_one_order, require_one_route, require_runnable
+from optpipe.formats.order import OFFLOAD, hint, in_one_order, numbered_as_computed, require_one_route, require_runnable
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, MICROBATCH, STAGE, Program, of_kinds
+from optpipe.model.program import STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 
 LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
@@ -70,7 +70,8 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     _require_sayable(schedule, offloads)
     problem = schedule.problem
     require_runnable(schedule)
-    schedule = _numbered_as_losses(schedule)
+    last = len(schedule.problem.stages) - 1
+    schedule = numbered_as_computed(schedule, last, "PyTorch finds the loss of")  # as the j-th that was computed
     devices = [stage.device for stage in problem.stages]
     texts = [_first_uses(program) if messages else [] for program in schedule.programs]
     last = _last_gradients(schedule.programs) if messages else set()
@@ -133,27 +134,6 @@ def _require_sayable(schedule: Schedule, offloads: bool) -> None:
                 f"{op} in the program of device {d}: PyTorch's rows say F, B, W and BW, they have no action for "
                 f"{op.kind.name}{hint(op)}"
             )
-
-
-def _numbered_as_losses(schedule: Schedule) -> Schedule:
-    """The schedule with its micro-batches numbered in the order of the last stage's forwards.
-
-    PyTorch finds the loss of micro-batch j as the j-th one that was computed. Equal micro-batches change names, and the
-    schedule stays the same. Raises InputError if others would have to.
-    """
-    problem = schedule.problem
-    last = len(problem.stages) - 1
-    table = schedule.programs[problem.stages[last].device].table
-    order = table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == last), MICROBATCH]
-    alike = problem.costs.alike
-    differs = np.flatnonzero(alike[order] != alike)
-    if differs.size:
-        k = int(differs[0])
-        raise InputError(
-            f"stage {last} computes micro-batch {order[k]} where PyTorch finds the loss of {k}, and the two differ: "
-            "number the micro-batches in the order in which the last stage computes them (Problem.entering)"
-        )
-    return schedule.renumbered(problem, np.argsort(order))
 
 
 def _text(item: Op | Pair) -> str:

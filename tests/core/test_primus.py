@@ -86,3 +86,15 @@ def test_what_it_has_no_node_for_is_refused() -> None:
     uneven = problems.pipeline(2, 1, 100, [problems.stage(device=d) for d in (0, 1, 1)])
     with pytest.raises(InputError, match=r"^device 1 has 2 stages, device 0 has 1: in Primus all ranks have as many$"):
         export_schedule(schedule(uneven, "0F0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")
+
+
+def test_each_forward_takes_the_next_batch_of_the_data() -> None:
+    swapped = "0F1 0F0 0BW1 0BW0"
+    alike = problems.pipeline(1, 2, 100, problems.stage())
+    assert texts(export_schedule(schedule(alike, swapped), "primus")) == ["(F|0|0) (F|1|0) (BW|0|0) (BW|1|0)"]
+    differing = problems.pipeline(1, 2, 100, problems.stage() | {"forward_ms": [1.0, 2.0]})
+    with pytest.raises(InputError, match=r"^stage 0 computes micro-batch 1 where Primus takes the data of 0, and"):
+        export_schedule(schedule(differing, swapped), "primus")
+    two = problems.pipeline(2, 2, 100, problems.stage())
+    with pytest.raises(InputError, match=r"^stage 1 computes micro-batch 1 before 0, stage 0 after it: in Primus"):
+        export_schedule(schedule(two, "0F0 0F1 0BW1 0BW0", "1F1 1F0 1BW1 1BW0"), "primus")
