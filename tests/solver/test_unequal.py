@@ -1,7 +1,7 @@
 """Micro-batches that differ: all that finds or bounds schedules, against every schedule there is.
 
 `python -m pytest tests/solver/test_unequal.py -m soak --hypothesis-show-statistics` tries thousands of problems, in
-half an hour, and says how often each bound is the optimum.
+half an hour, and says how often a bound is the optimum.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from optpipe.reuse.by_rules import by_rules
 from optpipe.steps import StepScheduler
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.milp import ENGINE as MILP
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 NOISE = 1e-6  # ms
@@ -47,17 +48,16 @@ def all_agree_with_every_schedule(problem: Problem, objective: Objective, milp: 
         return
     assert infeasibility(problem) is None
     told = bounds_of(problem, objective)
-    event(f"without a search {'the optimum is' if max(told.values()) >= best_ms - NOISE else 'less is'} proven")
+    event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven without CP-SAT and MILP")
     schedules, told["cpsat"] = cpsat_finds(problem, objective, 5.0)
     assert length(schedules[-1], objective) == pytest.approx(best_ms, abs=NOISE)
     frames = milp.frames(problem, objective=objective)
     of_milp, told["milp"] = read_frames(problem, frames)
-    if not any("is no bound" in frame.text for frame in frames if isinstance(frame, Note)):
+    given_up = any("is no bound" in frame.text for frame in frames if isinstance(frame, Note))
+    if MILP.unsupported(problem) is None and not given_up:
         assert length(of_milp[-1], objective) == pytest.approx(best_ms, abs=NOISE)
     assert {name: ms for name, ms in told.items() if ms > best_ms + NOISE} == {}
-    for name, ms in told.items():
-        if ms >= best_ms - NOISE:
-            event(f"the optimum is proven by {name}")
+    event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven by one of all")
     listed = [each for name in ("adaoffload", "naive") for each in islice(STREAMS[name](problem, objective), 3)]
     schedules += of_milp + [schedule for schedule in listed if certify(problem, schedule).fits]
     if len(problem.all_routes) == 1:

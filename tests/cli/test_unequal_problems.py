@@ -1,0 +1,231 @@
+"""Micro-batches that differ, through every door: what each tells is what the event clock finds with each micro-batch's
+own figures. With the mean of each list, or the lists turned, the lengths are others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from html import unescape
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+import pytest
+from support import clock
+from support.service import running, settings_in
+from support.timed_programs import op_ms
+
+from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
+from optpipe.evaluate.jitter import percentile_ms
+from optpipe.show.page import plot
+from optpipe_cli import main as cli
+from optpipe_solver.systems import generate
+
+STAGE = {
+    "forward_ms": [2.0, 6.0, 1.0, 4.0],
+    "backward_input_ms": [3.0, 7.0, 1.0, 5.0],
+    "backward_weight_ms": [2.0, 5.0, 1.0, 3.0],
+    "activation_bytes": [40, 100, 20, 80],
+    "saved_for_weight_bytes": [20, 60, 10, 40],
+    "offload_ms": [3.0, 8.0, 2.0, 6.0],
+    "reload_ms": [3.0, 8.0, 2.0, 6.0],
+    "offload_bytes": [40, 100, 20, 80],
+    "offload_parts": 2,
+}
+PACKED = Problem.from_dict(
+    {
+        "microbatches": 4,
+        "p2p_ms": [0.5, 1.5, 0.25, 1.0],
+        "messages": [{"sender": 1, "receiver": 0, "ms": [0.75, 2.0, 0.5, 1.25]}],
+        "devices": [{"activation_budget_bytes": 140}] * 2,
+        "stages": [{"device": d, **STAGE} for d in range(2)],
+    }
+)
+PROGRAMS = (
+    "0F1 0O1 0O1.1 0D1 0D1.1 0F0 0F3 0B0 0W0 0B3 0W3 0R1 0R1.1 0F2 0B1 0W1 0BW2",
+    "1F1 1F0 1BW0 1B1 1F3 1BW3 1W1 1F2 1B2 1W2",
+)
+SCHEDULE = Schedule.parse(PACKED, [program.split() for program in PROGRAMS])
+SENT = json.loads(ScheduleFile.from_schedule(SCHEDULE).to_json())
+ONLY = "--methods 1f1b --placements keep --json"
+
+
+def with_lists(change: Callable[[list[Any]], list[Any]], value: Any) -> Any:
+    """What JSON has, with other lists of figures."""
+    if isinstance(value, dict):
+        return {name: with_lists(change, each) for name, each in value.items()}
+    if isinstance(value, list) and not isinstance(value[0], dict):
+        return change(value)
+    return [with_lists(change, each) for each in value] if isinstance(value, list) else value
+
+
+TURNED = Problem.from_dict(with_lists(lambda figures: [*figures[1:], figures[0]], PACKED.to_dict()))
+MEANS = Problem.from_dict(with_lists(lambda figures: [type(figures[0])(mean(figures))] * 4, PACKED.to_dict()))
+
+
+def length_ms(schedule: Schedule) -> float:
+    """By the event clock, which reads the figures of each micro-batch by plain rules."""
+    problem = schedule.problem
+
+    def duration(op: Any) -> float:
+        return op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind)
+
+    return clock.run(problem, schedule, duration, lambda op: clock.nominal_message_ms(problem, op)).makespan
+
+
+def test_the_mean_and_turned_lists_have_other_lengths_and_peaks() -> None:
+    same_order = [replace(SCHEDULE, problem=each) for each in (PACKED, MEANS, TURNED)]
+    assert len({length_ms(each) for each in same_order}) == 3
+    assert len({certify(each.problem, each).device[0].bytes for each in same_order}) > 1
+
+
+Answer = tuple[float, Schedule]  # ms that a door tells, and of which schedule
+
+
+@dataclass
+class Doors:
+    """Commands run in a folder with `p.json` and `s.json`; a client asks a service."""
+
+    run: Callable[[str], str]
+    client: httpx.Client
+
+    def written(self, option: str) -> str:
+        self.run(f"show s.json --{option} out")
+        return Path("out").read_text()
+
+    def solved(self) -> Answer:
+        told = json.loads(self.run("solve p.json --method 1f1b -o out.json --json"))
+        return told["makespan_ms"], read(json.loads(Path("out.json").read_text()), PACKED)
+
+    def cached(self, problem: Problem) -> Answer:
+        problem.save("other.json")
+        self.run("cache add s.json")
+        told = json.loads(self.run("cache lookup other.json -o out.json --json"))
+        assert (told["hit"] == "exact") == (problem == PACKED)
+        return told["makespan_ms"], read(json.loads(Path("out.json").read_text()), problem)
+
+    def asked(self, path: str, problem: Problem = PACKED, **body: Any) -> Any:
+        reply = self.client.post(f"/v1/{path}", json={"problem": problem.to_dict(), **body})
+        assert reply.is_success, reply.text
+        return reply.json()
+
+    def job(self, page: str = "", told: Callable[[Any], float] = lambda job: job["best"]["makespan_ms"]) -> Answer:
+        """What a page of a job tells of its best schedule; it has a first one at once."""
+        url = self.asked("jobs")["url"]
+        self.client.post(f"{url}/cancel")
+        job = self.client.get(url, params={"wait": 60}).json()
+        return told(self.client.get(f"{url}{page}").json()), read(job["best"]["schedule"], PACKED)
+
+    def retimed(self) -> Answer:
+        """A job whose micro-batches are changed while it runs."""
+        url = self.asked("jobs", method="milp", time_limit_s=60.0)["url"]
+        job = self.client.post(f"{url}/problem", json={"problem": TURNED.to_dict()}).json()
+        self.client.post(f"{url}/cancel")
+        return job["best"]["makespan_ms"], read(job["best"]["schedule"], TURNED)
+
+
+def read(sent: Any, problem: Problem) -> Schedule:
+    schedule = ScheduleFile.from_json(json.dumps(sent)).schedule()
+    assert schedule.problem == problem
+    assert check(problem, schedule) == []
+    return schedule
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with (
+        running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _),
+        httpx.Client(base_url=url, timeout=240, trust_env=False, verify=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def doors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], client: httpx.Client
+) -> Doors:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
+    PACKED.save("p.json")
+    SCHEDULE.save("s.json")
+
+    def run(words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["optpipe", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        assert not ended.value.code, printed.err
+        return printed.out
+
+    return Doors(run, client)
+
+
+def in_page(html: str) -> float:
+    """What a page has for its script, or a notebook's frame for its page."""
+    return float(re.findall(r'"makespan_ms": ?([0-9.]+)', unescape(html))[0])
+
+
+def in_figure(figure: Any) -> float:
+    return float(figure["schedules"][0]["makespan_ms"])
+
+
+def last_end(timeline: Any) -> float:
+    return max(float(op["end_ms"]) for op in timeline["ops"])
+
+
+def in_trace(trace: Any) -> float:
+    return max(float(event["ts"] + event["dur"]) for event in trace["traceEvents"] if event["ph"] == "X") / 1000
+
+
+def compared(rows: list[Any]) -> Answer:
+    return rows[0]["makespan_ms"], generate("1f1b", PACKED)
+
+
+def telling(words: str, told: Callable[[str], float]) -> Callable[[Doors], Answer]:
+    return lambda doors: (told(doors.run(words)), SCHEDULE)
+
+
+def field(text: str) -> float:
+    return float(json.loads(text)["makespan_ms"])
+
+
+def after(words: str) -> Callable[[str], float]:
+    return lambda text: float(re.findall(rf"{words} ([0-9.]+)", text)[0])
+
+
+DOORS: dict[str, Callable[[Doors], Answer]] = {
+    "simulate": lambda _: (simulate(PACKED, SCHEDULE).makespan_ms, SCHEDULE),
+    "jitter": lambda _: (percentile_ms(SCHEDULE, 0.0), SCHEDULE),
+    "a notebook": lambda _: (in_page(plot(SCHEDULE)._repr_html_()), SCHEDULE),
+    "optpipe simulate": telling("simulate p.json s.json --json", field),
+    "optpipe check": telling("check p.json s.json", after("runs in")),
+    "optpipe show": telling("show s.json", after("makespan")),
+    "optpipe show --json": telling("show s.json --json", field),
+    "optpipe show --html": lambda doors: (in_page(doors.written("html")), SCHEDULE),
+    "optpipe show --trace": lambda doors: (in_trace(json.loads(doors.written("trace"))), SCHEDULE),
+    "optpipe export": telling("export s.json --to json", field),
+    "optpipe compare": lambda doors: compared(json.loads(doors.run(f"compare p.json {ONLY}"))["rows"]),
+    "optpipe solve": Doors.solved,
+    "optpipe cache": lambda doors: doors.cached(PACKED),
+    "optpipe cache, turned lists": lambda doors: doors.cached(TURNED),
+    "/simulate": lambda doors: (last_end(doors.asked("simulate", schedule=SENT)), SCHEDULE),
+    "/figure": lambda doors: (in_figure(doors.asked("figure", schedule=SENT)["figure"]), SCHEDULE),
+    "/workbench": lambda doors: (
+        in_figure(doors.asked("workbench", methods=["1f1b"])["figure"]),
+        generate("1f1b", PACKED),
+    ),
+    "a job": Doors.job,
+    "its timeline": lambda doors: doors.job("/timeline", last_end),
+    "its trace": lambda doors: doors.job("/trace", in_trace),
+    "its picture": lambda doors: doors.job("/figure", in_figure),
+    "a job with other micro-batches": Doors.retimed,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_tells_the_length_of_the_very_micro_batches(door: str, doors: Doors) -> None:
+    told_ms, schedule = DOORS[door](doors)
+    assert told_ms == pytest.approx(length_ms(schedule), rel=1e-3)
