@@ -38,7 +38,8 @@ def require_runnable(schedule: Schedule) -> None:
 def forwards_of(schedule: Schedule, stage: int) -> Ints:
     """(m,) the micro-batches in the order in which a stage computes them."""
     table = schedule.programs[schedule.problem.stages[stage].device].table
-    return table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == stage), MICROBATCH]
+    order: Ints = table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == stage), MICROBATCH]
+    return order
 
 
 def numbered_as_computed(schedule: Schedule, stage: int, reader: str) -> Schedule:

@@ -70,8 +70,8 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     _require_sayable(schedule, offloads)
     problem = schedule.problem
     require_runnable(schedule)
-    last = len(schedule.problem.stages) - 1
-    schedule = numbered_as_computed(schedule, last, "PyTorch finds the loss of")  # as the j-th that was computed
+    # It takes the j-th loss that the last stage computes for that of number j.
+    schedule = numbered_as_computed(schedule, len(problem.stages) - 1, "PyTorch finds the loss of")
     devices = [stage.device for stage in problem.stages]
     texts = [_first_uses(program) if messages else [] for program in schedule.programs]
     last = _last_gradients(schedule.programs) if messages else set()
