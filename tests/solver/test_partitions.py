@@ -112,6 +112,11 @@ def test_the_best_of_all_schedules_of_all_partitions_is_no_shorter(name, objecti
     assert 0.5 * best < partition_bound(problem, objective) <= best + 1e-9
 
 
+def test_all_micro_batches_pass_a_heavy_layer_after_the_layers_before_it() -> None:
+    layers = [*[stage(0, (1, 1, 0), 1)] * 3, stage(0, (8, 8, 8), 1)]
+    assert partition_bound(model(layers, [100, 100], 4, 0.0)) == 3 + 4 * 24
+
+
 def test_bytes_over_time_bound_all_partitions():
     """Room for one activation of a layer at a time, which is held for four of its passes by the last layer and for more
     by the first."""
