@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
+from optpipe.diagnose import collect_runs
 from optpipe.errors import InputError
 from optpipe.measured import straggler
 from optpipe.measured.estimate import FIELDS, Given, estimate
@@ -44,7 +46,6 @@ class Replica(NamedTuple):
 
     problem: Problem
     schedule: Schedule
-    measured_ms: float
 
 
 def traces(
@@ -56,10 +57,9 @@ def traces(
     ] = None,
     results: ResultsPath = None,
 ) -> None:
-    """Replay each step of timelines of StragglerAnalysis with the times of its own ops, and compare with what was
-    measured: the step of the slowest replica. Then search better schedules for each replica of some traces, and prove
-    how much better one can be at most. Searches count what they simulate, so that a table is the same on every
-    machine."""
+    """Replay each step of timelines of StragglerAnalysis as `optpipe diagnose` does, and compare the slowest replica's
+    with what was measured. Then search better schedules for each replica of some traces, and prove how much better one
+    can be at most. Searches count what they simulate, so that a table is the same on every machine."""
     files = timelines_in(folder) if folder else []
     if unknown := sorted(set(gains or ()) - {job_name(path) for path in files}):
         raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(job_name, files)) or 'a folder'}")
@@ -102,7 +102,7 @@ class Timeline(NamedTuple):
 
 
 def read_timeline(path: Path) -> Timeline:
-    recording = straggler.read(read_pieces(path), str(path))
+    recording = straggler.read([(str(path), read_pieces(path))])
     steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
     for each in recording.ops:
         steps[each.step][each.replica].append(each)
@@ -123,32 +123,35 @@ def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[
     """Yields a row for each step of a timeline that has none yet."""
     name = job_name(path)
     recording, steps, message_ms = read_timeline(path)
-    for number, step in steps.items():
+    runs = collect_runs(recording)
+    lengths = np.round([runs.longest(runs.measured_ms), runs.longest(runs.replay()[0])], 4)
+    for number, (measured_ms, replayed_ms) in zip(runs.steps.tolist(), lengths.T.tolist(), strict=True):
         if kept.find(name, number):
             continue
-        ran = [_replica(recording, ops, message_ms) for ops in step]
         row = {
             "trace": name,
             "step": number,
-            "replicas": len(ran),
+            "replicas": len(runs.replicas),
             "message_ms": message_ms,
-            "measured_ms": round(max(each.measured_ms for each in ran), 4),
-            "replayed_ms": round(max(each.schedule.makespan_ms for each in ran), 4),
+            "measured_ms": measured_ms,
+            "replayed_ms": replayed_ms,
         }
-        yield row | {"gains": _searched(recording, step, message_ms)} if name in gains else row
+        yield row | {"gains": _searched(recording, steps[number], message_ms)} if name in gains else row
 
 
 def _replica(recording: Recording, ops: Sequence[MeasuredOp], message_ms: float, weight_share: float = 0.0) -> Replica:
     made = estimate(recording._replace(ops=ops), Given(weight_share=weight_share))
-    if made.schedule is None or made.measured_ms is None:
+    if made.schedule is None:
         raise InputError(f"step {ops[0].step} of replica {ops[0].replica} is not replayed: {'; '.join(made.unused)}")
     problem = made.problem.replace(p2p_ms=message_ms)
-    return Replica(problem, made.schedule.on(problem), made.measured_ms)
+    return Replica(problem, made.schedule.on(problem))
 
 
 def _searched(recording: Recording, step: Step, message_ms: float) -> dict[str, Any]:
-    """By cure, for each number of further activations: the slowest replica's ms, and what none falls below."""
-    found: dict[str, Any] = {}
+    """What ran, by times of messages that are all alike; and by cure, for each number of further activations: the
+    slowest replica's ms, and what none falls below."""
+    ran_ms = max(_replica(recording, ops, message_ms).schedule.makespan_ms for ops in step)
+    found: dict[str, Any] = {"ran": round(ran_ms, 4)}
     for name, (_, weight_share) in CURES.items():
         ran = [_replica(recording, ops, message_ms, weight_share) for ops in step]
         found[name] = [
@@ -220,7 +223,7 @@ def _gains(rows: Sequence[Row]) -> Iterator[str]:
     titles |= {SPREAD + name: f"micro-batches spread over replicas, {cure}" for name, cure in titles.items()}
     for name, title in titles.items():
         texts = [
-            _range([row["replayed_ms"] / row["gains"][name][n][column] for row in rows])
+            _range([row["gains"]["ran"] / row["gains"][name][n][column] for row in rows])
             for n in range(len(FURTHER_ACTIVATIONS))
             for column in range(2)
         ]

@@ -15,6 +15,7 @@ from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind
 
 CAUSE = 0.03  # of the step: what costs less is no cause
+NOTHING = 1e-9  # ms that no clock tells from 0
 UNEVEN = 0.05  # how much more than the mean a stage must take to be named
 
 
@@ -142,7 +143,8 @@ def _even(ms: Floats, one: Ints, among: Ints) -> Floats:
     of_group[one] = among
     totals = np.bincount(one, ms)
     means = np.bincount(of_group, totals) / np.bincount(of_group)
-    evened: Floats = np.where(totals[one] > 0, ms * (means[of_group] / np.where(totals > 0, totals, 1.0))[one], 0.0)
+    some = totals > NOTHING
+    evened: Floats = np.where(some[one], ms * (means[of_group] / np.where(some, totals, 1.0))[one], 0.0)
     return evened
 
 

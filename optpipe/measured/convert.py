@@ -44,8 +44,8 @@ def problem_from(
         `megatron-timers`: Megatron's log with `--timing-log-level 2 --timing-log-option all`.
         `csv`: a table with the columns stage, op, microbatch, and start_ms and end_ms, or duration_ms.
     paths
-        The files, each alone or in lists; one, but for `torch-trace`, which also takes a folder with the files of all
-        ranks. Each may be packed by gzip.
+        The files of one run, each alone or in lists: of all ranks, of several replicas or of several steps. Each may be
+        packed by gzip. `torch-trace` also takes folders; `primus` takes one.
     activation_bytes
         What a stage saves in a forward: of all stages, or of each. Default: 1.
     activation_budget_bytes
@@ -105,9 +105,17 @@ def recording_from(
         If no form is like the files, or as `problem_from` does.
     """
     files = [Path(path) for path in paths]
-    form = form or (form_of(files[0]) if files else "")
+    form = form or _form_of_all(files)
     _require(form, len(files), Given(), run)
     return form, recording_of(form, [(str(path), read_pieces(path, progress)) for path in _files(form, files)], run)
+
+
+def _form_of_all(paths: Sequence[Path]) -> str:
+    forms = {form_of(path): path for path in paths}
+    if len(forms) > 1:
+        (one, first), (other, second) = list(forms.items())[:2]
+        raise InputError(f"{first} is of the form {one}, {second} of {other}: the files of one run are expected")
+    return next(iter(forms), "")
 
 
 def form_of(path: Path) -> str:
@@ -116,10 +124,7 @@ def form_of(path: Path) -> str:
         inside = sorted(each for each in path.iterdir() if each.is_file())
         if any(each.name.startswith("pp_rank_") for each in inside):
             return "primus"
-        traces = [each for each in inside if each.name.endswith((".json", ".json.gz"))]
-        if not traces:
-            raise InputError(f"{path}: no traces in this folder: files named .json or .json.gz are expected")
-        return form_of(traces[0])
+        return form_of(_traces_in(path)[0])
     if path.name == "config.json" or path.name.startswith("pp_rank_"):
         return "primus"
     if path.name.lower().endswith((".csv", ".csv.gz")):
@@ -131,7 +136,7 @@ def form_of(path: Path) -> str:
             return "megatron-timers"
     else:
         for event in Events(chain([first], pieces), str(path)):
-            if event.get("name") in straggler.KINDS:
+            if str(event.get("name")) in straggler.KINDS:
                 return "straggler"
             if torch_trace.is_torchs(event):
                 return "torch-trace"
@@ -162,19 +167,17 @@ def recording_of(form: str, files: Sequence[tuple[str, Iterable[str]]], run: Run
         return torch_trace.read(files)
     if form == "primus":
         return primus.read({name: "".join(pieces) for name, pieces in files}, run.shape)
-    ((name, pieces),) = files
     if form == "straggler":
-        return straggler.read(pieces, name)
-    if form == "csv":
-        return csv_file.read("".join(pieces), name)
-    return megatron_timers.record("".join(pieces), name, *_of_megatron(run))
+        return straggler.read(files)
+    texts = [(name, "".join(pieces)) for name, pieces in files]
+    return csv_file.read(texts) if form == "csv" else megatron_timers.record(texts, *_of_megatron(run))
 
 
 def _problem(form: str, files: Sequence[tuple[str, Iterable[str]]], given: Given, run: Run) -> Measurements:
     if form != "megatron-timers":
         return estimate(recording_of(form, files, run), given)
-    ((name, pieces),) = files
-    times, where = megatron_timers.read("".join(pieces), name, *_of_megatron(run))
+    texts = [(name, "".join(pieces)) for name, pieces in files]
+    times, where = megatron_timers.read(texts, *_of_megatron(run))
     measurements = estimate_sums(times, where, run.microbatches or 0, given)
     if run.shape is None and run.chunks > 1:
         return replace(measurements, unknown=("how chunks lie: looped; give --shape", *measurements.unknown))
@@ -192,8 +195,8 @@ def _require(form: str, files: int, given: Given, run: Run) -> None:
         raise InputError(
             f"form = {form!r}: one of {', '.join(MEASURED)} is expected{did_you_mean(form, MEASURED, '; ')}"
         )
-    if not files or (files > 1 and form in ("straggler", "megatron-timers", "csv")):
-        raise InputError(f"{files} files: {'some are' if form == 'torch-trace' else 'one is'} expected of {form}")
+    if not files:
+        raise InputError(f"0 files: some are expected of {form}")
     if given.weight_share is not None and not 0 <= given.weight_share <= 1:
         raise InputError(f"weight_share = {given.weight_share:g}: a share from 0 to 1 is expected")
     if form == "megatron-timers" and (given.step, given.replica) != (None, None):
@@ -203,8 +206,8 @@ def _require(form: str, files: int, given: Given, run: Run) -> None:
 
 
 def _files(form: str, paths: Sequence[Path]) -> Iterator[Path]:
-    """The files of these paths: of Primus those of the one folder that they are or lie in; of torch also those of a
-    folder."""
+    """The files of these paths: of Primus those of the one folder that they are or lie in; of torch also those of
+    folders."""
     if form == "primus":
         folders = {path if path.is_dir() else path.parent for path in paths}
         dumped = any((folder / "config.json").is_file() for folder in folders)
@@ -212,11 +215,20 @@ def _files(form: str, paths: Sequence[Path]) -> Iterator[Path]:
             raise InputError(f"{paths[0]}: the folder that dump_pp_data writes is expected")
         yield from sorted(folders.pop().glob("*.json"))
         return
+    seen = set[Path]()
     for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
         if path.is_dir() and form != "torch-trace":
             raise InputError(f"{path}: is a folder: a file of {form} is expected")
-        traces = [each for each in inside if each.name.endswith((".json", ".json.gz"))]
-        if path.is_dir() and not traces:
-            raise InputError(f"{path}: no traces in this folder: files named .json or .json.gz are expected")
-        yield from traces or [path]
+        for file in _traces_in(path) if path.is_dir() else [path]:
+            if file.resolve() in seen:
+                raise InputError(f"{file}: is given twice: each file once is expected")
+            seen.add(file.resolve())
+            yield file
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """The traces in a folder; if there is none, those in its folders, as `record_trace` leaves them."""
+    for inside in (folder.iterdir(), (file for each in folder.iterdir() if each.is_dir() for file in each.iterdir())):
+        if traces := sorted(each for each in inside if each.is_file() and each.name.endswith((".json", ".json.gz"))):
+            return traces
+    raise InputError(f"{folder}: no traces in this folder: files named .json or .json.gz are expected")

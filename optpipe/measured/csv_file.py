@@ -4,33 +4,44 @@
     0,F,0,0.0,10.2
 
 `duration_ms` may stand there instead of `start_ms` and `end_ms`. Further columns are `device` (default: the stage's
-number) and `step` (default: 0). An op is F, B (gradient of the inputs), W (gradient of the
+number), `step` and `replica` (default: 0). An op is F, B (gradient of the inputs), W (gradient of the
 weights) or BW (both); in a table without W and BW, B is both.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import isfinite
 
 from optpipe.errors import InputError
-from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.measured.recording import MeasuredOp, Recording, joined
 from optpipe.model.ops import Kind, Op
 
 OPS = ("F", "B", "W", "BW")
 NEEDED = ("stage", "op", "microbatch")
-COLUMNS = (*NEEDED, "start_ms", "end_ms", "duration_ms", "device", "step")
+COLUMNS = (*NEEDED, "start_ms", "end_ms", "duration_ms", "device", "step", "replica")
 
 
-def read(text: str, path: str) -> Recording:
-    """All ops of the table. Raises InputError that names the line, the column, and what would be right."""
+def read(texts: Iterable[tuple[str, str]]) -> Recording:
+    """All ops of the tables, each a name and a text.
+
+    Raises InputError that names the line, the column, and what would be right.
+    """
+    ops = joined((path, _read_table(text, path)) for path, text in texts)
+    if {each.op.kind for each in ops} != {Kind.F, Kind.B}:
+        return Recording(ops)
+    ops = [each._replace(op=each.op._replace(kind=Kind.BW)) if each.op.kind is Kind.B else each for each in ops]
+    return Recording(ops, ("the letter B: without a W in the table, it is taken for the whole backward, BW",))
+
+
+def _read_table(text: str, path: str) -> list[MeasuredOp]:
     lines = csv.reader(text.splitlines(), skipinitialspace=True)
     try:
         places = {name.strip().lower(): n for n, name in enumerate(next(lines, []))}
         _require_columns(places, path)
         columns = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
-        ops = [
+        return [
             _measured_op(
                 {name: row[n].strip() if n < len(row) else "" for name, n in columns}, f"{path}, line {lines.line_num}"
             )
@@ -39,10 +50,6 @@ def read(text: str, path: str) -> Recording:
         ]
     except csv.Error as error:
         raise InputError(f"{path}, line {lines.line_num}: no line of a table: {error}") from None
-    if {each.op.kind for each in ops} != {Kind.F, Kind.B}:
-        return Recording(ops)
-    ops = [each._replace(op=each.op._replace(kind=Kind.BW)) if each.op.kind is Kind.B else each for each in ops]
-    return Recording(ops, ("the letter B: without a W in the table, it is taken for the whole backward, BW",))
 
 
 def _require_columns(columns: Collection[str], path: str) -> None:
@@ -62,7 +69,7 @@ def _measured_op(row: dict[str, str], what: str) -> MeasuredOp:
     stage = _count(row, "stage", what)
     op = Op(Kind[row["op"].upper()], stage, _count(row, "microbatch", what))
     device = _count(row, "device", what) if row.get("device") else stage
-    step = _count(row, "step", what) if row.get("step") else 0
+    step, replica = (_count(row, name, what) if row.get(name) else 0 for name in ("step", "replica"))
     start = _number(row, "start_ms", what) if row.get("start_ms") else None
     if row.get("duration_ms"):
         ms = _number(row, "duration_ms", what)
@@ -70,7 +77,7 @@ def _measured_op(row: dict[str, str], what: str) -> MeasuredOp:
         ms = _number(row, "end_ms", what) - _number(row, "start_ms", what)
     if ms < 0:
         raise InputError(f"{what}: the op takes {ms:g} ms: no less than 0 is expected")
-    return MeasuredOp(op, device, step, ms, start, rank=device)
+    return MeasuredOp(op, device, step, ms, start, rank=device, replica=replica)
 
 
 def _count(row: dict[str, str], name: str, what: str) -> int:

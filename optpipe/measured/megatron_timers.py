@@ -11,6 +11,7 @@ Ranks of a pipeline's device stand one after the other, as in Megatron's default
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from optpipe.errors import InputError
 from optpipe.measured.estimate import MeasuredTimes
@@ -24,18 +25,20 @@ _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may h
 )
 
 
+Texts = Sequence[tuple[str, str]]  # of logs with their names, the iterations of one after those of the other
+ByTimer = dict[str, dict[int, list[float]]]  # by timer and rank, in ms
 Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms of all ops of a kind
 
 
 def read(
-    text: str, path: str, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
+    texts: Texts, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
 ) -> tuple[list[dict[Kind, MeasuredTimes]], list[int]]:
     """By stage, the times of its F and BW, and its device. Each time in the log is divided by the micro-batches and
     chunks that it is the sum of. A device with several ranks is as slow as the slowest of them.
 
     Raises InputError if the log has no such times, or they cannot be divided.
     """
-    totals = _totals(_by_timer(text), path, microbatches, devices, chunks)
+    totals = _totals(_by_timer(texts)[0], texts[0][0], microbatches, devices, chunks)
     where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
     share = microbatches * chunks
     of_devices = [
@@ -46,11 +49,11 @@ def read(
 
 
 def record(
-    text: str, path: str, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
+    texts: Texts, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
 ) -> Recording:
     """The ops of each iteration, each with its share of the time in the log, and how long the pipeline took."""
-    by_timer = _by_timer(text)
-    totals = _totals(by_timer, path, microbatches, devices, chunks)
+    by_timer, cut_off = _by_timer(texts)
+    totals = _totals(by_timer, texts[0][0], microbatches, devices, chunks)
     where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
     ops = [
         MeasuredOp(Op(kind, s, j), d, step, ms / (microbatches * chunks), rank=d)
@@ -61,7 +64,7 @@ def record(
     ]
     whole = zip(*by_timer.get(PIPELINE, {}).values(), strict=False)
     told = "how times differ among the micro-batches of an iteration: the log has sums only"
-    return Recording(ops, (told,), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
+    return Recording(ops, (told, *cut_off), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
 
 
 def _devices_of_stages(devices: int, chunks: int, shape: str) -> list[int]:
@@ -72,9 +75,7 @@ def _devices_of_stages(devices: int, chunks: int, shape: str) -> list[int]:
     return where
 
 
-def _totals(
-    by_timer: dict[str, dict[int, list[float]]], path: str, microbatches: int, devices: int | None, chunks: int
-) -> Totals:
+def _totals(by_timer: ByTimer, path: str, microbatches: int, devices: int | None, chunks: int) -> Totals:
     for name in TIMERS:
         if name not in by_timer:
             raise InputError(
@@ -97,9 +98,35 @@ def _totals(
     return totals
 
 
-def _by_timer(text: str) -> dict[str, dict[int, list[float]]]:
-    """For every timer and rank the times in the log, in ms."""
-    times: dict[str, dict[int, list[float]]] = {}
+def _by_timer(texts: Texts) -> tuple[ByTimer, list[str]]:
+    """For every timer and rank the times in the logs, and what is left out as a log was cut off, one sentence each.
+
+    Raises InputError if these are not logs of one run.
+    """
+    times: ByTimer = {}
+    cut_off = list[str]()
+    logs = [(path, _by_timer_of_log(text)) for path, text in texts]
+    for n, (path, log) in enumerate(logs):
+        for other, before in logs[:n]:
+            if log == before:
+                raise InputError(f"{path}: the same times as in {other}: each log once is expected")
+            if _ranks(log) != _ranks(before):
+                raise InputError(f"{path}: not the timers and ranks of {other}: logs of one run are expected")
+        counts = {len(ms) for by_rank in log.values() for ms in by_rank.values()}
+        if len(counts) > 1:
+            cut_off.append(f"iterations of {path} from {1 + min(counts)} on: not all timers of all ranks have them")
+        for name, by_rank in log.items():
+            for rank, ms in by_rank.items():
+                times.setdefault(name, {}).setdefault(rank, []).extend(ms[: min(counts)])
+    return times, cut_off
+
+
+def _ranks(log: ByTimer) -> dict[str, set[int]]:
+    return {name: set(by_rank) for name, by_rank in log.items()}
+
+
+def _by_timer_of_log(text: str) -> ByTimer:
+    times: ByTimer = {}
     name = ""
     for line in text.splitlines():
         if not (match := _LINE.search(line)):

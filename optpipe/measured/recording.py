@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from optpipe.errors import InputError
@@ -69,6 +69,26 @@ class Recording(NamedTuple):
     on_host: bool = False
     steps_differ: bool = False
     spans_ms: Mapping[int, float] = {}
+
+
+def joined(files: Iterable[tuple[str, Sequence[MeasuredOp]]]) -> list[MeasuredOp]:
+    """The ops of the files of one run, each with its name.
+
+    Raises InputError if files have the same op of a step and a replica.
+    """
+    ops = list[MeasuredOp]()
+    where: dict[tuple[int, int, Op], str] = {}
+    for path, of_file in files:
+        if not of_file:
+            raise InputError(f"{path}: no op was measured")
+        for each in of_file:
+            if (first := where.setdefault((each.replica, each.step, each.op), path)) != path:
+                raise InputError(
+                    f"{each.op} of step {each.step} and replica {each.replica} is in {first} and in {path}: files of "
+                    "one run, each with other steps, replicas or stages, are expected"
+                )
+            ops.append(each)
+    return ops
 
 
 def stage_of(device: int, chunk: int, devices: int, shape: str) -> int:

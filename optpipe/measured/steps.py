@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple
 
 from optpipe.errors import InputError
@@ -18,6 +18,7 @@ from optpipe.model.ops import Kind, Op
 
 Step = Sequence[MeasuredOp]
 BACKWARDS = (Kind.B, Kind.W, Kind.BW)
+LONGEST_MS = 1e15  # of a start, too, whatever a clock counts from
 
 
 class TrainingSteps(NamedTuple):
@@ -141,10 +142,10 @@ def _require_possible(ops: Sequence[MeasuredOp]) -> None:
     require_sizes(stages, 1 + max(each.device for each in ops), 1 + max(each.op.microbatch for each in ops))
     seen: set[tuple[int, Op]] = set()
     for each in ops:
-        if not (0 <= each.ms < inf and (each.start_ms is None or isfinite(each.start_ms))):
+        if not (0 <= each.ms <= LONGEST_MS and abs(each.start_ms or 0.0) <= LONGEST_MS):
             raise InputError(
-                f"{each.op} in step {each.step} starts at {each.start_ms} and takes {each.ms} ms: numbers are "
-                "expected, and a time of no less than 0"
+                f"{each.op} in step {each.step} starts at {each.start_ms} and takes {each.ms} ms: numbers up to "
+                f"{LONGEST_MS:g} are expected, and a time of no less than 0"
             )
         if (each.step, each.op) in seen:
             raise InputError(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import isfinite
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.events import Events
-from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.measured.recording import MeasuredOp, Recording, joined, require_sizes, stage_of
 from optpipe.model.ops import Kind, Op
 
 KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
@@ -43,16 +44,42 @@ class ChunkOp(NamedTuple):
     ms: float
 
 
-def read(pieces: Iterable[str], path: str) -> Recording:
-    """All ops of all steps and replicas, of a text in pieces; of tensor parallel ranks those of the first one.
+def read(files: Iterable[tuple[str, Iterable[str]]]) -> Recording:
+    """All ops of all steps and replicas, of files with a name and a text in pieces; of tensor parallel ranks those of
+    the first one.
 
     Raises InputError that names the event, its field, and what would be right.
     """
+    others = Counter[str]()
+    by_file = [_File(path, *_ops_of_file(pieces, path, others)) for path, pieces in files]
+    for before, after in pairwise(by_file):
+        if before.named != after.named:
+            one, other = (before, after) if after.named else (after, before)
+            raise InputError(f"{one.path}: no process has a name such as 'DP rank [0]', those of {other.path} have one")
+    ops = [each for file in by_file for each in file.ops]
+    first = min(rank.tensor for rank, _ in ops)
+    unused = list(_unused(others))
+    if doubled := sum(rank.tensor != first for rank, _ in ops):
+        unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
+    kept = [(file.path, [(rank, op) for rank, op in file.ops if rank.tensor == first]) for file in by_file]
+    return Recording(_on_stages(kept), tuple(unused), steps_differ=True)
+
+
+class _File(NamedTuple):
+    """What a file has: its ops, and whether its processes have names."""
+
+    path: str
+    ops: list[tuple[Rank, ChunkOp]]
+    named: bool
+
+
+def _ops_of_file(pieces: Iterable[str], path: str, others: Counter[str]) -> tuple[list[tuple[Rank, ChunkOp]], bool]:
+    """The ops of a file with their ranks, and whether processes are named; counts what else was measured."""
     events = Events(pieces, path)
-    names, others = list[Mapping[str, Any]](), Counter[str]()
+    names = list[Mapping[str, Any]]()
     read_ops = list[tuple[str, ChunkOp]]()  # with the place of the event
     for n, event in enumerate(events):
-        if event.get("ph") == "X" and event.get("name") in KINDS:
+        if event.get("ph") == "X" and str(event.get("name")) in KINDS:
             read_ops.append((f"event {n}", _chunk_op(event, f"{path}: event {n}")))
         elif event.get("ph") == "X":
             others[str(event.get("name"))] += 1
@@ -60,7 +87,7 @@ def read(pieces: Iterable[str], path: str) -> Recording:
             names.append(event)
     if not events.listed or events.others:
         raise InputError(f"{path}: no timeline: a list of events, or an object with traceEvents, is expected")
-    ranks = _ranks(names, path)
+    ranks, named = _ranks(names, path)
     for place, op in read_ops:
         if op.thread not in ranks:
             process, thread = op.thread
@@ -70,18 +97,11 @@ def read(pieces: Iterable[str], path: str) -> Recording:
             )
     if not read_ops:
         raise InputError(f"{path}: no op: events of the name forward-compute and backward-compute are expected")
-    ops = [(ranks[op.thread], op) for _, op in read_ops]
-    first = min(rank.tensor for rank, _ in ops)
-    unused = list(_unused(others))
-    if doubled := sum(rank.tensor != first for rank, _ in ops):
-        unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
-    return Recording(
-        _on_stages([(rank, op) for rank, op in ops if rank.tensor == first]), tuple(unused), steps_differ=True
-    )
+    return [(ranks[op.thread], op) for _, op in read_ops], named
 
 
-def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> dict[tuple[Any, Any], Rank]:
-    """The rank of each process and thread that has a name."""
+def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[tuple[Any, Any], Rank], bool]:
+    """The rank of each process and thread that has a name, and whether processes have one."""
     replicas: dict[Any, int] = {}
     threads: dict[tuple[Any, Any], tuple[int, int]] = {}
     for event in events:
@@ -100,7 +120,8 @@ def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> dict[tuple[Any, An
     if unnamed:  # replicas in the order of their processes
         unnamed.sort(key=lambda process: (len(process), process))
         replicas = {process: n for n, process in enumerate(unnamed)}
-    return {(process, thread): Rank(replicas[process], *rank) for (process, thread), rank in threads.items()}
+    ranks = {(process, thread): Rank(replicas[process], *rank) for (process, thread), rank in threads.items()}
+    return ranks, not unnamed
 
 
 def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
@@ -130,22 +151,18 @@ def _time(event: Mapping[str, Any], name: str, what: str) -> float:
     return float(value)
 
 
-def _on_stages(ops: Sequence[tuple[Rank, ChunkOp]]) -> list[MeasuredOp]:
+def _on_stages(files: Sequence[tuple[str, Sequence[tuple[Rank, ChunkOp]]]]) -> list[MeasuredOp]:
     """The ops on their stages: chunks lie looped, as Megatron's do."""
+    ops = [each for _, of_file in files for each in of_file]
     devices, chunks = 1 + max(rank.pipeline for rank, _ in ops), 1 + max(op.chunk for _, op in ops)
     require_sizes(devices * chunks, devices, 1 + max(op.microbatch for _, op in ops))
-    return [
-        MeasuredOp(
-            Op(op.kind, stage_of(rank.pipeline, op.chunk, devices, "looped"), op.microbatch),
-            device=rank.pipeline,
-            step=op.step,
-            ms=op.ms,
-            start_ms=op.start_ms,
-            rank=rank.pipeline,
-            replica=rank.replica,
-        )
-        for rank, op in ops
-    ]
+
+    def on_stage(rank: Rank, op: ChunkOp) -> MeasuredOp:
+        stage = stage_of(rank.pipeline, op.chunk, devices, "looped")
+        of_rank = {"device": rank.pipeline, "rank": rank.pipeline, "replica": rank.replica}
+        return MeasuredOp(Op(op.kind, stage, op.microbatch), step=op.step, ms=op.ms, start_ms=op.start_ms, **of_rank)
+
+    return joined((path, [on_stage(*each) for each in of_file]) for path, of_file in files)
 
 
 def _unused(others: Counter[str]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 """Chrome traces of `torch.profiler`, a process a rank, in which PyTorch's pipelining ran. `torch_ranges` finds the ops
-of one process in them; here the processes of all files become one recording.
+of one process in them, `torch_ranks` the pipelines; here the processes of all files become one recording.
 
 torch's runtime opens a range such as `PP:0F3` for every action (`torch.distributed.pipelining.schedules.
 _PipelineScheduleRuntime`), `ScheduleGPipe` opens `Forward 3` and `Backward 3`, and `Schedule1F1B` none.
@@ -7,17 +7,17 @@ _PipelineScheduleRuntime`), `ScheduleGPipe` opens `Forward 3` and `Backward 3`, 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.measured.events import Events
 from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import BACKWARDS, divided_by_step, match_steps, number_steps
-from optpipe.measured.torch_ranges import DEVICE, HOST, Ranges, RanOp, find_ranges
+from optpipe.measured.torch_ranges import DEVICE, HOST, RanOp, find_ranges
+from optpipe.measured.torch_ranks import Process, one_of_equals, parts_of_run, pipelines_of
 from optpipe.model.ops import Kind
 
 NO_RANGE = (
@@ -27,21 +27,11 @@ NO_RANGE = (
 )
 CATEGORIES = (DEVICE, HOST, "cpu_op")  # of the events that are used
 FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
-_PIPELINE_GROUP = re.compile(r"(?:^|[^a-z])pp(?:$|[^a-z])")
-
-
-class Process(NamedTuple):
-    """What one process ran."""
-
-    name: str  # its file, and its number where the file has several
-    rank: int
-    ranges: Ranges
-    content: dict[str, Any]  # of its file
 
 
 def read(files: Sequence[tuple[str, Iterable[str]]]) -> Recording:
-    """All ops of these ranks, whose files have a name and a text in pieces. The device of a rank is its place
-    among them.
+    """All ops of these ranks, whose files have a name and a text in pieces. Each pipeline is a replica; the device of a
+    rank is its place in its pipeline.
 
     Raises InputError that names the file, and what is wrong with it.
     """
@@ -50,14 +40,27 @@ def read(files: Sequence[tuple[str, Iterable[str]]]) -> Recording:
     unnamed = [process.name for process in processes if process.ranges.stage_unnamed]
     if unnamed and len(unnamed) < len(processes):
         raise InputError(f"{unnamed[0]}: its ranges name no stage, those of other files do")
-    ranks = [_measured_ops(process, device) for device, process in enumerate(processes)]
-    _require_one_pipeline(ranks, processes)
-    _require_all_ranks(ranks, processes)
-    ops = [each for rank in match_steps(ranks, [process.name for process in processes]) for each in rank]
-    if unnamed and (reason := impossible(divided_by_step(ops).values())):
-        raise InputError(f"the ranks do not follow each other as stages of one GPipe pipeline do: {reason}")
     told = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
-    return Recording(ops, (*told, *_other_ranks(processes)), any(process.ranges.on_host for process in processes))
+    kept, left_out = one_of_equals(processes)
+    ops = list[MeasuredOp]()
+    for part in parts_of_run(kept):
+        first = 1 + max((each.step for each in ops), default=-1)
+        ops += [each._replace(step=first + each.step) for each in _ops_of_part(part)]
+    on_host = any(process.ranges.on_host for process in processes)
+    return Recording(ops, (*told, *left_out, *_other_ranks(processes)), on_host)
+
+
+def _ops_of_part(part: Sequence[Process]) -> list[MeasuredOp]:
+    """The ops of all pipelines of a run, its steps numbered from 0."""
+    ranks, names = list[list[MeasuredOp]](), list[str]()
+    for replica, pipeline in enumerate(pipelines_of(part)):
+        ranks += [_measured_ops(process, device, replica) for device, process in enumerate(pipeline)]
+        names += [process.name for process in pipeline]
+    ops = [each for rank in match_steps(ranks, names) for each in rank]
+    for replica in {each.replica for each in ops} if part[0].ranges.stage_unnamed else ():
+        if reason := impossible(divided_by_step(each for each in ops if each.replica == replica).values()):
+            raise InputError(f"the ranks do not follow each other as stages of one GPipe pipeline do: {reason}")
+    return ops
 
 
 def is_torchs(event: Mapping[str, Any]) -> bool:
@@ -89,26 +92,13 @@ def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Proce
         raise InputError(NO_RANGE.format(path))
     for number, ranges in by_process.items():
         name = path if len(by_process) == 1 else f"{path} (process {number})"
-        yield Process(name, _rank(content, place), ranges, content)
+        process = Process(name, path, place, ranges, content)
+        rank = process.distributed.get("rank")  # without one, ranks are in the order of their files
+        yield process._replace(rank=rank) if isinstance(rank, int) else process
 
 
-def _rank(content: dict[str, Any], place: int) -> int:
-    """The rank that the trace names; without one, ranks are in the order of their files."""
-    rank = _distributed(content).get("rank")
-    return rank if isinstance(rank, int) else place
-
-
-def _distributed(content: dict[str, Any]) -> dict[str, Any]:
-    told = content.get("distributedInfo")
-    return told if isinstance(told, dict) else {}
-
-
-def _measured_ops(process: Process, device: int) -> list[MeasuredOp]:
+def _measured_ops(process: Process, device: int, replica: int) -> list[MeasuredOp]:
     """The ops of a rank with their steps, without the backwards that do nothing in an evaluation on a CPU."""
-    try:
-        base = int(process.content.get("baseTimeNanoseconds", 0)) / 1e6
-    except (TypeError, ValueError, OverflowError):
-        base = 0.0
     ran = process.ranges.ops
     if process.ranges.stage_unnamed:
         ran = [each._replace(op=each.op._replace(stage=device)) for each in ran]
@@ -116,57 +106,16 @@ def _measured_ops(process: Process, device: int) -> list[MeasuredOp]:
     for each, step in zip(ran, number_steps([each.op for each in ran], process.name), strict=True):
         steps[step].append(each)
     return [
-        MeasuredOp(each.op, device, step, each.ms, base + each.start_ms, process.rank)
+        MeasuredOp(each.op, device, step, each.ms, process.base_ms + each.start_ms, process.rank, replica)
         for step, in_step in steps.items()
         for each in in_step
         if each.op.kind is Kind.F or any(other.worked for other in in_step if other.op.kind in BACKWARDS)
     ]
 
 
-def _require_one_pipeline(ranks: Sequence[Sequence[MeasuredOp]], processes: Sequence[Process]) -> None:
-    where: dict[int, int] = {}
-    for each in (each for rank in ranks for each in rank):
-        if where.setdefault(each.op.stage, each.device) != each.device:
-            one, other = (processes[device].name for device in (each.device, where[each.op.stage]))
-            raise InputError(
-                f"stage {each.op.stage} is in {one} and in {other}: the traces of one pipeline are expected"
-            )
-
-
-def _require_all_ranks(ranks: Sequence[Sequence[MeasuredOp]], processes: Sequence[Process]) -> None:
-    """Raises InputError if a stage has a neighbour, or the group of the pipeline a rank, whose trace is not given."""
-    given = {process.rank for process in processes}
-    stages = {each.op.stage for rank in ranks for each in rank}
-    for device, process in enumerate(processes):
-        first = device if process.ranges.stage_unnamed else 0
-        if missing := {first + s for s in process.ranges.neighbours} - stages:
-            other = f"stage {min(missing)}" if min(missing) >= 0 else "a stage before it"
-            raise InputError(
-                f"the trace of a rank is missing: a stage in {process.name} exchanges messages with {other}; give the "
-                "traces of all ranks of the pipeline"
-            )
-        if others := _pipeline_group(process) - given:
-            raise InputError(
-                f"the trace of rank {min(others)} is missing, which is in the pipeline of {process.name}: give the "
-                "traces of all its ranks"
-            )
-
-
-def _pipeline_group(process: Process) -> set[int]:
-    """The ranks of its pipeline, if the trace names a process group for that."""
-    groups = _distributed(process.content).get("pg_config")
-    for group in groups if isinstance(groups, list) else ():
-        if not isinstance(group, dict) or not isinstance(group.get("ranks"), list):
-            continue
-        members = {rank for rank in group["ranks"] if isinstance(rank, int)}
-        if process.rank in members and _PIPELINE_GROUP.search(str(group.get("pg_desc", "")).lower()):
-            return members
-    return set()
-
-
 def _other_ranks(processes: Sequence[Process]) -> list[str]:
     """Ranks of the run whose traces are not given, where it is not known whether they are of this pipeline."""
-    size = _distributed(processes[0].content).get("world_size")
+    size = processes[0].distributed.get("world_size")
     if not isinstance(size, int) or size <= len(processes):
         return []
     return [f"the other {size - len(processes)} of {size} ranks: their traces were not given; they may be replicas"]

@@ -20,6 +20,7 @@ from optpipe.errors import InputError
 from optpipe.measured.torch_ranges import DEVICE, HOST
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.ranks import clocks
+from optpipe_runtime.torch_private.groups import described_groups
 from optpipe_runtime.torch_private.pipelining import (
     COMPUTE_LOSS,
     PipelineSchedule,
@@ -35,8 +36,8 @@ def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5,
 
     All ranks of the pipeline call it, once, before the steps. After the last recorded step each of them writes
     `folder/pipeline-N/rank-R.json.gz`, N the first rank of its pipeline, R its own, both of the whole run.
-    `optpipe problem from torch-trace folder/pipeline-N` reads them. Ranks tell each other their clocks before and after
-    the recorded steps; within a step nothing waits. If the training ends before, there is no file.
+    `optpipe diagnose folder` reads them, each pipeline as a replica. Ranks tell each other their clocks before and
+    after the recorded steps; within a step nothing waits. If the training ends before, there is no file.
 
     Parameters
     ----------
@@ -152,12 +153,14 @@ class Recorder:
         return Meeting(mark, (before + behind) / 2 - ahead.ms, ahead.within_ms + (behind - before) / 2)
 
     def _write(self, last: Meeting) -> None:
-        group, rank = self._stages[0].group, dist.get_rank()
+        rank, pipeline = dist.get_rank(), dist.get_process_group_ranks(self._stages[0].group)
         content = {
             "distributedInfo": {
                 "rank": rank,
                 "world_size": dist.get_world_size(),
-                "pg_config": [{"pg_desc": "pp", "ranks": dist.get_process_group_ranks(group)}],
+                "pg_config": [
+                    {"pg_desc": name, "ranks": ranks} for name, ranks in [("pp", pipeline), *described_groups()]
+                ],
             },
             "clocks_differ_by_at_most_ms": max(self._first.within_ms, last.within_ms),
             "traceEvents": [event for op in self._events(last) for event in op],

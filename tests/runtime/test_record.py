@@ -6,6 +6,7 @@ import gzip
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,32 @@ def test_a_recording_is_read_as_what_ran(name: str, ranks: Ranks, tmp_path: Path
     errors = np.abs(runs.replay()[0] / runs.measured_ms - 1)
     print(f"{name}: replay errors {errors}, clocks within {apart_ms:.3f} ms")
     assert errors.min() < 0.05  # the machine may be busy in one of the two
+
+
+@pytest.mark.parametrize(("name", "stages"), [("Interleaved1F1B", LOOPED), ("DualPipeV", IN_A_V)])
+def test_replicas_are_told_apart(name: str, stages: Any, four_ranks: Ranks, tmp_path: Path) -> None:
+    """By torch's profiler and by `record_trace`: each pipeline is a replica, whose steps replay as they ran. The pairs
+    of DualPipeV are divided into a forward and a backward."""
+    case = Case(name, TIMES, stages, microbatches=6)
+    four_ranks(record.run_replicas, case=case, folder=tmp_path, ahead_ms=AHEAD_MS)
+    content = json.loads(gzip.decompress((tmp_path / "recorded/pipeline-2/rank-3.json.gz").read_bytes()))
+    assert {"pg_desc": "mesh_dp", "ranks": [1, 3]} in content["distributedInfo"]["pg_config"]
+    for folder in ("profiled", "recorded"):
+        form, recording = recording_from([tmp_path / folder], None, Run())
+        assert form == "torch-trace"
+        assert {(each.replica, each.device, each.rank) for each in recording.ops} == {
+            (0, 0, 0),
+            (0, 1, 1),
+            (1, 0, 2),
+            (1, 1, 3),
+        }
+        runs = collect_runs(recording)
+        ms = [np.median(runs.ms[(runs.replica[runs.run] == r) & (runs.kind == Kind.F)]) for r in (0, 1)]
+        errors = np.abs(runs.replay()[0] / runs.measured_ms - 1)
+        print(f"{name}, {folder}: forwards take {ms} ms, replay errors {errors}")
+        assert runs.replica.tolist() == [0, 1, 0, 1]
+        assert ms[1] == pytest.approx(2 * ms[0], rel=0.2)
+        assert errors.min() < 0.05
 
 
 def op_of(action: str) -> Op:

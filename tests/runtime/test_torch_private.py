@@ -176,6 +176,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
     },
     groups: {
         "default_store": lambda: groups.default_store().num_keys() >= 0,
+        "described_groups": lambda: groups.described_groups() == [("default_pg", [0])],
         "timeouts": lambda: set(groups.timeouts(dist.group.WORLD)) == {TIMEOUT},
         "set_timeout": lambda: with_timeout() == TIMEOUT,
         "delayed_parameters": lambda: not groups.delayed_parameters(DistributedDataParallel(nn.Linear(2, 2))),

@@ -7,16 +7,21 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["PrefixStore", "Store", "default_store", "delayed_parameters", "set_timeout", "timeouts"]
+__all__ = ["PrefixStore", "Store", "default_store", "delayed_parameters", "described_groups", "set_timeout", "timeouts"]
 
 
 def default_store() -> Store:
     """The store that all ranks met in. A rank that fails leaves the reason there, when no group works any more."""
     return _get_default_store()
+
+
+def described_groups() -> list[tuple[str, list[int]]]:
+    """Every group of this rank: what it is for, such as mesh_tp of a DeviceMesh, and its ranks."""
+    return [(group.group_desc, get_process_group_ranks(group)) for group in _world.pg_map]
 
 
 def timeouts(group: ProcessGroup) -> Iterator[timedelta]:

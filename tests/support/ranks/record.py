@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -50,8 +51,8 @@ class Stage(nn.Module):
         self.times, self.weight = times, nn.Parameter(torch.zeros(SHAPE[1]))
 
     def forward(self, x: Tensor) -> Tensor:
+        paced: Tensor = _Paced.apply(x, self.times.backward_input)  # before it sleeps: a profile tells when it began
         time.sleep(self.times.forward / 1e3)
-        paced: Tensor = _Paced.apply(x, self.times.backward_input)
         return paced + _Paced.apply(self.weight, self.times.backward_weight)
 
 
@@ -79,6 +80,25 @@ def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[s
     if case.name == "1F1B":
         return one_f_one_b(dist.get_rank(), dist.get_world_size(), case.microbatches)
     return [str(action) for action in schedule.pipeline_order[dist.get_rank()] if action is not None]
+
+
+def run_replicas(case: Case, folder: Path, ahead_ms: float) -> None:
+    """Two replicas, of which the second takes twice as long: two steps in a profile, and two that are recorded, with
+    clocks that differ."""
+    mesh = init_device_mesh(device().type, (2, len(case.stages)), mesh_dim_names=("dp", "pp"))
+    slower = case._replace(times=Times(*(2 * ms for ms in case.times)))
+    schedule, step = prepared(slower if mesh.get_local_rank("dp") else case, mesh.get_group("pp"))
+    step()
+    with torch.profiler.profile() as profile:
+        step()
+        step()
+    path = folder / "profiled" / f"rank{dist.get_rank()}.json"
+    path.parent.mkdir(exist_ok=True)
+    profile.export_chrome_trace(str(path))
+    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
+        record_trace(schedule, folder / "recorded", after=0, steps=2)
+        step()
+        step()
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[str]:
@@ -143,10 +163,10 @@ def now_ms(ahead_ms: float) -> Callable[[], float]:
     return lambda: time.perf_counter() * 1e3 + ahead_ms * dist.get_rank()
 
 
-def prepared(case: Case) -> tuple[Any, Callable[..., object]]:
+def prepared(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Any, Callable[..., object]]:
     """The schedule, and a function that runs a step of it, or by `eval` an evaluation."""
-    mine, count = case.stages[dist.get_rank()], sum(map(len, case.stages))
-    stages = [PipelineStage(Stage(case.times).to(device()), s, count, device()) for s in mine]
+    mine, count = case.stages[dist.get_rank(group)], sum(map(len, case.stages))
+    stages = [PipelineStage(Stage(case.times).to(device()), s, count, device(), group=group) for s in mine]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         time.sleep(case.times.loss / 1e3)

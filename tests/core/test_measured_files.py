@@ -1,0 +1,157 @@
+"""Several files of one run: they are read as one, or refused in a sentence. No op is dropped without a word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import problems, recordings
+from support.timelines import timeline
+
+from optpipe import InputError
+from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.recording import Recording
+from optpipe_solver.systems import generate
+
+PROBLEM = problems.pipeline(2, 3, 100, [problems.stage((10, 12, 5), device=d) for d in range(2)])
+SCHEDULE = generate("1f1b", PROBLEM)
+LOG = "".join(
+    f"{name}:\n" + "".join(f"  rank {r}: {n}{r}.0\n" for r in range(2))
+    for n, name in enumerate(("forward-backward", "forward-compute", "backward-compute"), 1)
+)
+
+
+def read(*paths: Path, form: str | None = None) -> Recording:
+    return recording_from(paths, form, Run(microbatches=2))[1]
+
+
+def in_order(recording: Recording) -> list[Any]:
+    return sorted(recording.ops, key=lambda each: (each.replica, each.step, each.op))
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(st.lists(st.integers(0, 2), min_size=8, max_size=8), st.sampled_from(["timeline", "csv"]))
+def test_ops_in_several_files_are_those_of_one(
+    tmp_path_factory: pytest.TempPathFactory, where: list[int], form: str
+) -> None:
+    """Whichever file has which step of which rank of which replica."""
+    folder = tmp_path_factory.mktemp("files")
+    if form == "timeline":
+        events = timeline()
+        names = [event for event in events if event["ph"] == "M"]
+        ran = [event for event in events if event["ph"] == "X"]
+        parts = divided(ran, lambda event: (event["args"]["step"], event["pid"], event["tid"]), where)
+        texts = [json.dumps([*names, *part]) for part in parts if any("compute" in each["name"] for each in part)]
+        whole = json.dumps(events)
+    else:
+        head, *rows = recordings.csv_table(SCHEDULE, "tt").splitlines()
+        parts = divided(rows, lambda row: row.split(",")[5:], where)
+        texts = ["\n".join([head, *part]) for part in parts]
+        whole = "\n".join([head, *rows])
+    suffix = "json" if form == "timeline" else "csv"
+    paths = [written(folder, f"{n}.{suffix}", text) for n, text in enumerate(texts)]
+    assert in_order(read(*paths)) == in_order(read(written(folder, f"whole.{suffix}", whole)))
+
+
+def divided(rows: Sequence[Any], key: Callable[[Any], Any], where: Sequence[int]) -> list[list[Any]]:
+    """The rows of each file; those with the same key are in one."""
+    parts: list[list[Any]] = [[], [], []]
+    for n, (_, group) in enumerate(groupby(sorted(rows, key=key), key)):
+        parts[where[n % len(where)]] += group
+    return [part for part in parts if part]
+
+
+def traces(
+    folder: Path, ranks: Sequence[int], groups: dict[str, Sequence[Sequence[int]]], start_us: float = 0.0
+) -> Path:
+    """One step of `SCHEDULE` on two ranks."""
+    events = recordings.torch_events(SCHEDULE, "t", recordings.DEVICE)
+    for rank, of_rank in zip(ranks, events, strict=True):
+        told = [{"pg_desc": name, "ranks": r} for name, each in groups.items() for r in each if rank in r]
+        moved = [{**event, "ts": event["ts"] + start_us} for event in of_rank]
+        content = {"distributedInfo": {"rank": rank, "world_size": 8, "pg_config": told}, "traceEvents": moved}
+        written(folder, f"rank{rank}.json", json.dumps(content))
+    return folder
+
+
+def test_pipelines_are_told_by_process_groups_or_by_folders(tmp_path: Path) -> None:
+    groups = {"mesh_pp": [(0, 1), (2, 3), (4, 5), (6, 7)], "mesh_tp": [(0, 4), (1, 5), (2, 6), (3, 7)]}
+    named, apart = tmp_path / "named", tmp_path / "apart"
+    for first in (0, 2, 4, 6):
+        traces(named, (first, first + 1), groups)
+    for first in (0, 2):
+        traces(apart / f"pipeline-{first}", (first, first + 1), {})
+    one, other = read(named), read(apart)
+    assert one.ops == other.ops
+    assert [(each.replica, each.device, each.rank) for each in one.ops if str(each.op) == "1F2"] == [
+        (0, 1, 1),
+        (1, 1, 3),
+    ]
+    assert "ranks 4, 5, 6, 7: tensor or context parallel ranks, which compute the same ops as others" in one.unused
+    assert "the other 4 of 8 ranks" in " ".join(other.unused)
+    for file in (apart / "pipeline-2").iterdir():
+        file.rename(apart / "pipeline-0" / file.name)
+    with pytest.raises(InputError, match=r"stage 0 is in .* put the traces of each pipeline into a folder of its own"):
+        read(apart)
+
+
+def test_steps_in_several_files(tmp_path: Path) -> None:
+    """Later steps of the same ranks, in folders of any names; iterations in several logs."""
+    later = traces(tmp_path / "a", (0, 1), {}, start_us=1e6)
+    first = traces(tmp_path / "b", (0, 1), {})
+    recording = read(later, first)
+    assert [(each.step, each.start_ms) for each in recording.ops if str(each.op) == "0F0"] == [(0, 0.0), (1, 1e3)]
+    logs = [written(tmp_path, f"{n}.log", text) for n, text in enumerate((LOG, LOG.replace("1.0", "9.0")))]
+    both = written(tmp_path, "both.log", "".join(path.read_text() for path in logs))
+    assert read(*logs) == read(both)
+    assert {each.step for each in read(both).ops} == {0, 1}
+
+
+def refused(folder: Path) -> dict[str, tuple[list[Path], str]]:
+    """By what is wrong: the paths, and what is said of them."""
+    table = written(folder, "t.csv", recordings.csv_table(SCHEDULE, "t"))
+    line = written(folder, "l.json", json.dumps(timeline()))
+    log, cut = written(folder, "l.log", LOG), LOG.replace("  rank 1: 11.0\n", "")
+    one, other = traces(folder / "one", (0, 1), {}), traces(folder / "other", (0, 1), {})
+    unnamed = [event for event in timeline() if event["name"] != "process_name"]
+    third = traces(folder / "third", (0, 1), {}) / "rank0.json"
+    two = traces(folder / "two", (0, 1), {})
+    written(two, "r.json", third.read_text())
+    return {
+        "twice": ([table, table], r"t\.csv: is given twice: each file once is expected"),
+        "the same ops": (
+            [table, written(folder, "u.csv", table.read_text())],
+            r"0F0 of step 0 and replica 0 is in .*t\.csv and in .*u\.csv: files of one run, each with other steps",
+        ),
+        "no op": ([table, written(folder, "v.csv", table.read_text().splitlines()[0])], r"v\.csv: no op was measured"),
+        "forms": ([line, table], r"l\.json is of the form straggler, .*t\.csv of csv: the files of one run"),
+        "some names": (
+            [line, written(folder, "n.json", json.dumps(unnamed))],
+            r"n\.json: no process has a name such as",
+        ),
+        "a log twice": ([log, written(folder, "m.log", LOG)], r"m\.log: the same times as in .*l\.log"),
+        "other ranks": ([log, written(folder, "o.log", cut)], r"o\.log: not the timers and ranks of .*l\.log"),
+        "one time": ([one, other], r"one/rank0\.json and .*other/rank0\.json have rank 0 at one time"),
+        "a rank twice": ([two], r"rank 0 is in .*r\.json and in .*rank0\.json: one file a rank is expected"),
+        "a rank fewer": ([one, third], r"third: no trace of rank 1, which other folders have"),
+    }
+
+
+def test_files_that_are_not_of_one_run_are_refused(tmp_path: Path) -> None:
+    for paths, said in refused(tmp_path).values():
+        with pytest.raises(InputError, match=said) as caught:
+            read(*paths)
+        assert "\n" not in str(caught.value)
