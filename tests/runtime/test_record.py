@@ -14,7 +14,7 @@ from support.ranks import record
 from support.ranks.record import Case, Times
 from support.ranks.worker import Ranks
 
-from optpipe.diagnose.runs import collect_runs
+from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.formats.torch_csv import ACTION, BY_LETTER
 from optpipe.measured.convert import Run, recording_from
 from optpipe.model.ops import BACKWARD, Kind, Op
@@ -57,9 +57,8 @@ def test_a_recording_is_read_as_what_ran(name: str, ranks: Ranks, tmp_path: Path
             (behind,) = (at[key] for kind in BACKWARD if (key := (step, Op(kind, op.stage + 1, op.microbatch))) in at)
             assert each.start_ms > behind.end_ms - 2 * apart_ms
     runs = collect_runs(recording)
-    errors = np.abs(runs.replay()[0] / runs.measured_ms - 1)
-    print(f"{name}: replay errors {errors}, clocks within {apart_ms:.3f} ms")
-    assert errors.min() < 0.05  # the machine may be busy in one of the two
+    print(f"{name}: clocks within {apart_ms:.3f} ms")
+    require_replayed(runs)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("Interleaved1F1B", LOOPED), ("DualPipeV", IN_A_V)])
@@ -81,11 +80,18 @@ def test_replicas_are_told_apart(name: str, stages: Any, four_ranks: Ranks, tmp_
         }
         runs = collect_runs(recording)
         ms = [np.median(runs.ms[(runs.replica[runs.run] == r) & (runs.kind == Kind.F)]) for r in (0, 1)]
-        errors = np.abs(runs.replay()[0] / runs.measured_ms - 1)
-        print(f"{name}, {folder}: forwards take {ms} ms, replay errors {errors}")
+        print(f"{name}, {folder}: forwards take {ms} ms")
+        require_replayed(runs)
         assert runs.replica.tolist() == [0, 1, 0, 1]
         assert ms[1] == pytest.approx(2 * ms[0], rel=0.2)
-        assert errors.min() < 0.05
+
+
+def require_replayed(runs: Runs) -> None:
+    """Steps take no longer in a replay than they took, and not much less: on a busy machine ranks wait for it, too."""
+    replayed = runs.replay()[0] / runs.measured_ms
+    print(f"of its time a step takes in a replay {replayed}")
+    assert replayed.max() < 1.03
+    assert replayed.max() > 0.85
 
 
 def op_of(action: str) -> Op:
