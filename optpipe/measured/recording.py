@@ -77,14 +77,15 @@ def joined(files: Iterable[tuple[str, Sequence[MeasuredOp]]]) -> list[MeasuredOp
     Raises InputError if files have the same op of a step and a replica.
     """
     ops = list[MeasuredOp]()
-    where: dict[tuple[int, int, Op], str] = {}
-    for path, of_file in files:
+    where: dict[tuple[int, int, Op], tuple[int, str]] = {}
+    for n, (path, of_file) in enumerate(files):
         if not of_file:
             raise InputError(f"{path}: no op was measured")
         for each in of_file:
-            if (first := where.setdefault((each.replica, each.step, each.op), path)) != path:
+            first, name = where.setdefault((each.replica, each.step, each.op), (n, path))
+            if first != n:
                 raise InputError(
-                    f"{each.op} of step {each.step} and replica {each.replica} is in {first} and in {path}: files of "
+                    f"{each.op} of step {each.step} and replica {each.replica} is in {name} and in {path}: files of "
                     "one run, each with other steps, replicas or stages, are expected"
                 )
             ops.append(each)
