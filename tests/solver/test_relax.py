@@ -121,6 +121,13 @@ def test_the_first_bound_of_several_steps_has_all_work_and_the_way_after_it(prob
             assert first_ms >= paths.arrives[d] + problem.microbatches * work_ms + after_ms - 1e-9
 
 
+def test_the_first_bound_of_one_stage_counts_what_each_op_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for one activation: 4 times F, its way to the other device and back, and B."""
+    monkeypatch.setattr(one_device, "POPS", 1)
+    problem = problems.pipeline(2, 4, 10, problems.stage((3, 4, 1), (10, 4)))
+    assert next(device_bounds(problem, 0)) >= 4 * (3 + 7 + 4)
+
+
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize("problem", [*EXHAUSTIVE.values(), *RICHER.values(), SPAN])
 def test_it_is_no_more_than_the_best_of_all_schedules(problem, objective):
