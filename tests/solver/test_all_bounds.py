@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given, reject, settings
 from hypothesis import strategies as st
 from support.bounds import bounds_of, cpsat_finds
-from support.enumeration import best_of_all
+from support.enumeration import TooManyError, best_of_all
 from support.examples import examples
-from support.small_problems import partly_frozen, problems_of_every_sort, several_a_device, short_of_memory, tiny
+from support.small_problems import (
+    partly_frozen,
+    problems_of_every_sort,
+    several_a_device,
+    short_of_memory,
+    tiny,
+    unequal_and_tiny,
+)
 
 from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective, length_ms
@@ -64,9 +71,9 @@ def test_nor_with_more_micro_batches(problem: Problem) -> None:
     no_schedule_is_shorter(problem)
 
 
-@pytest.mark.soak  # likewise
-@settings(max_examples=examples(10), deadline=None)
-@given(problem=tiny())
+@pytest.mark.soak  # thousands, in minutes
+@settings(max_examples=20_000, deadline=None)
+@given(problem=st.one_of(tiny(), unequal_and_tiny()))
 def test_no_schedule_of_a_tiny_problem_is_shorter(problem: Problem) -> None:
     no_schedule_is_shorter(problem)
 
@@ -74,5 +81,10 @@ def test_no_schedule_of_a_tiny_problem_is_shorter(problem: Problem) -> None:
 def no_schedule_is_shorter(problem: Problem) -> None:
     assume(infeasibility(problem) is None)
     for objective in OBJECTIVES:
-        best_ms, _ = best_of_all(problem, objective)
-        assert {name: ms for name, ms in bounds_of(problem, objective).items() if ms > best_ms + NOISE} == {}
+        try:
+            best_ms, _ = best_of_all(problem, objective)
+        except TooManyError:
+            reject()
+        told = bounds_of(problem, objective)
+        assert {name: ms for name, ms in told.items() if ms > best_ms + NOISE} == {}
+        event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven")
