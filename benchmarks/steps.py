@@ -122,7 +122,7 @@ def _measure_packing() -> None:
     took, gains = [], [[list[float]() for _ in range(2)] for _ in range(2)]
     for seed in range(8):
         documents = random_documents(round(0.85 * microbatches * LIMIT), seed)
-        arguments = documents, microbatches, {"tokens": LIMIT}, template, costs, replicas
+        arguments = documents, microbatches, {"tokens": LIMIT}, partial(costs.problem, template), costs, replicas
         packing, ms = timed(partial(pack, *arguments), time.thread_time)
         took.append(ms)
         for packed, by_way in zip((_in_order(documents), _first_fit(documents)), gains, strict=True):

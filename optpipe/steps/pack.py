@@ -8,7 +8,7 @@ lighter than the others. Longest work first on micro-batches of given shares (Gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
     documents
         By micro-batch: the numbers of its documents.
     batch
-        The template with these micro-batches, whose figures the cost model predicts.
+        The problem of these micro-batches.
     assignment
         Which replica runs which of them.
     """
@@ -48,7 +48,7 @@ def pack(
     documents: Sequence[Mapping[str, float]],
     microbatches: int,
     limits: Mapping[str, float],
-    template: Problem,
+    problem: Callable[[Sequence[Mapping[str, float]]], Problem],
     costs: CostModel,
     replicas: int = 1,
 ) -> Packing:
@@ -62,8 +62,11 @@ def pack(
         How many there are, of all replicas together.
     limits
         The most of a feature that a micro-batch may have, such as `{"tokens": 8192}`.
-    template, costs
-        As of a `StepScheduler`.
+    problem
+        Makes the problem of micro-batches with these features: `functools.partial(costs.problem, template)` with a
+        template as of a `StepScheduler`, or in a training `PlannedSteps.problem`.
+    costs
+        What each document adds to times.
     replicas
         As of `assign`.
 
@@ -88,7 +91,7 @@ def pack(
         packed = _longest_first(work, sizes, shares, most)
         _exchange(packed, work, sizes, shares, most)
         chosen = tuple(tuple(np.flatnonzero(packed == j).tolist()) for j in range(microbatches))
-        batch = costs.problem(template, [_sum(documents, each, costs.features) for each in chosen])
+        batch = problem([_sum(documents, each, costs.features) for each in chosen])
         packings.append(Packing(chosen, batch, assign(batch, replicas)))
     return min(packings, key=lambda packing: packing.assignment.slowest_ms)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,7 +37,7 @@ def learnt(devices: int = 2) -> CostModel:
 @pytest.mark.parametrize(("microbatches", "replicas", "most"), [(4, 1, 16_384), (8, 2, 9_000), (3, 3, 1e9)])
 def test_each_document_is_packed_once_within_limits(microbatches: int, replicas: int, most: float) -> None:
     documents = lengths(24, 5)
-    packing = pack(documents, microbatches, {"tokens": most}, template(), learnt(), replicas)
+    packing = pack(documents, microbatches, {"tokens": most}, partial(learnt().problem, template()), learnt(), replicas)
     assert sorted(sum(packing.documents, ())) == list(range(24))
     assert all(0 < sum(documents[i]["tokens"] for i in each) <= most for each in packing.documents)
     assert sorted(sum(packing.assignment.microbatches, ())) == list(range(microbatches))
@@ -45,7 +46,7 @@ def test_each_document_is_packed_once_within_limits(microbatches: int, replicas:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_packing_of_a_few_documents_is_faster_by_much(seed: int) -> None:
     documents, costs = lengths(6, seed), learnt()
-    packing = pack(documents, 3, {"tokens": 1e9}, template(), costs)
+    packing = pack(documents, 3, {"tokens": 1e9}, partial(costs.problem, template()), costs)
 
     def slowest_ms(places: tuple[int, ...]) -> float:
         sums = [
@@ -62,7 +63,7 @@ def test_no_other_packing_of_a_few_documents_is_faster_by_much(seed: int) -> Non
 
 def test_what_is_full_to_the_brim_is_packed_by_size() -> None:
     documents = [{"tokens": float(t), "squares": 0.0} for t in (5, 5, 4, 4, 3, 3)]
-    packing = pack(documents, 3, {"tokens": 8}, template(), learnt())
+    packing = pack(documents, 3, {"tokens": 8}, partial(learnt().problem, template()), learnt())
     assert {sum(documents[i]["tokens"] for i in each) for each in packing.documents} == {8}
 
 
@@ -79,4 +80,4 @@ def test_what_is_full_to_the_brim_is_packed_by_size() -> None:
 def test_documents_that_do_not_fit_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     given: dict[str, Any] = {"microbatches": 4, "limits": {"tokens": 1e9}} | arguments
     with pytest.raises(InputError, match=complaint):
-        pack(lengths(24, 5), template=template(), costs=learnt(), **given)
+        pack(lengths(24, 5), problem=partial(learnt().problem, template()), costs=learnt(), **given)

@@ -110,6 +110,13 @@ def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:
         assert after.programs, "the training may go on without it"
 
 
+def test_what_a_training_has_learnt_spreads_a_batch(ranks: Ranks) -> None:
+    first, other = ranks(microbatches.spread, turn=FIRST, budget=400_000)
+    assert first.problem == first.planned
+    assert sorted(sum(first.assigned, ())) == sorted(sum(first.packed, ())) == [0, 1, 2, 3]
+    assert other.refused == "problem was called on rank 1: rank 0 has the costs"
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_that_runs_out_of_memory_runs_again_one_micro_batch_at_a_time(ranks: Ranks, times: int) -> None:
     """If it does so again it is undone, and the pipeline can be used."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -149,19 +150,23 @@ class StepCosts:
         self._learnt = min(WINDOW, self._learnt + measured)
         self._measured.clear()
 
-    def problem(self, number: int, features: Features) -> Problem:
-        """The problem of a step. Raises `InputError` if a feature is missing."""
+    def await_times(self, number: int, features: Features) -> None:
+        """A step with these features will run, and be told in `learn`."""
         self._features[number] = features
         if len(self._features) > MOST_STEPS:
             del self._features[min(self._features)]
-        assert self.times is not None
-        assert self.template is not None
-        assert self._others is not None
+
+    def problem(self, features: Features) -> Problem:
+        """The problem of micro-batches with these features. Raises `InputError` if one is missing, or nothing is
+        profiled yet."""
+        if self.times is None or self.template is None or self._others is None:
+            raise InputError("nothing is learnt yet: call problem after the first step")
         problem = self.times.problem(self._others.problem(self.template, features), features)
+        rows = [tuple(float(each[name]) for name in self.times.features) for each in features]
         message_ms = robust_fit(_with_one(self._profiled), np.array(self._message_ms))
         return problem.replace(
             stages=[self._enlarged(stage, len(features)) for stage in problem.stages],
-            p2p_ms=tuple((_with_one(list(map(_row, features))) @ message_ms).tolist()),
+            p2p_ms=tuple((_with_one(rows) @ message_ms).tolist()),
         )
 
     def _enlarged(self, stage: Stage, m: int) -> Stage:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe_runtime.execute.batch import Batch
@@ -49,7 +50,7 @@ def tokens_and_squares(*inputs: Any, **kwargs: Any) -> dict[str, float]:
 
 
 class PlannedSteps:
-    """Trains a pipeline with a schedule for every step. Making one and all its methods are collective.
+    """Trains a pipeline with a schedule for every step. Making one and its methods, but `problem`, are collective.
 
     Parameters
     ----------
@@ -119,6 +120,17 @@ class PlannedSteps:
         """On the rank of the first stage, after its first step: what F, B and W take by the features, as learnt until
         now. `save` keeps it in a file."""
         return self._costs.times
+
+    def problem(self, microbatches: Features) -> Problem:
+        """On the rank of the first stage, after its first step: the problem of micro-batches with these features, by
+        what is learnt until now, for `optpipe.steps.assign` and `pack`. Not collective.
+
+        Raises InputError on other ranks, before the first step, and if a feature is missing.
+        """
+        if not self._plans:
+            raise InputError(f"problem was called on rank {self._rank.number}: rank {self._planner} has the costs")
+        with self._lock:
+            return self._costs.problem(microbatches)
 
     def ahead(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         """Yields the batches, one after the other, and announces each one step before it is to run.
@@ -224,7 +236,8 @@ class PlannedSteps:
             if chosen := costs.unmeasured(told.features):
                 return Unmeasured(chosen, len(told.features))
             assert costs.template is not None
-            template, problem = costs.template, costs.problem(told.number, told.features)
+            costs.await_times(told.number, told.features)
+            template, problem = costs.template, costs.problem(told.features)
         if self._url is not None and self._stream is None:
             self._stream = StreamClient(self._url, problem, self._key)
         starts = [rules for rules in (self._before, self._stream and self._stream.rules) if rules]

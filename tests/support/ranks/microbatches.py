@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler
+from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler, assign, pack
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from optpipe_runtime.execute.executor import Executor
@@ -280,6 +281,36 @@ def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
                 rules = rules or stream.rules
         starts = [len(call.kwargs["starts"]) for call in plan.call_args_list]
     return Streamed(losses, starts, rules)
+
+
+class Spread(NamedTuple):
+    """Of the rank with the first stage: the problem of a step, before and after it, and how it is spread; of the other
+    one, why it cannot tell."""
+
+    planned: Problem | None = None
+    problem: Problem | None = None
+    assigned: Sequence[Sequence[int]] = ()
+    packed: Sequence[Sequence[int]] = ()
+    refused: str = ""
+
+
+def spread(turn: Turn, budget: int) -> Spread:
+    """A planned step; then its micro-batches, or each of them as a document, on two replicas."""
+    number = dist.get_rank()
+    each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
+    with (
+        Pipeline({number: make_stages(2)[number]}, [0, 1], loss_fn, 4) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
+    ):
+        train.step(**given(turn, 0, [number], number, 2))
+        assert train.schedule is not None
+        try:
+            problem = train.problem(each)
+        except InputError as error:
+            return Spread(refused=str(error))
+        assert train.costs is not None
+        packing = pack(each, 2, {"tokens": 64}, train.problem, train.costs, 2)
+        return Spread(train.schedule.problem, problem, assign(problem, 2).microbatches, packing.documents)
 
 
 class Scarce(NamedTuple):
