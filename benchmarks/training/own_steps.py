@@ -72,11 +72,15 @@ def own_steps(task: Task, rounds: int = ROUNDS) -> OwnSteps:
 
             return _ms(run, train.ahead([each[-1], *each * STEPS])) / (STEPS * BATCHES)
 
+        def loaded_step(batch: Given) -> None:
+            inputs, targets, kwargs = batch
+            pipe.step(inputs, targets, kwargs=kwargs)
+
         def loaded_ms() -> float:
             total = 0.0
             for batch, schedule in zip(each, schedules[-BATCHES:], strict=True):
                 pipe.load(schedule)
-                total += _ms(lambda batch: pipe.step(*batch), [batch] * (1 + STEPS))
+                total += _ms(loaded_step, [batch] * (1 + STEPS))
             return total / (STEPS * BATCHES)
 
         planned_ms()  # learns
