@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.ranks import inner, inner_kinds
+from support.ranks import inner, inner_kinds, inner_packed
 from support.ranks.cases import Gradients
+from support.ranks.microbatches import Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
@@ -49,6 +50,19 @@ def test_tensor_parallel_stages_train_as_one_process(four_ranks: Ranks) -> None:
             for layer in ("0.norm1", "0.norm2", "1", "1.norm1", "1.norm2")
             for name in ("weight", "bias")
         }
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_micro_batches_of_different_shapes_train_as_in_one_process(four_ranks: Ranks, planned: bool) -> None:
+    """The sequence is divided by the peers, so lengths are even; planned steps have different numbers of them."""
+    first = Turn((Sizes(2, 10), Sizes(1, 16), Sizes(3, 4), Sizes(2, 12)))
+    longer = Turn((Sizes(1, 34), Sizes(2, 6), Sizes(1, 8), Sizes(2, 20)), weighted=True)
+    turns = [first, longer, *([Turn((Sizes(1, 22), Sizes(2, 8)))] if planned else []), first]
+    ranks = four_ranks(inner_packed.trained, taken=turns, planned=planned)
+    for step, (losses, expected) in enumerate(inner_packed.plain(turns)):
+        for begins, ends in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):
+            assert ends[step][0] == pytest.approx(losses, rel=1e-4)
+            close(begins[step][1] | ends[step][1], expected)
 
 
 def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: Ranks) -> None:
