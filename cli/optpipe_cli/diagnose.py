@@ -98,6 +98,9 @@ def diagnose(
         print_json(diagnosis.to_dict())
         return
     report(diagnosis)
+    best = diagnosis.cures.cures[0] if diagnosis.cures.cures else None
+    if best and best.file and not output:
+        echo(f"--output FOLDER writes {best.file[0]}")
     for path in (*written, *([html] if html else [])):
         echo(f"written: {path}")
 
@@ -161,7 +164,7 @@ def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
 
     for cure in diagnosis.cures.cures:
         if cure.file:
-            path = folder / f"{cure.name}-{cure.file[0]}"
+            path = folder / cure.file[0]
             write_file(path, cure.file[1])
             yield path
 

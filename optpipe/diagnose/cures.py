@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.anytime import solve
 from optpipe.comparison import compare
 from optpipe.diagnose.batches import Change, Outcome, StepBatch, UserFacts, batch_of, evenly, typical
-from optpipe.diagnose.lines import METHODS, Stack, exported, lines_of
+from optpipe.diagnose.lines import METHODS, Stack, file_of, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import OptPipeError
@@ -211,8 +211,9 @@ class _Search(NamedTuple):
         """The cure; None if it cannot be."""
         try:
             outcomes = [batch.predict(change) for batch in self.batches]
-            title, lines = lines_of(change, self.runs, self.losses, self.stack, bool(self.facts.layers))
-            file = exported(change.schedule, self.stack) if change.schedule and name in ("ours", "together") else None
+            file = file_of(change.schedule, self.stack, name) if change.schedule else None
+            layered = bool(self.facts.layers)
+            title, lines = lines_of(change, self.runs, self.losses, self.stack, layered, file[0] if file else "")
         except OptPipeError:
             return None
         return Cure(

@@ -32,19 +32,31 @@ NAMES: dict[Stack, dict[str, str]] = {
     "optpipe": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V"},
 }
 METHODS: dict[Stack, tuple[str, ...]] = {stack: tuple(names) for stack, names in NAMES.items()}
-FILES: dict[Stack, tuple[str, str]] = {  # what reads a schedule of ours: a name and a form
-    "torch": ("schedule.csv", "torch-csv"),
-    "megatron": ("schedule.json", "json"),
-    "primus": ("schedule.primus.json", "primus"),
-    "optpipe": ("schedule.json", "json"),
+FILES: dict[Stack, tuple[str, str]] = {  # what reads a schedule of ours: how the name ends, and the form
+    "torch": (".csv", "torch-csv"),
+    "megatron": (".json", "json"),
+    "primus": (".primus.json", "primus"),
+    "optpipe": (".json", "json"),
 }
 MOST_NAMED = 3  # devices in one sentence
 
 
-def lines_of(change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool) -> tuple[str, tuple[str, ...]]:
-    """What a change is called, and the lines that make it; `layered` is whether the layers of stages are known.
+def lines_of(
+    change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool, file: str
+) -> tuple[str, tuple[str, ...]]:
+    """What a change is called, and the lines that make it.
 
-    Raises OptPipeError if the stack cannot say it.
+    Parameters
+    ----------
+    layered
+        Whether the layers of stages are known.
+    file
+        The name of the file with a schedule of ours.
+
+    Raises
+    ------
+    OptPipeError
+        If the stack cannot say it.
     """
     titles, lines = list[str](), list[str]()
     if change.healthy:
@@ -66,17 +78,19 @@ def lines_of(change: Change, runs: Runs, losses: Losses, stack: Stack, layered: 
         lines += _layers(change.placement, stack)
     if change.schedule:
         titles.append(_schedule_title(change.schedule, stack, layered))
-        lines += _schedule_lines(change.schedule, stack, layered)
+        lines += _schedule_lines(change.schedule, stack, layered, file)
     return "; ".join(titles), tuple(lines)
 
 
-def exported(schedule: Schedule, stack: Stack) -> tuple[str, str]:
-    """The name and the text of the file with a schedule of ours."""
-    name, form = FILES[stack]
+def file_of(schedule: Schedule, stack: Stack, name: str) -> tuple[str, str] | None:
+    """The name and the text of the file with a schedule, for the cure of this name; None for one that the stack has."""
+    if schedule.method in NAMES[stack]:
+        return None
+    ending, form = FILES[stack]
     try:
-        return name, export(schedule, form).text
+        return name + ending, export(schedule, form).text
     except OptPipeError:
-        return "schedule.json", export(schedule, "json").text
+        return f"{name}.json", export(schedule, "json").text
 
 
 def _schedule_title(schedule: Schedule, stack: Stack, layered: bool) -> str:
@@ -89,21 +103,21 @@ def _schedule_title(schedule: Schedule, stack: Stack, layered: bool) -> str:
     return f"run a schedule of OptPipe{chunks}"
 
 
-def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool) -> list[str]:
+def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) -> list[str]:
     published, placement = NAMES[stack].get(schedule.method), schedule.placement
     layers = _layers(placement, stack) if placement and layered else []
     if stack == "torch":
         name = published or _torchs_placement(schedule)
-        file = [] if published else [f"--parallelism.pipeline_parallel_schedule_csv {FILES[stack][0]}"]
-        return [f"--parallelism.pipeline_parallel_schedule {name}", *file, *layers]
+        more = [] if published else [f"--parallelism.pipeline_parallel_schedule_csv {file}"]
+        return [f"--parallelism.pipeline_parallel_schedule {name}", *more, *layers]
     if stack in ("megatron", "primus") and published:
         plain = schedule if layered else replace(schedule, problem=schedule.problem.replace(layers=None))
         return [line for line in megatron.write(plain).splitlines() if "-layout" not in line] + layers
     if stack == "primus":
-        return [f"run the table {FILES[stack][0]} (docs/primus.md)", *layers]
+        return [f"run the table {file} (docs/primus.md)", *layers]
     if stack == "megatron":
-        return ["optpipe_runtime.megatron.forward_backward_func runs schedule.json (docs/megatron.md)", *layers]
-    return ["optpipe_runtime.Pipeline runs schedule.json (docs/training.md)"]
+        return [f"optpipe_runtime.megatron.forward_backward_func runs {file} (docs/megatron.md)", *layers]
+    return [f"optpipe_runtime.Pipeline runs {file} (docs/training.md)"]
 
 
 def _torchs_placement(schedule: Schedule) -> str:

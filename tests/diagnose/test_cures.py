@@ -56,6 +56,16 @@ def test_layers_are_divided_as_evenly_as_they_can_be() -> None:
     assert cures["layers"].gain > 0.6 * (1 - step_ms("none") * 1.15 / step_ms("stages"))
 
 
+def test_a_cure_names_the_file_that_it_comes_with() -> None:
+    job = JOB._replace(fault="none", replicas=1, steps=2)
+    cures = diagnose_recording(recorded(job), "csv", "torch", memory=8, weight_share=0.5, time_limit_s=5.0).cures.cures
+    assert any("schedule_csv" in " ".join(cure.lines) for cure in cures)
+    for cure in cures:
+        said = " ".join(cure.lines)
+        assert ("schedule_csv" in said) == (cure.file is not None)
+        assert cure.file is None or f"schedule_csv {cure.file[0]}" in said
+
+
 def test_work_is_spread_over_replicas() -> None:
     cures = {cure.name: cure for cure in diagnosed("replicas").cures.cures}
     mean = 1 + 0.6 / JOB.replicas  # of the work of a replica, where one of them has 1.6 times as much
