@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import best_of_all, stage
 from support.examples import examples
-from support.strategies import AMPLE, schedules, stages, times
+from support.strategies import AMPLE, differing, schedules, stages, times
 
 from optpipe import Device, Problem, certify
 from optpipe.model.placement import Placement
@@ -56,10 +56,12 @@ def layered(draw: Any) -> Problem:
         if alike and "offload_ms" in layer:
             layer["offload_parts"] = alike
         layers.append(layer)
+    m = draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        as_stages = Problem(microbatches=m, devices=[{"activation_budget_bytes": AMPLE}], stages=layers)
+        layers = [layer.model_dump(exclude_none=True) for layer in draw(differing(as_stages)).stages]
     mode = draw(st.sampled_from(["half_duplex", "full_duplex"]))
-    return model(
-        layers, [AMPLE] * count, draw(st.integers(1, 3)), draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS)
-    )
+    return model(layers, [AMPLE] * count, m, draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS))
 
 
 OVERLAPS = st.sampled_from([None, 0.75])
@@ -95,6 +97,12 @@ TINY = {
     ),
     "offload": ([stage(0, (1, 1, 1), 2, 1, (1, 1, 2)), stage(0, (2, 1, 1), 1), stage(0, (1, 2, 1), 1)], [3, 2], 2),
     "two chunks": ([stage(0, (1, 2, 1), 1, 1)] * 3 + [stage(0, (2, 2, 2), 2)], [5, 5], 1),
+    "micro-batches that differ": (
+        [stage(0, (1, 1, 1), 1) | {"forward_ms": [1.0, 3.0], "backward_input_ms": [2.0, 1.0]}] * 2
+        + [stage(0, (1, 2, 1), 2) | {"backward_weight_ms": [0.0, 4.0], "activation_bytes": [1, 2]}],
+        [4, 3],
+        2,
+    ),
 }
 
 
