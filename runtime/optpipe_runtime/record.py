@@ -68,6 +68,9 @@ def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5,
     vars(schedule)["step"] = Recorder(schedule, path, range(after, after + steps))
 
 
+Mark = Callable[[], Any]  # of a clock
+
+
 class RanOp(NamedTuple):
     """An op that ran, its kind by torch's letter, and the marks of the clock before and after it."""
 
@@ -117,31 +120,34 @@ class Recorder:
         return result
 
     def _timed_methods(self) -> Iterator[tuple[PipelineSchedule | StageBase, dict[str, Callable[..., Any]]]]:
+        mark = self._clock.marker()
         for stage in self._stages:
             methods = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-            yield stage, {name: self._timed(getattr(stage, name), stage, name) for name in methods}
-        yield self._schedule, {COMPUTE_LOSS: self._with_loss(getattr(self._schedule, COMPUTE_LOSS))}
+            yield stage, {name: self._timed(getattr(stage, name), stage.stage_index, name, mark) for name in methods}
+        if any(stage.is_last for stage in self._stages):
+            yield self._schedule, {COMPUTE_LOSS: self._with_loss(getattr(self._schedule, COMPUTE_LOSS), mark)}
 
-    def _timed(self, run: Callable[..., Any], stage: StageBase, name: str) -> Callable[..., Any]:
-        mark, ops, step, number = self._clock.mark, self._ops, self._step, stage.stage_index
+    def _timed(self, run: Callable[..., Any], stage: int, name: str, mark: Mark) -> Callable[..., Any]:
+        add, step = self._ops.append, self._step
         letter = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name, "B")
 
         def timed(microbatch: int, *args: Any, **options: Any) -> Any:
             begin = mark()
             result = run(microbatch, *args, **options)
-            is_input_only = letter == "B" and not options.get("full_backward", True)
-            ops.append(RanOp(step, number, "I" if is_input_only else letter, microbatch, begin, mark()))
+            end = mark()
+            input_only = letter == "B" and not options.get("full_backward", True)
+            add(RanOp(step, stage, "I" if input_only else letter, microbatch, begin, end))
             return result
 
         return timed
 
-    def _with_loss(self, compute_loss: Callable[..., None]) -> Callable[..., None]:
+    def _with_loss(self, compute_loss: Callable[..., None], mark: Mark) -> Callable[..., None]:
         """Where the stage is the last, the loss belongs to the forward, which ran right before it."""
 
         def timed(stage: StageBase, *args: Any, **options: Any) -> None:
             compute_loss(stage, *args, **options)
             if stage.is_last:
-                self._ops[-1] = self._ops[-1]._replace(end=self._clock.mark())
+                self._ops[-1] = self._ops[-1]._replace(end=mark())
 
         return timed
 

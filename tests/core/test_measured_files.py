@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import problems, recordings
+from support.recordings import DEVICE, HOST
 from support.timelines import timeline
 
 from optpipe import InputError
+from optpipe.diagnose import collect_runs, explain
 from optpipe.measured.convert import Run, recording_from
 from optpipe.measured.recording import Recording
 from optpipe_solver.systems import generate
@@ -78,7 +81,7 @@ def traces(
     folder: Path, ranks: Sequence[int], groups: dict[str, Sequence[Sequence[int]]], start_us: float = 0.0
 ) -> Path:
     """One step of `SCHEDULE` on two ranks."""
-    events = recordings.torch_events(SCHEDULE, "t", recordings.DEVICE)
+    events = recordings.torch_events(SCHEDULE, "t", DEVICE)
     for rank, of_rank in zip(ranks, events, strict=True):
         told = [{"pg_desc": name, "ranks": r} for name, each in groups.items() for r in each if rank in r]
         moved = [{**event, "ts": event["ts"] + start_us} for event in of_rank]
@@ -155,3 +158,27 @@ def test_files_that_are_not_of_one_run_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said) as caught:
             read(*paths)
         assert "\n" not in str(caught.value)
+
+
+TEXTS = {
+    "t.json": json.dumps(timeline()),
+    "t.csv": recordings.csv_table(SCHEDULE, "tt"),
+    "t.log": LOG,
+    "rank.json": json.dumps({"traceEvents": [*chain.from_iterable(recordings.torch_events(SCHEDULE, "tt", HOST))]}),
+}
+WRONG = ("null", "[]", "{}", '"x"', "", "-1", "1e-320", "1e308", "NaN", "65536", "9" * 400)
+
+
+@given(st.sampled_from(sorted(TEXTS)), st.integers(0, 10**6), st.sampled_from(WRONG), st.booleans())
+def test_a_wrong_value_or_a_cut_is_a_diagnosis_or_one_sentence(
+    tmp_path_factory: pytest.TempPathFactory, name: str, place: int, wrong: str, cut: bool
+) -> None:
+    values = list(re.finditer(r'-?\d+\.?\d*|"[^"]*"(?!:)', TEXTS[name]))
+    begin, end = values[place % len(values)].span()
+    text = TEXTS[name][:begin] + ("" if cut else wrong + TEXTS[name][end:])
+    said = ""
+    try:
+        explain(collect_runs(read(written(tmp_path_factory.mktemp("wrong"), name, text))))
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said

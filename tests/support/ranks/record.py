@@ -135,8 +135,8 @@ class MeasuredRecorder(Recorder):
     def _timed(self, run: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return self._adding(super()._timed(self._adding(run, -1), *args), +1)
 
-    def _with_loss(self, compute_loss: Callable[..., None]) -> Callable[..., None]:
-        return self._adding(super()._with_loss(self._adding(compute_loss, -1)), +1)
+    def _with_loss(self, compute_loss: Callable[..., None], *args: Any) -> Callable[..., None]:
+        return self._adding(super()._with_loss(self._adding(compute_loss, -1), *args), +1)
 
     def _adding(self, run: Callable[..., Any], sign: int) -> Callable[..., Any]:
         def adding(*args: Any, **options: Any) -> Any:
