@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from operator import gt
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
@@ -42,6 +41,7 @@ from optpipe_runtime.measure.profiler import Measured, by_microbatch, profile, r
 from optpipe_runtime.ranks.cpu_group import Shared
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.ties import Tie
+from optpipe_runtime.swap.planned_step import PlannedStep, PlannedTrials
 from optpipe_runtime.swap.schedules import Schedules
 from optpipe_runtime.swap.undo import ran_out, snapshot
 
@@ -55,26 +55,6 @@ class Repeat(Enum):
 
     AS_IT_IS = "it was undone"
     WITH_CORRECTED_PARAMETERS = "parameters were corrected, so that they are gathered again"
-
-
-@dataclass
-class PlannedStep:
-    """A step that all ranks have prepared.
-
-    Attributes
-    ----------
-    plan
-        By which it runs.
-    given
-        What each rank has of its micro-batches.
-    one_at_a_time
-        Makes the plan that runs one micro-batch at a time, if a rank runs out of memory; None if this rank cannot run
-        it.
-    """
-
-    plan: Plan
-    given: Sequence[Given | InputError]
-    one_at_a_time: Callable[[], Plan | None]
 
 
 class StepRunner:
@@ -94,7 +74,7 @@ class StepRunner:
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
         self._planned: PlannedStep | None = None  # this step, if it is one
-        self._most_bytes: list[int] = []  # certified for each device, of all planned steps that have run
+        self._trials = PlannedTrials(rank.cpu_group)
 
     def step(self, batch: Batch) -> StepReport:
         report = self._step(batch, None)
@@ -297,7 +277,7 @@ class StepRunner:
             return Repeat.WITH_CORRECTED_PARAMETERS
         self._require_count()
         running, planned = self.schedules.running, self._planned
-        is_new = running.on_trial if planned is None else self._may_hold_more(planned.plan)
+        is_new = running.on_trial if planned is None else self._trials.is_due(planned.plan)
         attempt.is_trial = is_new and self._can_undo and self._can_stop and not self._is_fixed
         outcome = self._run(attempt, batch)
         if attempt.is_doomed:
@@ -311,14 +291,14 @@ class StepRunner:
             if planned is None:
                 self._swap_back(outcome.complaint)
             else:
-                self._run_one_at_a_time(planned, outcome.complaint)
+                self._trials.give_up(planned, outcome.complaint)
+                self.schedules.plan_of_step = planned.plan
             return Repeat.AS_IT_IS
         self._correct()  # drops what was kept of an update that was right
         if planned is None:
             running.end_step()
         else:
-            peaks = _certified(planned.plan)
-            self._most_bytes = list(map(max, peaks, self._most_bytes or peaks))
+            self._trials.end_step(planned.plan)
         assert outcome.report is not None
         return outcome.report
 
@@ -412,35 +392,6 @@ class StepRunner:
 
     def _swap_back(self, complaint: str) -> None:
         self.schedules.swap(*self.schedules.running.give_up(complaint))
-
-    def _may_hold_more(self, plan: Plan) -> bool:
-        """Whether a planned step may need more memory than all before it: the same on every rank."""
-        return not self._most_bytes or any(map(gt, _certified(plan), self._most_bytes))
-
-    def _run_one_at_a_time(self, planned: PlannedStep, complaint: str) -> None:
-        """Collective, after a planned step that some rank could not finish. Raises `OptPipeError` if it ran one
-        micro-batch at a time already."""
-        group = self._rank.cpu_group
-        why = next(text for text in group.gather(complaint) if text)
-        plan = planned.one_at_a_time()
-        if plan is not None and plan.digest == planned.plan.digest:
-            plan = None
-        if not group.all_equal(None if plan is None else plan.number):
-            raise OptPipeError(
-                f"{why}; the step is undone: leave it out or cut its largest micro-batch, and give a smaller "
-                "activation_budget_bytes"
-            )
-        assert plan is not None
-        if group.rank == 0:
-            log.warning(
-                "%s; the step runs again, one micro-batch at a time: give a smaller activation_budget_bytes", why
-            )
-        planned.plan = self.schedules.plan_of_step = plan
-
-
-def _certified(plan: Plan) -> list[int]:
-    """The most bytes that each device may hold."""
-    return [peak.bytes for peak in plan.certificate.device]
 
 
 class _Outcome(NamedTuple):

@@ -25,8 +25,8 @@ from optpipe_runtime.lowering.prepare import lower, require_valid
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.step_runner import PlannedStep
 from optpipe_runtime.steps.costs import Features, Seen
+from optpipe_runtime.swap.planned_step import PlannedStep
 
 log = logging.getLogger("optpipe.runtime")
 

@@ -33,9 +33,9 @@ from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.connection import api_key, service_url
 from optpipe_runtime.service.stream import StreamClient
 from optpipe_runtime.stage.io import tensors_in
-from optpipe_runtime.step_runner import PlannedStep
 from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
 from optpipe_runtime.steps.costs import Features, Seen, StepCosts, seen
+from optpipe_runtime.swap.planned_step import PlannedStep
 
 REPEATS = 3  # of each measurement of a profile
 IMPROVE_SHARE = 0.33  # of a step's time, until the next one's schedule is sent: more gains little
