@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.evaluate.graph import nominal_ms
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import Flags, Floats, Ints, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
@@ -38,9 +39,9 @@ def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Sche
 def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") -> Schedule:
     """As `lift`, from rows of a program's table (n, 5) and their starts (n,)."""
     table = table.copy()
-    first, second = _pairs(problem, table, start)
+    duration = _nominal_ms(problem, table)
+    first, second = _pairs(problem, table, start, duration)
     table[first, JOINED] = 1
-    duration = problem.costs.ms[table[:, KIND], table[:, STAGE], table[:, MICROBATCH]]
     together = duration[first] + duration[second]
     duration[first] = duration[second] = (problem.overlap_factor or 1.0) * together
 
@@ -82,13 +83,18 @@ def grain(start: Floats) -> float:
     return TOLERANCE_MS + 1e-12 * float(np.abs(start[np.isfinite(start)]).max(initial=0.0))
 
 
-def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
+def _nominal_ms(problem: Problem, table: Table) -> Floats:
+    rows = Rows(table, problem.costs.device[table[:, STAGE]])
+    return nominal_ms(problem, rows, Index(problem, rows))
+
+
+def _pairs(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Ints, Ints]:
     """Rows of the ops that run together: a forward and a backward of another micro-batch that start at one moment on
     one device."""
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
-    lasting = problem.costs.ms[table[:, KIND], table[:, STAGE], table[:, MICROBATCH]] > 2 * grain(start)
+    lasting = duration > 2 * grain(start)
     lasting &= of_kinds(table, *COMPUTE)
     rows = np.flatnonzero(lasting)
     rows = rows[np.argsort(start[rows])]
@@ -126,15 +132,16 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
         returned: dict[int, Floats] = {}  # when a stage's activation is there for its backward
         for k, s in enumerate(route):
             reached = move(at[Kind.F][s, passing], reached + costs.message_ms[FORWARDS, s, passing], 4 * k)
-            recomputed = move(at[Kind.C][s, passing], reached, 4 * (2 * len(route) - k) - 1)
-            reloaded = recomputed[:, None]
-            if costs.can_offload[s]:
+            reloaded = reached[:, None]
+            if costs.can_offload[s] or costs.levels.can_offload[:, s].any():
                 offloads = parts[Kind.O][s, passing]
                 left = move(offloads, reached[:, None], 4 * k + 1)
                 # Noise must not move the drop on.
                 move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2)
-                reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 1)
-            returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
+                reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 2)
+            back = np.maximum(reached, reloaded.max(axis=1))
+            recomputed = move(at[Kind.C][s, passing], back, 4 * (2 * len(route) - k) - 1)
+            returned[s] = np.maximum(recomputed, back)
         gradient = np.full(len(passing), -np.inf)
         for k, s in reversed(list(enumerate(route))):
             step = 4 * (2 * len(route) - k)

@@ -21,7 +21,7 @@ def prune(schedule: Schedule) -> Schedule:
     """
     problem, compiled = schedule.problem, schedule.compiled
     rows, index, during = compiled.rows, compiled.index, compiled.held.during.copy()
-    size, limit = problem.costs.part_bytes(rows.stage, rows.microbatch, rows.part), problem.costs.activation_budget
+    frees, limit = compiled.effects.frees, problem.costs.activation_budget
     waits, backward = _waits(rows, compiled.timeline.start, compiled.timeline.end), index.rows_of(Kind.B, Kind.BW)
     keep = np.ones(len(rows), dtype=np.bool_)
     offloads = []  # wait, and the rows of O, D and R
@@ -30,8 +30,8 @@ def prune(schedule: Schedule) -> Schedule:
         offloads.append((max(waits[drop], waits[backward[s, j]]), offload, drop, reload))
     for _, offload, drop, reload in sorted(offloads, key=lambda found: (-found[0], found[1])):
         away = slice(drop + 1, reload)
-        if during[away].max(initial=0) + size[offload] <= limit[rows.device[offload]]:
-            during[away] += size[offload]
+        if during[away].max(initial=0) + frees[drop] <= limit[rows.device[offload]]:
+            during[away] += frees[drop]
             keep[[offload, drop, reload]] = False
     return schedule if keep.all() else _only(schedule, rows, keep)
 

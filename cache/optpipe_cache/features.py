@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.model.arrays import Floats
+from optpipe.model.costs import Costs
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
@@ -61,7 +62,14 @@ def structure(problem: Problem) -> str:
         "peer": costs.peer.tolist() if costs.can_evict.any() else None,
         "pairs": problem.overlap_factor is not None,
     }
+    if _has_levels(costs):
+        content["levels"] = costs.levels.count.tolist(), costs.levels.can_offload.tolist()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _has_levels(costs: Costs) -> bool:
+    """Whether there is more to a level than its time and its checkpoint: others, or offloads."""
+    return bool(costs.levels.count.max() > 1 or costs.levels.can_offload.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +171,11 @@ def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
     }
     moved = (Kind.O, Kind.R)  # part by part
     spreads: list[tuple[str, Floats | float]] = []  # of micro-batches that differ
+    levels = costs.levels
+    again_ms = levels.recompute_ms[0] if len(levels.recompute_ms) else costs.ms[Kind.C]
     for name, kind in times.items():
-        ms = costs.ms[kind] * (costs.parts[:, None] if kind in moved else 1) / work
+        ms = again_ms if kind == Kind.C else costs.ms[kind] * (costs.parts[:, None] if kind in moved else 1)
+        ms = ms / work
         yield name, ms.mean(axis=1)
         spreads.append((f"{name}_spread", ms.std(axis=1)))
     messages_ms = costs.message_ms[costs.message_ms > 0].tolist() or [0.0]
@@ -179,11 +190,23 @@ def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
     yield "memory", np.array(fit)
     hosted = [_microbatches(costs.host_memory[d], costs.offload[stages[d]].max(axis=1), m) for d in devices]
     yield "host_memory", np.array(hosted) / m
-    for name in ("activation", "saved_for_weight", "offload", "checkpoint", "evict"):
-        nbytes = getattr(costs, name) / largest
+    checkpoint = levels.checkpoint[0] if len(levels.checkpoint) else np.zeros_like(costs.activation)
+    sizes = {
+        "activation": costs.activation,
+        "saved_for_weight": costs.saved_for_weight,
+        "offload": costs.offload,
+        "checkpoint": checkpoint,
+        "evict": costs.evict,
+    }
+    for name, each in sizes.items():
+        nbytes = each / largest
         yield f"{name}_bytes", nbytes.mean(axis=1)
         spreads.append((f"{name}_bytes_spread", nbytes.std(axis=1)))
     yield from spreads
+    if _has_levels(costs):
+        for name in ("recompute_ms", "offload_ms", "reload_ms", "checkpoint", "offload"):
+            unit = work if name.endswith("_ms") else largest
+            yield f"{name}_levels", (getattr(levels, name) / unit).mean(axis=2).ravel()
 
 
 def _microbatches(limit: int, per_stage: NDArray[np.int64], most: int) -> float:

@@ -56,7 +56,8 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         k, s = choose_op(figures, rules, state, d, now, reserved)
         if k == NONE:
             continue
-        ms = figures.ms[k, s, state.column[state.next_microbatch[k, s]]]
+        j = state.next_microbatch[k, s]
+        ms = figures.ms[state.variant[s, j], k, s, state.column[j]]
         end = now + ms
         if k != RECOMPUTE:
             state.work_left[d] -= ms
@@ -69,7 +70,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
 
 @compiled_phase
 def _count_leaving(rules: Rules) -> tuple[int, int]:
-    """How many activations are computed again, and how many have parts that leave."""
+    """How many activations are computed again, and of how many parts leave but nothing is computed."""
     recomputed, sent = 0, 0
     for leaves in rules.leaves.flat:
         if leaves < 0:
@@ -100,7 +101,8 @@ def listed_ms(figures: Figures, state: State, span: bool) -> float:
             for j in range(microbatches):
                 if state.start[k, s, j] < np.inf:
                     first[d] = min(first[d], state.start[k, s, j])
-                    last[d] = max(last[d], state.start[k, s, j] + figures.ms[k, s, state.column[j]])
+                    ms = figures.ms[state.variant[s, j], k, s, state.column[j]]
+                    last[d] = max(last[d], state.start[k, s, j] + ms)
     if not span:
         return float(last.max())
     longest = 0.0

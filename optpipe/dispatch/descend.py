@@ -11,14 +11,15 @@ from optpipe.dispatch.state import State
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import Flags, Floats, Ints
-from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.model.rules import Rules, recomputed
 
 SLACK = 0.001  # new rules may be about this much longer than those at hand (threshold accepting, Dueck 1990)
 MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and below this
 MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's progress
 ALL_CHUNKS, NO_CHUNK = -1, -2  # instead of the number of a chunk
+STAYS = -1  # instead of a level: nothing is computed again
 
-_evenly_at, _shorter = compiled_part(evenly_at), compiled_part(shorter)
+_evenly_at, _shorter, _recomputed = compiled_part(evenly_at), compiled_part(shorter), compiled_part(recomputed)
 
 
 @compiled
@@ -68,7 +69,7 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
     """Change rules of some devices in a row, at one stage of each or at all: how many micro-batches are in flight, how
     long a device waits, or which activations leave and when they come back."""
     devices, chunks = len(figures.memory), int(choices.visits.max()) + 1
-    relief_possible = choices.parts.max() > 0 or choices.recomputes.max() > 0
+    relief_possible = choices.parts.max() > 0 or choices.levels.max() > 0
     while True:
         if choices.order_is_free and draw(progress) < 0.5:
             _move_microbatch(rules, progress)
@@ -125,11 +126,13 @@ def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Flo
 @compiled_part
 def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
-    sends = choices.parts.max() > 0
-    if sends and choices.recomputes.max() > 0:
+    levels, sends = choices.levels.max(), choices.parts[0].max() > 0
+    if sends and levels > 0:
         sends = draw(progress) < 0.5
-    most = choices.parts if sends else choices.recomputes
-    unit = 1 if sends else RECOMPUTED
+    level, carries = STAYS, False
+    if not sends:
+        level = below(levels, progress) if levels > 1 else 0
+        carries = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
     what = draw(progress)
     if what < 0.2:
         factor = (0.0, 1.0, 1.5, 4.0 * draw(progress))[below(4, progress)]
@@ -137,15 +140,31 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
             if chosen[s]:
                 rules.lead_ms[s] = factor * choices.carry_ms[s]  # as many times what bringing it back takes
     elif what < 0.4:
-        _spread_evenly(rules, chosen, most, unit, progress)
+        _spread_evenly(choices, rules, chosen, level, carries, progress)
     elif what < 0.6:
         _swap_neighbours(rules, chosen, progress)
     else:
-        _change_some(rules, chosen, most, unit, progress)
+        _change_some(choices, rules, chosen, level, carries, progress)
 
 
 @compiled_part
-def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
+def _most(choices: Choices, s: int, level: int) -> int:
+    """In how many parts an activation can leave, or whether it can be computed again."""
+    return int(choices.parts[0, s] if level == STAYS else min(choices.levels[s], 1))
+
+
+@compiled_part
+def _relief(choices: Choices, s: int, level: int, carries: bool, count: int) -> int:
+    """The number in `Rules.leaves` where so many parts leave, or where it is computed again if that is not 0: by this
+    level or the stage's last one, while all of the checkpoint leaves where it `carries` that."""
+    if level == STAYS or count == 0:
+        return count
+    chosen = min(level, choices.levels[s] - 1)
+    return int(_recomputed(chosen, choices.parts[1 + chosen, s] if carries else 0))
+
+
+@compiled_part
+def _spread_evenly(choices: Choices, rules: Rules, chosen: Flags, level: int, carries: bool, progress: Floats) -> None:
     """A share of the chosen stages' activations leaves or is computed again, evenly spread over micro-batches."""
     share, eighths = draw(progress), (1.0 + below(7, progress)) / 8.0
     share = (0.0, 1.0, share, eighths)[below(4, progress)]
@@ -153,7 +172,8 @@ def _spread_evenly(rules: Rules, chosen: Flags, most: Ints, unit: int, progress:
     for s in range(len(chosen)):
         if chosen[s]:
             for j in range(rules.leaves.shape[1]):
-                rules.leaves[s, j] = unit * int(_evenly_at(share * most[s], phase, j))
+                count = int(_evenly_at(share * _most(choices, s, level), phase, j))
+                rules.leaves[s, j] = _relief(choices, s, level, carries, count)
 
 
 @compiled_part
@@ -191,16 +211,16 @@ def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
 
 
 @compiled_part
-def _change_some(rules: Rules, chosen: Flags, most: Ints, unit: int, progress: Floats) -> None:
+def _change_some(choices: Choices, rules: Rules, chosen: Flags, level: int, carries: bool, progress: Floats) -> None:
     """Some micro-batches in a row leave or are computed again, or no longer do."""
     microbatches = rules.leaves.shape[1]
     first = below(microbatches, progress)
     end = min(microbatches, first + 1 + int(_exponential(progress)))
     for s in range(len(chosen)):
-        parts = below(most[s] + 1, progress)
+        count = below(_most(choices, s, level) + 1, progress)
         if chosen[s]:
             for j in range(first, end):
-                rules.leaves[s, j] = unit * parts
+                rules.leaves[s, j] = _relief(choices, s, level, carries, count)
 
 
 @compiled_part

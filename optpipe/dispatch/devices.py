@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.dispatch.state import BACKWARD, FORWARD, NONE, RECOMPUTE, WEIGHT, State, look_soon
+from optpipe.dispatch.state import BACKWARD, FORWARD, NONE, RECOMPUTE, WEIGHT, State, look_soon, needed_ms
 from optpipe.evaluate.jit import compiled_phase
 from optpipe.model.rules import Rules
 
@@ -23,7 +23,7 @@ def end_op(state: State, d: int) -> None:
 def _next_recomputed(rules: Rules, state: State, s: int) -> int:
     """The next micro-batch whose activation a stage computes again; m if there is none."""
     j = state.next_microbatch[RECOMPUTE, s]
-    while j < rules.leaves.shape[1] and rules.leaves[s, j] >= 0:
+    while j < rules.leaves.shape[1] and state.variant[s, j] == 0:
         j += 1
     state.next_microbatch[RECOMPUTE, s] = j
     return int(j)
@@ -38,16 +38,16 @@ def bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, now
             break
         j = state.next_to_return[s]
         if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
-            needed = state.begin[j] + figures.offset_ms[BACKWARD, s, state.column[j]]
+            needed = needed_ms(figures, state, s, j)
             if needed - rules.lead_ms[s] <= now and needed < soonest:
                 soonest, size = needed, 0
                 for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
-                    size += figures.part_bytes[s, part, state.column[j]]
+                    size += figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
         j = _next_recomputed(rules, state, s)
         if j < rules.leaves.shape[1]:
-            ready = state.input_ready[RECOMPUTE, s, j]
+            ready = max(state.input_ready[RECOMPUTE, s, j], state.activation_ready[s, j])
             if ready <= now and ready < soonest:
-                soonest, size = ready, figures.takes[RECOMPUTE, s, state.column[j]]
+                soonest, size = ready, figures.takes[state.variant[s, j], RECOMPUTE, s, state.column[j]]
     return size
 
 
@@ -70,12 +70,14 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
                 continue
             ready = state.input_ready[k, s, j]
             if k == BACKWARD:
+                ready = max(ready, state.activation_ready[s, j], state.computed_again[s, j])
+            elif k == RECOMPUTE:
                 ready = max(ready, state.activation_ready[s, j])
             if ready > now:
                 look_at = min(look_at, ready)
                 if k > BACKWARD or ready > now + rules.wait_ms[k, s]:
                     continue
-            rank, takes = j, figures.takes[k, s, state.column[j]]
+            rank, takes = j, figures.takes[state.variant[s, j], k, s, state.column[j]]
             if k == FORWARD:
                 if j - state.next_microbatch[BACKWARD, s] >= rules.in_flight[s]:
                     continue
@@ -92,11 +94,11 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
 @compiled_phase
 def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
     d, j = figures.device[s], state.next_microbatch[k, s]
-    column = state.column[j]
+    column, variant = state.column[j], state.variant[s, j]
     state.start[k, s, j] = now
     state.next_microbatch[k, s] += 1
-    state.held[d] += figures.takes[k, s, column]
-    state.frees[d] += figures.frees[k, s, column]
+    state.held[d] += figures.takes[variant, k, s, column]
+    state.frees[d] += figures.frees[variant, k, s, column]
     state.running[d] = True
     state.free_at[d] = end
     state.look_at[len(figures.stages_on_link) + d] = end
@@ -104,16 +106,16 @@ def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: 
         state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
     if k == FORWARD:
         state.forwards_left[d] -= 1
-        if rules.leaves[s, j] < 0:
-            state.frees[d] += figures.frees_if_recomputed[s, column] - figures.frees[FORWARD, s, column]
-            state.activation_ready[s, j] = np.inf
+        if variant > 0:
+            state.computed_again[s, j] = np.inf
     elif k == BACKWARD:
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         for part in range(state.parts_sent[s, j]):
-            state.frees_on_host[d] += figures.part_bytes[s, part, column]
+            state.frees_on_host[d] += figures.part_bytes[variant, s, part, column]
         state.input_ready[WEIGHT, s, j] = end
     elif k == RECOMPUTE:
-        state.activation_ready[s, j] = end
+        state.computed_again[s, j] = end
+        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
 
 
 @compiled_phase
@@ -129,8 +131,8 @@ def tell_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int
     d = figures.device[stage]
     ready = end + figures.message_ms[kind, stage, state.column[j]]
     state.input_ready[kind, stage, j] = ready
-    if kind == BACKWARD and rules.leaves[stage, j] < 0:
-        forward_end = state.start[FORWARD, stage, j] + figures.ms[FORWARD, stage, state.column[j]]
+    if kind == BACKWARD and state.variant[stage, j] > 0:
+        forward_end = state.start[FORWARD, stage, j] + figures.ms[0, FORWARD, stage, state.column[j]]
         ready = max(now, ready - rules.lead_ms[stage], forward_end)
         state.input_ready[RECOMPUTE, stage, j] = ready
     if d != figures.device[s]:

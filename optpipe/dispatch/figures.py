@@ -25,12 +25,14 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 class Figures(NamedTuple):
     """The problem for `clock.list_ops`. S stages stand in the order of the only route.
 
-    The last axis of figures has a column for each class of equal micro-batches (`Costs.alike`).
+    The last axis of figures has a column for each class of equal micro-batches (`Costs.alike`). The first axis of what
+    depends on it says what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
+    is (V = 1 + the most levels of a stage).
 
     Attributes
     ----------
     ms
-        (6, S, classes) of each F, B, W, C, and of one part's O and R.
+        (V, 6, S, classes) of each F, B, W, C, and of one part's O and R.
     device
         (S,) of each stage.
     stages_of_device
@@ -38,13 +40,11 @@ class Figures(NamedTuple):
     message_ms
         (2, S, classes) of the message that the F, the B of each stage waits for.
     takes, frees
-        (4, S, classes) bytes of each compute op, when it starts and when it ends.
-    frees_if_recomputed
-        (S, classes) bytes that an F frees whose activation is computed again.
+        (V, 4, S, classes) bytes of each compute op, when it starts and when it ends.
     memory, host_memory
         (D,) bytes.
     part_bytes
-        (S, parts, classes) of each part of an activation.
+        (V, S, parts, classes) of each part of an activation, or of its checkpoint.
     links
         (2, D) the host link that carries each device's offloads and reloads: one for both, or one each way.
     stages_on_link
@@ -63,7 +63,6 @@ class Figures(NamedTuple):
     message_ms: Floats
     takes: Ints
     frees: Ints
-    frees_if_recomputed: Ints
     memory: Ints
     host_memory: Ints
     part_bytes: Ints
@@ -80,12 +79,14 @@ class Figures(NamedTuple):
         # An op that takes no time gets an instant, so that the order of starts says what came first.
         examples = costs.examples
         compute, timed = np.ix_(np.array(COMPUTE), route), np.ix_(np.array((*COMPUTE, *TRANSFERS)), route)
-        ms = np.maximum(costs.ms[..., examples][timed], instant_ms(problem))
+        levels = range(costs.levels.recompute_ms.shape[0])
+        ms = np.array([each[..., examples][timed] for each in (costs.ms, *map(costs.level_ms, levels))])
+        ms = np.maximum(ms, instant_ms(problem))
         message_ms = costs.message_ms[:, route][..., examples]
-        takes, frees = (table[..., examples][compute] for table in (effects.takes, effects.frees))
-        takes_if_recomputed, frees_if_recomputed = (table[:, route][..., examples] for table in effects.recomputed)
-        takes[-1], frees[-1] = takes_if_recomputed[Kind.C], frees_if_recomputed[Kind.C]
-        part_bytes = np.swapaxes(effects.parts[route][:, examples] * costs.can_offload[route, None, None], 1, 2)
+        tables = zip((effects.takes, effects.frees), *effects.by_level, strict=True)
+        takes, frees = (np.array([table[..., examples][compute] for table in each]) for each in tables)
+        parts = [effects.parts * costs.can_offload[:, None, None], *effects.parts_by_level]
+        part_bytes = np.array([np.swapaxes(each[route][:, examples], 1, 2) for each in parts])
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         links = np.array([ways * costs.link, ways * costs.link + ways - 1])
         return in_rows(
@@ -96,14 +97,13 @@ class Figures(NamedTuple):
                 message_ms=message_ms,
                 takes=takes,
                 frees=frees,
-                frees_if_recomputed=frees_if_recomputed[Kind.F],
                 memory=costs.activation_budget,
                 host_memory=costs.host_memory,
                 part_bytes=part_bytes,
                 links=links,
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
-                work_ms=_work_ms(ms, device, len(problem.devices)),
-                offset_ms=_offset_ms(ms, message_ms),
+                work_ms=_work_ms(ms[0], device, len(problem.devices)),
+                offset_ms=_offset_ms(ms[0], message_ms),
                 alike=costs.alike,
             )
         )
@@ -115,9 +115,9 @@ class Choices(NamedTuple):
     Attributes
     ----------
     parts
-        (S,) in how many parts an activation can leave; 0 if it cannot.
-    recomputes
-        (S,) 1 where an activation can be computed again, else 0.
+        (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot.
+    levels
+        (S,) by how many levels an activation can be computed again.
     visits
         (S,) how often the route was at the stage's device before.
     carry_ms
@@ -129,7 +129,7 @@ class Choices(NamedTuple):
     """
 
     parts: Ints
-    recomputes: Ints
+    levels: Ints
     visits: Ints
     carry_ms: Floats
     patience_ms: Floats
@@ -138,15 +138,13 @@ class Choices(NamedTuple):
     @classmethod
     def from_problem(cls, problem: Problem) -> Choices:
         route, costs = np.array(problem.route(0)), problem.costs
-        parts, recomputes = (
-            np.where(costs.can_offload, costs.parts, 0)[route],
-            costs.can_recompute[route].astype(np.int64),
-        )
-        least_ms = np.where(parts + recomputes > 0, instant_ms(problem), 0.0)
+        parts = np.where(np.vstack([costs.can_offload, costs.levels.can_offload]), costs.parts, 0)[:, route]
+        levels = costs.levels.count[route]
+        least_ms = np.where(parts.any(axis=0) | (levels > 0), instant_ms(problem), 0.0)
         return in_rows(
             Choices(
                 parts,
-                recomputes,
+                levels,
                 visits=visits(costs.device[route]),
                 carry_ms=np.maximum(carry_ms(costs, route), least_ms),
                 patience_ms=np.maximum(costs.ms[: Kind.B + 1, route].max(axis=-1), instant_ms(problem)),
@@ -157,14 +155,16 @@ class Choices(NamedTuple):
 
 def carry_ms(costs: Costs, route: Ints) -> Floats:
     """(S,) how long it takes to have all of the largest activation back that has left or is to be computed again."""
-    reloads = costs.can_offload[route] * costs.parts[route] * costs.ms[Kind.R, route].max(axis=-1)
-    longest: Floats = np.maximum(reloads, costs.can_recompute[route] * costs.ms[Kind.C, route].max(axis=-1))
+    parts, levels = costs.parts[route], costs.levels
+    reloads = [costs.can_offload[route] * parts * costs.ms[Kind.R, route].max(axis=-1)]
+    reloads += [*parts * levels.reload_ms[:, route].max(axis=-1)]
+    longest: Floats = np.max([*reloads, *levels.recompute_ms[:, route].max(axis=-1)], axis=0)
     return longest
 
 
 def instant_ms(problem: Problem) -> float:
     """What an op lasts that takes no time: long enough that `lift` can tell it from its neighbours."""
-    return 10 * grain(np.array([problem.costs.ms.sum()]))
+    return 10 * grain(np.array([problem.costs.ms.sum() + problem.costs.levels.recompute_ms.sum()]))
 
 
 def in_rows(arrays: T) -> T:

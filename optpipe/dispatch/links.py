@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.dispatch.state import BACK, BACKWARD, FORWARD, MICROBATCH, NONE, OUT, STAGE, WAY, State, look_soon
+from optpipe.dispatch.state import (
+    BACK,
+    BACKWARD,
+    FORWARD,
+    MICROBATCH,
+    NONE,
+    OUT,
+    STAGE,
+    WAY,
+    State,
+    look_soon,
+    needed_ms,
+)
 from optpipe.evaluate.jit import compiled_phase
 from optpipe.model.rules import Rules
 
@@ -31,7 +43,7 @@ def _end_transfer(figures: Figures, state: State, link: int, now: float) -> None
     d = figures.device[s]
     state.carried[link, WAY] = NONE
     if way == OUT:
-        size = figures.part_bytes[s, state.parts_off_device[s, j], state.column[j]]
+        size = figures.part_bytes[state.variant[s, j], s, state.parts_off_device[s, j], state.column[j]]
         state.parts_off_device[s, j] += 1
         if state.running[d]:  # a drop waits for the op that runs
             state.frees[d] += size
@@ -62,11 +74,11 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
         state.next_to_return[s] = j
         if j == forwards or state.parts_off_device[s, j] <= state.parts_back[s, j]:
             continue
-        needed = state.begin[j] + figures.offset_ms[BACKWARD, s, state.column[j]]
-        part = state.parts_back[s, j]
+        needed, part = needed_ms(figures, state, s, j), state.parts_back[s, j]
+        size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
         if part == 0 and needed - rules.lead_ms[s] > now:
             look_soon(state, link, needed - rules.lead_ms[s])
-        elif state.held[d] + figures.part_bytes[s, part, state.column[j]] <= figures.memory[d] and needed < soonest:
+        elif state.held[d] + size <= figures.memory[d] and needed < soonest:
             chosen, soonest = s, needed
     return chosen
 
@@ -74,11 +86,12 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
 @compiled_phase
 def _start_reload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
     j = state.next_to_return[s]
-    end = now + figures.ms[4 + BACK, s, state.column[j]]
+    variant, column = state.variant[s, j], state.column[j]
+    end = now + figures.ms[variant, 4 + BACK, s, column]
     part = state.parts_back[s, j]
     state.parts_back[s, j] += 1
     state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
-    state.held[figures.device[s]] += figures.part_bytes[s, part, state.column[j]]
+    state.held[figures.device[s]] += figures.part_bytes[variant, s, part, column]
     if state.parts_back[s, j] == state.parts_sent[s, j]:
         state.activation_ready[s, j] = end
     _carry(state, link, BACK, s, j, part, now, end)
@@ -98,10 +111,10 @@ def _choose_offload(figures: Figures, state: State, link: int, now: float) -> in
         state.next_to_leave[s] = j
         if j == state.next_microbatch[FORWARD, s]:
             continue
-        forward_end = state.start[FORWARD, s, j] + figures.ms[FORWARD, s, state.column[j]]
+        forward_end = state.start[FORWARD, s, j] + figures.ms[0, FORWARD, s, state.column[j]]
         if forward_end > now or state.parts_sent[s, j] >= state.parts_to_leave[s, j]:
             continue
-        size = figures.part_bytes[s, state.parts_sent[s, j], state.column[j]]
+        size = figures.part_bytes[state.variant[s, j], s, state.parts_sent[s, j], state.column[j]]
         if state.hosted[d] + size <= figures.host_memory[d] and forward_end < oldest:
             chosen, oldest = s, forward_end
     return chosen
@@ -120,7 +133,7 @@ def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
     older = state.next_to_return[s]
     while j < forwards and (state.forwards_left[d] == 0 or state.input_ready[BACKWARD, s, j] <= now):
         if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
-            size = figures.part_bytes[s, state.parts_back[s, older], state.column[older]]
+            size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
             if state.held[d] - state.frees[d] + size > figures.memory[d]:
                 break
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
@@ -134,8 +147,9 @@ def _start_offload(figures: Figures, state: State, link: int, s: int, now: float
     part = state.parts_sent[s, j]
     state.parts_sent[s, j] += 1
     state.activation_ready[s, j] = np.inf
-    state.hosted[figures.device[s]] += figures.part_bytes[s, part, state.column[j]]
-    _carry(state, link, OUT, s, j, part, now, now + figures.ms[4 + OUT, s, state.column[j]])
+    variant, column = state.variant[s, j], state.column[j]
+    state.hosted[figures.device[s]] += figures.part_bytes[variant, s, part, column]
+    _carry(state, link, OUT, s, j, part, now, now + figures.ms[variant, 4 + OUT, s, column])
 
 
 @compiled_phase

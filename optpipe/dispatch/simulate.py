@@ -57,8 +57,8 @@ class Simulator:
         state = self._run(rules)
         if state is None:
             return None
-        compute, compute_start = self._rows_of(state.start[..., None], COMPUTE, rules.order)
-        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS, rules.order)
+        compute, compute_start = self._rows_of(state.start[..., None], COMPUTE, rules.order, state.variant - 1)
+        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS, rules.order, state.variant - 1)
         table, start = np.concatenate([compute, transfers]), np.concatenate([compute_start, transfer_start])
         return prune(replace(lift_table(self.problem, table, start, method), rules=rules))
 
@@ -75,10 +75,12 @@ class Simulator:
         state = room or self.new_state()
         return state if list_ops(self.figures, in_rows(rules), state, NEVER) else None
 
-    def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints) -> tuple[Table, Floats]:
-        """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts in the order of entry."""
+    def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints, level: Ints) -> tuple[Table, Floats]:
+        """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts and (S, m) levels in the
+        order of entry."""
         started = start < NEVER
         kind, stage, j, part = np.nonzero(started)
+        part = np.where(np.array(kinds)[kind] == Kind.C, level[stage, j], part)
         route = np.array(self.problem.route(0))
         table = np.array([np.array(kinds)[kind], route[stage], order[j], part, np.zeros_like(j)], dtype=np.int32).T
         return table, start[started]

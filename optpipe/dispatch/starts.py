@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from optpipe.dispatch.figures import carry_ms
+from optpipe.dispatch.figures import Choices, carry_ms
 from optpipe.dispatch.memory_shares import CHOICES, memory_shares
 from optpipe.dispatch.simulate import Simulator
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE
-from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.model.rules import Rules, level_of, parts_of, recomputed
 from optpipe.schedule import Schedule
-
-Relief = Literal["leaves", "recomputed"]  # what can become of an activation that does not stay
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the activations of each stage, at first
@@ -46,9 +44,9 @@ def first_rules(simulator: Simulator) -> Iterator[Rules]:
         for wait_ms in waits:
             for in_flight in limits:
                 yield Rules(in_flight, wait_ms, all_stay, choices.carry_ms, order)
-        for relief in _reliefs(simulator):
+        for relief in _reliefs(choices):
             for share in SHARES:
-                leaves = spread(simulator, relief, np.full(stages, share), 0.0)
+                leaves = spread(simulator, relief, share)
                 room_for = np.ceil(shares[0] / max(1 - share, 0.1)).astype(int)
                 for in_flight in (np.minimum(room_for, to_the_end), to_the_end):
                     yield Rules(in_flight, waits[0], leaves, choices.carry_ms, order)
@@ -75,19 +73,36 @@ def _by_work(problem: Problem) -> Ints:
     return np.argsort(problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 1)), kind="stable")
 
 
-def _reliefs(simulator: Simulator) -> Iterator[Relief]:
-    """Yields what can become of some activations."""
-    if simulator.choices.parts.any():
-        yield "leaves"
-    if simulator.choices.recomputes.any():
-        yield "recomputed"
+def _reliefs(choices: Choices) -> Iterator[Ints]:
+    """Yields what can become of some activations, (S,) in the numbers of `Rules.leaves`: all parts leave, or they are
+    computed again by a level, of a stage with fewer levels its last one; then also while the checkpoints leave."""
+    if choices.parts[0].any():
+        yield choices.parts[0]
+    for level in range(choices.levels.max()):
+        of_stage = np.minimum(level, choices.levels - 1)
+        parts = choices.parts[1 + of_stage, np.arange(len(of_stage))]
+        for leaving in (np.zeros_like(parts), parts)[: 1 + parts.any()]:
+            yield np.where(choices.levels > 0, recomputed(of_stage, leaving), 0)
 
 
-def spread(simulator: Simulator, relief: Relief, share: Floats, phase: float) -> Ints:
+def whole_reliefs(choices: Choices) -> list[Ints]:
+    """What can become of activations, as `_reliefs`; what a stage cannot do, the first that it can is in place of.
+
+    That makes one (S,) array of each.
+    """
+    reliefs = list(_reliefs(choices))
+    if not reliefs:
+        return []
+    first = reliefs[0]
+    for relief in reliefs[1:]:
+        first = np.where(first == 0, relief, first)
+    return [np.where(relief == 0, first, relief) for relief in reliefs]
+
+
+def spread(simulator: Simulator, relief: Ints, share: float) -> Ints:
     """(S, m) what becomes of activations if of each stage's a share, evenly spread, leaves or is computed again."""
-    most = simulator.choices.parts if relief == "leaves" else simulator.choices.recomputes
-    counts = evenly((share * most)[:, None], phase, simulator.problem.microbatches)
-    return counts if relief == "leaves" else RECOMPUTED * counts
+    counts = evenly((share * np.where(relief < 0, 1, relief))[:, None], 0.0, simulator.problem.microbatches)
+    return np.where(relief[:, None] < 0, relief[:, None] * counts, counts)
 
 
 def evenly(each: Any, phase: float, microbatches: int) -> Ints:
@@ -120,8 +135,9 @@ def followed_rules(schedule: Schedule) -> Rules:
             elif op.kind == Kind.O:
                 j = enters[op.microbatch]
                 leaves[k, j] = min(leaves[k, j] + 1, costs.parts[op.stage])
-            elif op.kind == Kind.C:
-                leaves[k, enters[op.microbatch]] = RECOMPUTED
+            elif op.kind == Kind.C:  # its offloads stand before it
+                j = enters[op.microbatch]
+                leaves[k, j] = recomputed(op.part, leaves[k, j])
     return Rules(in_flight, np.zeros((2, len(route))), leaves, carry_ms(costs, np.array(route)), order)
 
 
@@ -144,13 +160,12 @@ def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules |
         return None
     source = np.rint(np.linspace(0, len(route) - 1, stages)).astype(int)
     leaves = rules.leaves[source][:, _source_microbatches(problem.microbatches, microbatches)]
-    most = np.where(leaves < 0, choices.recomputes[:, None], choices.parts[:, None])
     old_ms = problem.costs.ms[: Kind.B + 1, route[source]].max(axis=-1)
     old_carry_ms = carry_ms(problem.costs, route[source])
     return Rules(
         in_flight=np.ceil(rules.in_flight[source] * stages / len(route)).clip(1, microbatches).astype(np.int64),
         wait_ms=_scaled(rules.wait_ms[:, source], old_ms, choices.patience_ms, np.zeros_like(old_ms)),
-        leaves=np.sign(leaves) * np.minimum(np.abs(leaves), most),
+        leaves=_possible(choices, leaves),
         lead_ms=_scaled(rules.lead_ms[source], old_carry_ms, choices.carry_ms, choices.carry_ms),
         order=_moved_order(simulator.problem, rules.order, problem)
         if choices.order_is_free
@@ -163,6 +178,14 @@ def _moved_order(problem: Problem, order: Ints, old: Problem) -> Ints:
     places = np.argsort(_by_work(old))[order]
     followed = places[np.rint(np.linspace(0, old.microbatches - 1, problem.microbatches)).astype(int)]
     return _by_work(problem)[np.argsort(np.argsort(followed, kind="stable"))]
+
+
+def _possible(choices: Choices, leaves: Ints) -> Ints:
+    """(S, m) what can become of activations, nearest to this: no more parts than there are, no higher level."""
+    stage, again = np.arange(len(leaves))[:, None], leaves < 0
+    level = np.minimum(np.where(again, level_of(leaves), -1), choices.levels[:, None] - 1)
+    parts = np.minimum(np.where(again, parts_of(leaves), leaves), choices.parts[1 + level, stage])
+    return np.where(again & (level >= 0), recomputed(level, parts), np.where(again, 0, parts))
 
 
 def _scaled(value: Floats, old: Floats, new: Floats, default: Floats) -> Floats:

@@ -7,14 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.evaluate.jit import compiled_phase
+from optpipe.evaluate.jit import compiled_part, compiled_phase
 from optpipe.model.arrays import Flags, Floats, Ints
-from optpipe.model.rules import Rules
+from optpipe.model.rules import Rules, level_of, parts_of
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # rows by kind of compute op
 OUT, BACK = range(2)  # rows by way of a transfer
 WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
 NONE = -1
+
+_level_of, _parts_of = compiled_part(level_of), compiled_part(parts_of)
 
 
 class State(NamedTuple):
@@ -29,7 +31,9 @@ class State(NamedTuple):
     input_ready
         (4, S, m) when the input of an op is there; infinity if that is not known.
     activation_ready
-        (S, m) when all of an activation is on the device; infinity while it is away.
+        (S, m) when all of an activation, or of its checkpoint, is on the device; infinity while it is away.
+    computed_again
+        (S, m) when the recompute of an activation ends; infinity until it starts, 0 where there is none.
     next_microbatch
         (4, S) of each kind of op.
     begin
@@ -50,8 +54,10 @@ class State(NamedTuple):
     look_at
         (links + D,) when a link or a device is looked at next; infinity if only others can make that necessary.
     parts_to_leave, parts_sent, parts_off_device, parts_back
-        (S, m) how many parts of an activation are to leave (`RECOMPUTED` where it is computed again), have begun to
-        leave, have left, have begun to come back.
+        (S, m) how many parts of an activation, or of its checkpoint, are to leave, have begun to leave, have left, have
+        begun to come back.
+    variant
+        (S, m) 0, or 1 + the level by which an activation is computed again.
     next_to_leave, next_to_return
         (S,) the oldest micro-batch with parts that are to leave, to come back.
     carried
@@ -68,6 +74,7 @@ class State(NamedTuple):
     moved: Floats
     input_ready: Floats
     activation_ready: Floats
+    computed_again: Floats
     next_microbatch: Ints
     begin: Floats
     forwards_left: Ints
@@ -83,6 +90,7 @@ class State(NamedTuple):
     parts_sent: Ints
     parts_off_device: Ints
     parts_back: Ints
+    variant: Ints
     next_to_leave: Ints
     next_to_return: Ints
     carried: Ints
@@ -92,7 +100,7 @@ class State(NamedTuple):
 
 def new_state(figures: Figures, microbatches: int) -> State:
     """Returns room for `list_ops`, which can be used again and again."""
-    stages, parts, _ = figures.part_bytes.shape
+    _, stages, parts, _ = figures.part_bytes.shape
     devices, links = len(figures.memory), len(figures.stages_on_link)
 
     def ints(*shape: int) -> Ints:
@@ -103,6 +111,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
         moved=np.zeros((2, stages, microbatches, parts)),
         input_ready=np.zeros((4, stages, microbatches)),
         activation_ready=np.zeros((stages, microbatches)),
+        computed_again=np.zeros((stages, microbatches)),
         next_microbatch=ints(4, stages),
         begin=np.zeros(microbatches),
         forwards_left=ints(devices),
@@ -118,6 +127,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
         parts_sent=ints(stages, microbatches),
         parts_off_device=ints(stages, microbatches),
         parts_back=ints(stages, microbatches),
+        variant=ints(stages, microbatches),
         next_to_leave=ints(stages),
         next_to_return=ints(stages),
         carried=ints(links, 3),
@@ -135,6 +145,7 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.input_ready[:] = np.inf
     state.input_ready[FORWARD, 0, :] = 0.0
     state.activation_ready[:] = 0.0
+    state.computed_again[:] = 0.0
     state.next_microbatch[:] = 0
     state.begin[:] = 0.0
     state.forwards_left[:] = 0
@@ -149,7 +160,9 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     for s in range(stages):
         state.forwards_left[figures.device[s]] += microbatches
         for j in range(microbatches):
-            state.parts_to_leave[s, j] = rules.leaves[s, j]
+            leaves = rules.leaves[s, j]
+            state.variant[s, j] = 0 if leaves >= 0 else 1 + _level_of(leaves)
+            state.parts_to_leave[s, j] = leaves if leaves >= 0 else _parts_of(leaves)
     state.parts_sent[:] = 0
     state.parts_off_device[:] = 0
     state.parts_back[:] = 0
@@ -162,6 +175,16 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
         state.column[j] = figures.alike[rules.order[j]]
         for d in range(len(figures.memory)):
             state.work_left[d] += figures.work_ms[d, state.column[j]]
+
+
+@compiled_phase
+def needed_ms(figures: Figures, state: State, s: int, j: int) -> float:
+    """When what has left is expected to be needed: by the backward, or by the recompute before it."""
+    column, variant = state.column[j], state.variant[s, j]
+    needed = state.begin[j] + figures.offset_ms[BACKWARD, s, column]
+    if variant > 0:
+        needed -= figures.ms[variant, RECOMPUTE, s, column]
+    return float(needed)
 
 
 @compiled_phase

@@ -70,7 +70,7 @@ class CompiledSchedule:
     @cached_property
     def durations_ms(self) -> Floats:
         """(n,) nominal times; a pair's stands on its first op."""
-        return graph.durations(self.problem, self.rows)
+        return graph.durations(self.problem, self.rows, graph.nominal_ms(self.problem, self.rows, self.index))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.arrays import Ints
+from optpipe.model.arrays import NONE, Ints
 from optpipe.model.costs import stored_width
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -30,8 +30,8 @@ class Sizes:
 
     activation: Ints
     saved_for_weight: Ints  # what stays saved from B until W
-    kept: Ints  # what stays after F: the activation, or the checkpoint where it is recomputed
-    moved: Ints  # of one transfer: the part, or what is evicted
+    kept: Ints  # what stays after F: the activation, or the checkpoint of the level by which it is recomputed
+    moved: Ints  # of one transfer: the part of that, or what is evicted
     hosted: Ints  # in host memory when the backward starts
 
 
@@ -76,7 +76,7 @@ TABLE: dict[Kind, Effect] = {
 }
 
 
-class Level(NamedTuple):
+class Holding(NamedTuple):
     """What one activation holds from the start or the end of an op on."""
 
     kind: Kind
@@ -97,7 +97,8 @@ class Effects:
     """The table in one problem's bytes, for whole activations: arrays by kind, stage and micro-batch.
 
     For an activation that stays on its device until its backward `takes` and `frees` are all there is. For one that is
-    recomputed `recomputed` says what F and C do instead. Transfers take and free the bytes of their part (`parts`).
+    recomputed `by_level` says what F and C do instead. Transfers take and free the bytes of their part (`parts`,
+    `parts_by_level`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -118,26 +119,34 @@ class Effects:
         return np.broadcast_to(takes, shape), np.broadcast_to(frees, shape)
 
     @cached_property
-    def recomputed(self) -> tuple[Ints, Ints]:
-        """(len(Kind), S, m) what ops take and free where the activation is recomputed."""
-        return self._by_kind(kept=self.problem.costs.checkpoint)
+    def by_level(self) -> list[tuple[Ints, Ints]]:
+        """By level: (len(Kind), S, m) what ops take and free where the activation is recomputed by it."""
+        return [self._by_kind(kept) for kept in self.problem.costs.levels.checkpoint]
 
     @cached_property
     def parts(self) -> Ints:
         """(S, m, parts) the bytes of each part of an activation that can leave; 0 beyond a stage's number of parts."""
-        costs = self.problem.costs
-        width = stored_width(costs.offload)
-        stage, j, part = np.ogrid[: len(costs.parts), :width, : costs.parts.max()]
-        nbytes = np.where(part < costs.parts[stage], costs.part_bytes(stage, j, part), 0)
-        return np.broadcast_to(nbytes, (*costs.offload.shape, nbytes.shape[2]))
+        return self._parts(self.problem.costs.offload, NONE)
 
-    def levels(self, stage: int, microbatch: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
+    @cached_property
+    def parts_by_level(self) -> list[Ints]:
+        """By level: (S, m, parts) the bytes of each part of its checkpoint that can leave."""
+        return [self._parts(offload, level) for level, offload in enumerate(self.problem.costs.levels.offload)]
+
+    def _parts(self, offload: Ints, level: int) -> Ints:
+        costs = self.problem.costs
+        stage, j, part = np.ogrid[: len(costs.parts), : stored_width(offload), : costs.parts.max()]
+        nbytes = np.where(part < costs.parts[stage], costs.part_bytes(stage, j, part, level), 0)
+        return np.broadcast_to(nbytes, (*offload.shape, nbytes.shape[2]))
+
+    def holdings(self, stage: int, microbatch: int, *kinds: Kind, level: int = NONE) -> list[Holding]:
         """What an activation holds while these ops of it run one after the other, such as F, B, W or F, C, BW.
 
-        One entry for each start and end at which the level changes; parts that leave in between come off it.
+        One entry for each start and end at which that changes; parts that leave in between come off it. `level` is that
+        by which it is recomputed.
         """
-        takes, frees = self.recomputed if recomputed else (self.takes, self.frees)
-        levels: list[Level] = []
+        takes, frees = self.by_level[level] if level >= 0 else (self.takes, self.frees)
+        holdings: list[Holding] = []
         held = 0
         for kind in kinds:
             for ended, change in (
@@ -146,8 +155,8 @@ class Effects:
             ):
                 if change:
                     held += change
-                    levels.append(Level(kind, ended, held))
-        return levels
+                    holdings.append(Holding(kind, ended, held))
+        return holdings
 
     def by_row(self, rows: Rows, index: Index) -> RowEffects:
         """What each op takes at its start and frees at its end, (n,) bytes each. Those of a pair stand on its first
@@ -158,10 +167,11 @@ class Effects:
     def _sizes(self, rows: Rows, index: Index) -> Sizes:
         costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
         activation, saved = costs.activation[stage, microbatch], costs.saved_for_weight[stage, microbatch]
-        kept, moved = activation, costs.part_bytes(stage, microbatch, rows.part)
+        level = index.level[stage, microbatch]
+        part = np.where(rows.of_kinds(Kind.C), 0, rows.part)
+        kept, moved = activation, costs.part_bytes(stage, microbatch, part, level)
         if costs.can_recompute.any():
-            again = (index.rows_of(Kind.C) >= 0)[stage, microbatch]
-            kept = np.where(again, costs.checkpoint[stage, microbatch], kept)
+            kept = np.where(level >= 0, costs.levels.checkpoint[level, stage, microbatch], kept)
         if costs.can_evict.any():
             evicted = rows.of_kinds(Kind.D) & (index.rows_of(Kind.E) >= 0)[stage, microbatch]
             moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage, microbatch], moved)

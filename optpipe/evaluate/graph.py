@@ -51,13 +51,17 @@ class Streams(NamedTuple):
         return before
 
 
-def durations(problem: Problem, rows: Rows, ms: Floats | None = None) -> Floats:
-    """(n, ...) each op's time in ms; a pair's stands on its first op.
+def nominal_ms(problem: Problem, rows: Rows, index: Index) -> Floats:
+    """(n,) the time of each op alone in ms."""
+    level = index.level[rows.stage, rows.microbatch]
+    return problem.costs.op_ms(rows.kind, rows.stage, rows.microbatch, level)
 
-    `ms` are the ops' times alone, by default the nominal ones; they may have further dimensions, such as samples.
+
+def durations(problem: Problem, rows: Rows, ms: Floats) -> Floats:
+    """(n, ...) each op's time in ms, where `ms` are the ops' times alone; a pair's stands on its first op.
+
+    The times may have further dimensions, such as samples.
     """
-    if ms is None:
-        ms = problem.costs.ms[rows.kind, rows.stage, rows.microbatch]
     ms[rows.first] = (problem.overlap_factor or 1.0) * (ms[rows.first] + ms[rows.first + 1])
     return ms
 
@@ -121,9 +125,12 @@ class _Collector:
         part = self._rows.part
         self._require(dropped, OWN, offload[*self._activations(dropped), part[dropped]], "offload or eviction")
         self._require(returned, OWN, drop[*self._activations(returned), part[returned]], "drop")
-        # An activation has one of these at most; all parts' reloads stand on one stream, in order.
+        # An activation has one of these at most, or C after R; all parts' reloads stand on one stream, in order.
         restored, backward = self._index.rows_of(Kind.R, Kind.C, Kind.L), self._rows_of(Kind.B, Kind.BW)
         self.needs[backward, RESTORED] = restored[self._activations(backward)]
+        again = self._rows_of(Kind.C)
+        if len(again):
+            self.needs[again, RESTORED] = self._index.rows_of(Kind.R)[self._activations(again)]
 
     def add_updates(self) -> None:
         """Optimizers on the host: gradients out, then the update; forwards need the parameters."""

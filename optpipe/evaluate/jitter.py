@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from optpipe.evaluate.compiled import CompiledSchedule
-from optpipe.evaluate.graph import durations
+from optpipe.evaluate.graph import durations, nominal_ms
 from optpipe.evaluate.objective import Objective
-from optpipe.evaluate.rows import Rows
+from optpipe.evaluate.rows import Index, Rows
 from optpipe.evaluate.timeline import timed_samples
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import MARKS, TRANSFERS, Kind
@@ -99,9 +99,8 @@ class Noise:
             of_kind = np.flatnonzero(rows.kind == kind)
             part = rows.part[of_kind] if kind in TRANSFERS else 0
             factor[of_kind] = self._factors(kind)[rows.stage[of_kind], rows.microbatch[of_kind], part]
-        return durations(
-            self.problem, rows, self.problem.costs.ms[rows.kind, rows.stage, rows.microbatch, None] * factor
-        )
+        nominal = nominal_ms(self.problem, rows, Index(self.problem, rows))
+        return durations(self.problem, rows, nominal[:, None] * factor)
 
     def _draw(self, kind: Kind) -> Floats:
         """(S, m, parts, samples) the factors on the nominal times of this kind's ops."""

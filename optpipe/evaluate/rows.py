@@ -128,11 +128,19 @@ class Rows:
         self.refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
         passed = costs.before[costs.route[microbatch], stage] != OFF_ROUTE
         self.refuse(~optimizer & ~passed, "the micro-batch does not pass this stage")
-        self.refuse(self.of_kinds(Kind.O, Kind.R) & ~costs.can_offload[stage], "the stage has no offload_ms")
-        leaves = costs.can_offload[stage] | costs.can_evict[stage]
+        again = self.of_kinds(Kind.C)
+        self.refuse(again & ~costs.can_recompute[stage], "the stage has no recompute_ms and no levels")
+        self.refuse(again & (self.part >= costs.levels.count[stage]), "the stage has fewer levels")
+        level = Index(problem, self).level[stage, microbatch]
+        leaves, moved = costs.can_offload[stage], self.of_kinds(Kind.O, Kind.R)
+        if again.any():
+            leaves = np.where(level >= 0, costs.levels.can_offload[level, stage], leaves)
+            both = "an activation is offloaded or recomputed, not both, where its level has no offload_ms"
+            self.refuse(moved & (level >= 0) & ~leaves, both)
+        self.refuse(moved & ~leaves, "the stage has no offload_ms")
+        leaves = leaves | costs.can_evict[stage]
         self.refuse(self.of_kinds(Kind.D) & ~leaves, "the stage has neither offload_ms nor evict_ms")
-        self.refuse(self.part >= costs.parts[stage], "the stage has fewer parts")
-        self.refuse(self.of_kinds(Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
+        self.refuse(~again & (self.part >= costs.parts[stage]), "the stage has fewer parts")
         joined = self.table[:, JOINED] == 1
         self.refuse(
             joined & (problem.overlap_factor is None), "ops run together only where the problem has overlap_factor"
@@ -147,6 +155,16 @@ class Index:
         self._shape = (len(problem.stages), problem.microbatches, int(problem.costs.parts.max()))
         self._found: dict[Kind, Ints] = {}
 
+    @cached_property
+    def level(self) -> Ints:
+        """(S, m) the level by which each activation is computed again, `NONE` where it is not. Only to be read."""
+        rows, shape = np.flatnonzero(self._rows.kind == Kind.C), self._shape[:2]
+        if not len(rows):
+            return np.broadcast_to(np.int64(NONE), shape)
+        level = np.full(shape, NONE)
+        level[self._rows.stage[rows], self._rows.microbatch[rows]] = self._rows.part[rows]
+        return level
+
     def parts(self, kind: Kind) -> Ints:
         """(S, m, parts) rows of a kind; of one that stands in no parts (S, m, 1). Only to be read."""
         if kind not in self._found:
@@ -154,7 +172,8 @@ class Index:
             shape = self._shape if kind in PARTED else (*self._shape[:2], 1)
             if len(rows):
                 table = np.full(shape, NONE)
-                table[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
+                part = self._rows.part[rows] if kind in PARTED else 0
+                table[self._rows.stage[rows], self._rows.microbatch[rows], part] = rows
             else:
                 table = np.broadcast_to(np.int64(NONE), shape)  # takes no memory, however many parts there may be
             self._found[kind] = table

@@ -29,11 +29,11 @@ def complaints(problem: Problem, links: Mapping[str, Program], rows: Rows, index
 
 
 def _twice(rows: Rows) -> list[str]:
-    table = rows.table
-    if len(table) == 0:
+    if len(rows) == 0:
         return []
-    shape = table[:, :4].max(axis=0) + 1
-    ops = np.ravel_multi_index(table[:, :4].T, shape)  # one number each: sorted much sooner than rows
+    part = np.where(rows.of_kinds(Kind.C), 0, rows.part)  # by two levels is twice, too
+    table = np.array([rows.kind, rows.stage, rows.microbatch, part])
+    ops = np.ravel_multi_index(table, table.max(axis=1) + 1)  # one number each: sorted much sooner than rows
     _, first, count = np.unique(ops, return_index=True, return_counts=True)
     again = count > 1
     return [f"{rows.op(i)} stands {n} times" for i, n in zip(first[again][:MOST], count[again], strict=False)]
@@ -41,7 +41,7 @@ def _twice(rows: Rows) -> list[str]:
 
 def _missing(problem: Problem, index: Index) -> list[str]:
     """Each micro-batch passes each stage of its route: one F, and B and W, or BW. O, D and R all or none; E, D, L, A
-    and V all or none; of these and C one at most."""
+    and V all or none; evicted is only what is neither offloaded nor recomputed."""
     costs = problem.costs
     passes = (costs.before[costs.route] != OFF_ROUTE).T  # (S, m)
     has = {kind: index.rows_of(kind) >= 0 for kind in Kind}
@@ -75,7 +75,6 @@ def _missing(problem: Problem, index: Index) -> list[str]:
             for kind in "LAV"
             for text in name(has[Kind[kind]] & ~evicted, f"{{0}}{kind}{{1}} has no {{0}}E{{1}}: nothing is evicted")
         ),
-        *name(has[Kind.C] & offload.any(axis=2), "{0}C{1}: an activation is offloaded or recomputed, not both"),
         *name(
             evicted & (has[Kind.C] | offload.any(axis=2)),
             "{0}E{1}: an activation is offloaded, evicted or recomputed, one of them",
@@ -98,7 +97,8 @@ def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
 
 
 def _out_of_order(rows: Rows, index: Index) -> list[str]:
-    """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V. Of an
+    """In each program F stands before O, E, D, R, L, C and these before B, R before C, B before W; on the peer A
+    before V. Of an
     optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
     at = {kind: index.rows_of(kind) for kind in Kind}
     forward, backward = at[Kind.F], index.rows_of(Kind.B, Kind.BW)
@@ -107,6 +107,7 @@ def _out_of_order(rows: Rows, index: Index) -> list[str]:
         (forward, at[Kind.C]),
         (forward, backward),
         *((at[kind], backward) for kind in (Kind.R, Kind.C, Kind.L)),
+        (at[Kind.R], at[Kind.C]),
         (backward, at[Kind.W]),
         (np.broadcast_to(forward[:, :, None], offload.shape), offload),
         (offload, drop),

@@ -13,13 +13,13 @@ from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.records import Device, EachMs, Message, Stage
 
-# The field that says how long an op of each kind takes; drops, accepts and vacates take no time.
+# The field that says how long an op of each kind takes; drops, accepts and vacates take no time, and what C takes
+# depends on the level (`LevelCosts`).
 MS_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.F: ("forward_ms",),
     Kind.B: ("backward_input_ms",),
     Kind.W: ("backward_weight_ms",),
     Kind.BW: ("backward_input_ms", "backward_weight_ms"),
-    Kind.C: ("recompute_ms",),
     Kind.O: ("offload_ms",),
     Kind.R: ("reload_ms",),
     Kind.E: ("evict_ms",),
@@ -32,6 +32,44 @@ IN_PARTS = (Kind.O, Kind.R)
 FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
 
 
+@dataclass(frozen=True, eq=False)
+class LevelCosts:
+    """Arrays by level (length L, of the stage with most), stage and micro-batch. What a stage has not costs 0."""
+
+    count: Ints  # (S,) how many levels each stage has
+    recompute_ms: Floats  # (L, S, m) of C
+    checkpoint: Ints  # (L, S, m) bytes that stay after F
+    offload_ms: Floats  # (L, S, m) of O, of one part of the checkpoint
+    reload_ms: Floats  # (L, S, m) of R, of one part of the checkpoint
+    offload: Ints  # (L, S, m) bytes of all parts of the checkpoint
+    can_offload: Flags  # (L, S)
+
+    @classmethod
+    def from_stages(cls, stages: Sequence[Stage], parts: Ints, microbatches: int) -> LevelCosts:
+        levels = [stage.all_levels for stage in stages]
+        count = np.array([len(each) for each in levels])
+
+        def by_level(field: str, dtype: Any) -> Any:
+            """(L, S, m) a view where all micro-batches have the same figures."""
+            most = int(count.max())
+            figures = [getattr(each[k], field) if k < len(each) else None for k in range(most) for each in levels]
+            return _by_microbatch(figures, microbatches, dtype).reshape(most, len(stages), microbatches)
+
+        def of_a_part(field: str) -> Floats:
+            ms = by_level(field, np.float64)
+            return np.broadcast_to(ms[..., : stored_width(ms)] / parts[:, None], ms.shape)
+
+        return cls(
+            count=count,
+            recompute_ms=by_level("recompute_ms", np.float64),
+            checkpoint=by_level("checkpoint_bytes", np.int64),
+            offload_ms=of_a_part("offload_ms"),
+            reload_ms=of_a_part("reload_ms"),
+            offload=by_level("offload_bytes", np.int64),
+            can_offload=by_level("can_offload", np.bool_)[..., 0],
+        )
+
+
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Costs:
     """Arrays by stage (length S) and micro-batch (length m), by route and stage, or by device (length D).
@@ -41,16 +79,15 @@ class Costs:
     """
 
     device: Ints  # (S,) the device of each stage
-    ms: Floats  # (len(Kind), S, m) duration by kind, stage and micro-batch; for O and R of one part
+    ms: Floats  # (len(Kind), S, m) duration by kind, stage and micro-batch; for O and R of one part; of C see `levels`
     message_ms: Floats  # (2, S, m) of the message that the F, the backward of each stage waits for; 0 where none comes
     activation: Ints  # (S, m) bytes
     saved_for_weight: Ints  # (S, m) bytes
     offload: Ints  # (S, m) bytes of all parts
     parts: Ints  # (S,)
-    checkpoint: Ints  # (S, m) bytes
+    levels: LevelCosts  # what it costs to compute activations again
     evict: Ints  # (S, m) bytes
     can_offload: Flags  # (S,)
-    can_recompute: Flags  # (S,)
     can_evict: Flags  # (S,)
     can_update: Flags  # (S,)
     route: Ints  # (m,) route of each micro-batch
@@ -98,10 +135,9 @@ class Costs:
             saved_for_weight=nbytes("saved_for_weight_bytes"),
             offload=nbytes("offload_bytes"),
             parts=parts,
-            checkpoint=nbytes("checkpoint_bytes"),
+            levels=LevelCosts.from_stages(stages, parts, m),
             evict=nbytes("evict_bytes"),
             can_offload=marked("can_offload"),
-            can_recompute=marked("can_recompute"),
             can_evict=marked("can_evict"),
             can_update=marked("can_update"),
             route=route_of,
@@ -113,9 +149,39 @@ class Costs:
             peer=np.array([NONE if device.peer is None else device.peer for device in devices]),
         )
 
-    def part_bytes(self, stage: Table | Ints, microbatch: Table | Ints, part: Table | Ints) -> Ints:
-        """Bytes of one part: equal ones that add up to `offload` exactly. Arrays of one shape."""
+    @property
+    def can_recompute(self) -> Flags:
+        """(S,) whether the stage has levels."""
+        can: Flags = self.levels.count > 0
+        return can
+
+    def level_ms(self, level: int) -> Floats:
+        """(len(Kind), S, m) as `ms`, where activations are computed again by a level."""
+        ms = self.ms.copy()
+        levels = self.levels
+        ms[[Kind.C, Kind.O, Kind.R]] = levels.recompute_ms[level], levels.offload_ms[level], levels.reload_ms[level]
+        return ms
+
+    def op_ms(self, kind: Table | Ints, stage: Table | Ints, microbatch: Table | Ints, level: Ints) -> Floats:
+        """(n,) durations of ops of activations that are computed again by a level, or `NONE`. Arrays of one shape."""
+        ms: Floats = self.ms[kind, stage, microbatch]
+        for k, by_level in (
+            (Kind.C, self.levels.recompute_ms),
+            (Kind.O, self.levels.offload_ms),
+            (Kind.R, self.levels.reload_ms),
+        ):
+            rows = np.flatnonzero((kind == k) & (level >= 0))
+            ms[rows] = by_level[level[rows], stage[rows], microbatch[rows]]
+        return ms
+
+    def part_bytes(
+        self, stage: Table | Ints, microbatch: Table | Ints, part: Table | Ints, level: Ints | int = NONE
+    ) -> Ints:
+        """Bytes of one part: equal ones that add up to `offload` exactly, to that of a level where there is one.
+        Arrays of one shape."""
         n, total = self.parts[stage], self.offload[stage, microbatch]
+        if np.any(np.greater_equal(level, 0)):
+            total = np.where(np.greater_equal(level, 0), self.levels.offload[level, stage, microbatch], total)
         upto: Ints = total * (part + 1) // n
         return upto - total * part // n
 
@@ -153,12 +219,14 @@ class Costs:
     def _figures(self) -> Iterator[Floats | Ints]:
         """Yield the arrays whose last axis is that of micro-batches."""
         yield from (self.ms, self.message_ms)
-        yield from (self.activation, self.saved_for_weight, self.offload, self.checkpoint, self.evict)
+        yield from (self.activation, self.saved_for_weight, self.offload, self.evict)
+        levels = self.levels
+        yield from (levels.recompute_ms, levels.checkpoint, levels.offload_ms, levels.reload_ms, levels.offload)
 
 
 def stored_width(array: Any) -> int:
     """How many micro-batches an array has numbers for: all of them, or 1 where it has the same for all."""
-    return int(array.shape[-1]) if array.strides[-1] else 1
+    return int(array.shape[-1]) if array.strides[-1] and array.size else 1
 
 
 def _by_microbatch(figures: Sequence[Any], microbatches: int, dtype: Any) -> Any:

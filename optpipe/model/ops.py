@@ -1,5 +1,7 @@
 """Ops and their text form: `{stage}{kind}{microbatch}`, such as `0F3`, `2BW0`, `1O4.2`; a pair is `0F3+4BW1`.
 
+What stands after the dot is the part of an O, D or R, and the level of a C: `1C4` is by level 0, `1C4.1` by level 1.
+
 The letters are those of the zero-bubble papers, not PyTorch's: our `B` (input gradient) is PyTorch's `I`, and our `BW`
 (both gradients) is PyTorch's `B`.
 """
@@ -47,12 +49,13 @@ OPTIMIZER = frozenset({Kind.G, Kind.U, Kind.P})  # once a stage and iteration, w
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 OP = re.compile(
-    rf"({_NUMBER})(?:(BW|[FBWCELAVGUP])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)"
-)  # only O, D and R have parts
+    rf"({_NUMBER})(?:(BW|[FBWELAVGUP])({_NUMBER})|([CODR])({_NUMBER})(?:\.({_NUMBER}))?)"
+)  # only C has levels, only O, D and R have parts
 
 
 class Op(NamedTuple):
-    """One op. `part` is 0 unless a stage's activation is offloaded in several parts (`offload_parts`)."""
+    """One op. `part` is 0 unless a stage's activation is offloaded in several parts (`offload_parts`); of a C it is the
+    number of the level by which it computes the activation again (`levels`)."""
 
     kind: Kind
     stage: int
@@ -66,8 +69,7 @@ class Op(NamedTuple):
         if not match:
             raise InputError(
                 f"op {text[:40]!r}: expected stage, kind ({', '.join(kind.name for kind in Kind)}), micro-batch "
-                "and, for O, D, R, a part, "
-                "like 0F3 or 1O4.2"
+                "and, for O, D, R, a part, for C a level, like 0F3 or 1O4.2"
             )
         stage, whole, j, parted, k, part = match.groups()
         return cls(Kind[whole or parted], int(stage), int(j or k), int(part or 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +13,17 @@ from pydantic import Field, model_validator
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, UPDATE, Document, EachBytes, EachMs, Items, StageCosts, each_microbatch
+from optpipe.model.records import (
+    EVICTION,
+    RECOMPUTE,
+    UPDATE,
+    Document,
+    EachBytes,
+    EachMs,
+    Items,
+    StageCosts,
+    each_microbatch,
+)
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
@@ -155,7 +165,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     whole checkpoint.
     """
 
-    def ms(field: str, of: Sequence[StageCosts]) -> EachMs:
+    def ms(field: str, of: Sequence[Any]) -> EachMs:
         joined: EachMs = each_microbatch(lambda *values: sum(values) / shares, *(getattr(c, field) for c in of))
         return joined
 
@@ -169,7 +179,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
         kept: EachBytes = each_microbatch(operator.add, size(away), staying)
         return kept
 
-    leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
+    leaving = [c for c in costs if c.can_offload]
     evicting = [c for c in costs if c.can_evict]
     offload, evict = [c.offload_bytes or 0 for c in leaving], [c.evict_bytes or 0 for c in evicting]
     activation = each_microbatch(max, whole(offload), whole(evict))
@@ -182,20 +192,42 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     }
     if leaving:
         fields |= {name: ms(name, leaving) for name in ("offload_ms", "reload_ms")}
-        fields |= {"offload_bytes": size(offload), "offload_parts": min(c.offload_parts for c in leaving)}
-    if again:
-        kept = size([c.activation_bytes if c.checkpoint_bytes is None else c.checkpoint_bytes for c in costs])
-        kept = each_microbatch(max, kept, kept, *(c.checkpoint_bytes for c in again))
-        fields |= {
-            "recompute_ms": ms("recompute_ms", again),
-            "checkpoint_bytes": each_microbatch(min, activation, kept),
-        }
+        fields |= {"offload_bytes": size(offload)}
+    if parts := [c.offload_parts for c in costs if c.can_offload or c.can_offload_checkpoints]:
+        fields |= {"offload_parts": min(parts)}
+    fields |= _levels_together(costs, activation, ms, size)
     if evicting:
         fields |= {name: ms(name, evicting) for name in ("evict_ms", "load_ms")}
         fields |= {"evict_bytes": size(evict)}
     if updating := [c for c in costs if c.can_update]:
         fields |= {name: ms(name, updating) for name in UPDATE}
     return fields
+
+
+def _levels_together(
+    costs: Sequence[StageCosts],
+    activation: EachBytes,
+    ms: Callable[[str, Sequence[Any]], EachMs],
+    size: Callable[[Sequence[EachBytes]], EachBytes],
+) -> dict[str, Any]:
+    """The fields of a piece's levels, one for each name; what has no level of that name stays. `ms` and `size` are
+    those of `together`. The smallest checkpoint of a stage is its input, which none of its pieces goes below."""
+    levels: list[dict[str, Any]] = []
+    for name in dict.fromkeys(level.name for c in costs for level in c.all_levels):
+        by_name = [next((level for level in c.all_levels if level.name == name), None) for c in costs]
+        again = [level for level in by_name if level]
+        leaving = [level for level in again if level.can_offload]
+        able = [c for c, level in zip(costs, by_name, strict=True) if level]
+        inputs = [each_microbatch(lambda *x: min(x), *(x.checkpoint_bytes for x in c.all_levels)) for c in able]
+        stays = [x.checkpoint_bytes if x else c.activation_bytes for c, x in zip(costs, by_name, strict=True)]
+        kept = each_microbatch(min, activation, each_microbatch(lambda *x: max(x), size(stays), *inputs))
+        levels.append({"name": name, "recompute_ms": ms("recompute_ms", again), "checkpoint_bytes": kept})
+        if leaving:
+            levels[-1] |= {field: ms(field, leaving) for field in ("offload_ms", "reload_ms")}
+            levels[-1] |= {"offload_bytes": each_microbatch(min, kept, size([x.offload_bytes or 0 for x in leaving]))}
+    if any(c.levels is not None for c in costs):
+        return {"levels": levels}
+    return {field: levels[0][field] for field in RECOMPUTE} if levels else {}
 
 
 def counts_text(counts: Sequence[int]) -> str:

@@ -176,6 +176,12 @@ class Problem(Document):
                 f"offload_parts = {parts}: times {len(self.stages)} stages and {self.microbatches} "
                 f"microbatches, at most {MAX_PARTS} parts"
             )
+        levels = max(len(stage.all_levels) for stage in self.stages)
+        if len(self.stages) * self.microbatches * levels > MAX_FORWARDS:
+            return (
+                f"levels: {levels} of a stage, times {len(self.stages)} stages and {self.microbatches} microbatches, "
+                f"at most {MAX_FORWARDS}"
+            )
         total = sum(
             sum(figure) if isinstance(figure, tuple) else figure * self.microbatches
             for stage in self.stages
@@ -217,8 +223,7 @@ class Problem(Document):
             return tuple(figures[j] for j in order) if isinstance(figures, tuple) else figures
 
         def costs_moved(records: Sequence[StageCosts] | None) -> Any:
-            update = ({name: moved(figures) for name, figures in costs.lists()} for costs in records or ())
-            return records and [costs.model_copy(update=lists) for costs, lists in zip(records, update, strict=True)]
+            return records and [costs.with_figures(moved) for costs in records]
 
         return self.replace(
             p2p_ms=moved(self.p2p_ms),

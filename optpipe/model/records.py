@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from optpipe.errors import A_LIST, A_NUMBER, InputError, input_error
 
 MOST_MS = 1e12
+MOST_PARTS, MOST_LEVELS = 64, 8  # of a stage
 Ms = Annotated[float, Field(strict=True, ge=0, le=MOST_MS, allow_inf_nan=False)]
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
@@ -123,6 +124,39 @@ class Message(Record):
     ms: EachMs
 
 
+class Level(Record):
+    """One way to drop an activation and compute it again: PipeOffload's appendix C, Megatron's selective and full.
+
+    Attributes
+    ----------
+    name
+        Such as `cheap`, `selective`, `full`.
+    recompute_ms, checkpoint_bytes
+        The time to compute the activation again, and the bytes that stay until then.
+    offload_ms, reload_ms, offload_bytes
+        To offload the checkpoint as well: the times of its copies, and the bytes that it frees. None: it stays.
+    """
+
+    name: Name
+    recompute_ms: EachMs
+    checkpoint_bytes: EachBytes
+    offload_ms: EachMs | None = None
+    reload_ms: EachMs | None = None
+    offload_bytes: EachBytes | None = None
+
+    @property
+    def can_offload(self) -> bool:
+        return self.offload_ms is not None
+
+    def complaint(self, activation_bytes: EachBytes) -> str | None:
+        """The first thing wrong between the fields, of a level of an activation of this size."""
+        return (
+            _incomplete("level", self, OFFLOAD)
+            or _first_larger("checkpoint_bytes", self.checkpoint_bytes, "activation_bytes", activation_bytes)
+            or _first_larger("offload_bytes", self.offload_bytes, "checkpoint_bytes", self.checkpoint_bytes)
+        )
+
+
 class StageCosts(Record):
     """What one stage, or one layer, costs per micro-batch. Times in ms, sizes in bytes.
 
@@ -143,6 +177,8 @@ class StageCosts(Record):
         In how many equal parts it may be offloaded, each on its own.
     recompute_ms, checkpoint_bytes
         To drop the activation and compute it again: the time, and the bytes that stay.
+    levels
+        Several ways to do that, in place of these two fields; each activation takes one of them, or none.
     evict_ms, load_ms, evict_bytes
         To evict it to the device's peer: the times of the copies, and the bytes.
     gradient_out_ms, update_ms, parameters_in_ms
@@ -158,9 +194,10 @@ class StageCosts(Record):
     offload_ms: EachMs | None = None
     reload_ms: EachMs | None = None
     offload_bytes: EachBytes | None = None
-    offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    offload_parts: Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)] = 1
     recompute_ms: EachMs | None = None
     checkpoint_bytes: EachBytes | None = None
+    levels: Annotated[Items[Level], Field(min_length=1, max_length=MOST_LEVELS)] | None = None
     evict_ms: EachMs | None = None
     load_ms: EachMs | None = None
     evict_bytes: EachBytes | None = None
@@ -174,7 +211,19 @@ class StageCosts(Record):
 
     @property
     def can_recompute(self) -> bool:
-        return self.recompute_ms is not None
+        return bool(self.all_levels)
+
+    @property
+    def all_levels(self) -> tuple[Level, ...]:
+        """The levels; `recompute_ms` and `checkpoint_bytes` are one, named `full`."""
+        if self.recompute_ms is None or self.checkpoint_bytes is None:
+            return self.levels or ()
+        return (Level(name="full", recompute_ms=self.recompute_ms, checkpoint_bytes=self.checkpoint_bytes),)
+
+    @property
+    def can_offload_checkpoints(self) -> bool:
+        """Whether that of any level can leave."""
+        return any(level.can_offload for level in self.levels or ())
 
     @property
     def can_evict(self) -> bool:
@@ -187,36 +236,69 @@ class StageCosts(Record):
     def complaint(self) -> str | None:
         """The first thing wrong between the fields, as `field = value: what would be right`."""
         for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE):
-            missing = [name for name in group if getattr(self, name) is None]
-            if 0 < len(missing) < len(group):
-                given = next(name for name in group if name not in missing)
-                return f"{missing[0]} is missing: a stage with {given} needs {' and '.join(missing)}, too"
-        if self.offload_parts > 1 and not self.can_offload:
+            if incomplete := _incomplete("stage", self, group):
+                return incomplete
+        if self.offload_parts > 1 and not (self.can_offload or self.can_offload_checkpoints):
             return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can be offloaded in parts"
+        if self.recompute_ms is not None and self.levels is not None:
+            return f"recompute_ms = {self.recompute_ms}: a stage with levels has the time of each of them there"
         for name in ("offload_bytes", "checkpoint_bytes", "evict_bytes"):
-            value = getattr(self, name)
-            if value is not None and (larger := _first_larger(name, value, self.activation_bytes)):
+            if larger := _first_larger(name, getattr(self, name), "activation_bytes", self.activation_bytes):
                 return larger
+        names = [level.name for level in self.levels or ()]
+        for i, level in enumerate(self.levels or ()):
+            if names.index(level.name) < i:
+                return f"levels[{i}].name = {level.name!r}: the levels of a stage have different names"
+            if complaint := level.complaint(self.activation_bytes):
+                return f"levels[{i}].{complaint}"
         return None
 
     def of_microbatch(self, microbatch: int) -> Self:
         """The costs of one micro-batch, each figure one number."""
-        return self.model_copy(update={name: figures[microbatch] for name, figures in self.lists()})
+        return self.with_figures(lambda figures: figures[microbatch])
+
+    def with_figures(self, change: Callable[[tuple[Any, ...]], Any]) -> Self:
+        """The costs with each list that has a number for each micro-batch changed, those of levels as well."""
+        update: dict[str, Any] = {name: change(figures) for name, figures in _lists(self)}
+        if self.levels is not None:
+            update["levels"] = tuple(
+                level.model_copy(update={name: change(figures) for name, figures in _lists(level)})
+                for level in self.levels
+            )
+        return self.model_copy(update=update)
 
     def lists(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """The names and values of the figures that have a number for each micro-batch."""
-        for name in type(self).model_fields:
-            if isinstance(value := getattr(self, name), tuple):
-                yield name, value
+        """The names and values of the figures with a number for each micro-batch, such as `levels[1].reload_ms`."""
+        yield from _lists(self)
+        for i, level in enumerate(self.levels or ()):
+            yield from ((f"levels[{i}].{name}", figures) for name, figures in _lists(level))
 
 
-def _first_larger(name: str, value: Any, activation: Any) -> str | None:
-    """The complaint about the first micro-batch of which more bytes leave than there are."""
-    for j, larger in enumerate(_as_tuple(each_microbatch(operator.gt, value, activation))):
+def _lists(record: Record) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """The names and values of a record's own figures that have a number for each micro-batch."""
+    for name in type(record).model_fields:
+        if isinstance(value := getattr(record, name), tuple) and name != "levels":
+            yield name, value
+
+
+def _incomplete(what: str, record: Record, group: Sequence[str]) -> str | None:
+    """The complaint about fields of which some are there, some missing."""
+    missing = [name for name in group if getattr(record, name) is None]
+    if 0 < len(missing) < len(group):
+        given = next(name for name in group if name not in missing)
+        return f"{missing[0]} is missing: a {what} with {given} needs {' and '.join(missing)}, too"
+    return None
+
+
+def _first_larger(name: str, value: Any, whole_name: str, whole: Any) -> str | None:
+    """The complaint about the first micro-batch of which more bytes leave or stay than there are."""
+    if value is None:
+        return None
+    for j, larger in enumerate(_as_tuple(each_microbatch(operator.gt, value, whole))):
         if larger:
-            index, whole = (f"[{j}]" * isinstance(figure, tuple) for figure in (value, activation))
-            given, most = of_microbatch(value, j), of_microbatch(activation, j)
-            return f"{name}{index} = {given}: must be at most activation_bytes{whole} = {most}"
+            index, of_whole = (f"[{j}]" * isinstance(figure, tuple) for figure in (value, whole))
+            given, most = of_microbatch(value, j), of_microbatch(whole, j)
+            return f"{name}{index} = {given}: must be at most {whole_name}{of_whole} = {most}"
     return None
 
 

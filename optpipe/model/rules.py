@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.records import MOST_MS, Index, Items, Ms, Record
+from optpipe.model.records import MOST_LEVELS, MOST_MS, MOST_PARTS, Index, Items, Ms, Record
 
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
+Leaves = Annotated[int, Field(strict=True, ge=-(MOST_LEVELS * (MOST_PARTS + 1)), le=MOST_PARTS)]
 
 
 class Rules(NamedTuple):
@@ -24,8 +25,8 @@ class Rules(NamedTuple):
         (2, S) how long a device waits for the F, the B of each stage rather than start another op that is ready, of
         lower priority.
     leaves
-        (S, m) how many parts of each activation leave, if there is time for that; `RECOMPUTED` if it is computed again.
-        Micro-batches stand in the order in which they enter.
+        (S, m) how many parts of each activation leave, if there is time for that; a number below 0 (`recomputed`) if it
+        is computed again. Micro-batches stand in the order in which they enter.
     lead_ms
         (S,) how long before its backward is expected an activation begins to come back or to be recomputed.
     order
@@ -44,7 +45,20 @@ class Rules(NamedTuple):
         )
 
 
-RECOMPUTED = -1  # in `Rules.leaves`, in place of a number of parts
+def recomputed(level: Any, parts: Any = 0) -> Any:
+    """The number in `Rules.leaves` of an activation that is computed again by a level, while so many parts of its
+    checkpoint leave; -1 for the first level alone. Of arrays, or of numbers where it is compiled."""
+    return -(1 + level + MOST_LEVELS * parts)
+
+
+def level_of(leaves: Any) -> Any:
+    """The level that a number below 0 in `Rules.leaves` stands for."""
+    return (-1 - leaves) % MOST_LEVELS
+
+
+def parts_of(leaves: Any) -> Any:
+    """How many parts of its checkpoint leave by a number below 0 in `Rules.leaves`."""
+    return (-1 - leaves) // MOST_LEVELS
 
 
 class RulesRecord(Record):
@@ -52,7 +66,7 @@ class RulesRecord(Record):
 
     in_flight: Items[Count]
     wait_ms: tuple[Items[Ms], Items[Ms]]
-    leaves: Items[Items[Count]]
+    leaves: Items[Items[Leaves]]
     lead_ms: Items[Ms]
     order: Items[Index]
 

@@ -19,7 +19,7 @@ from optpipe.evaluate.graph import ISSUED
 from optpipe.model.arrays import Ints
 from optpipe.model.ops import HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, PART, STAGE, Program, of_kinds
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule, check
 
 
@@ -46,17 +46,22 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
 
 
 def _only_possible_ops(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule without the offloads, recomputes, updates and pairs that the problem does not have. Raises
-    ScheduleError if the stages are others."""
-    costs = problem.costs
+    """The schedule without the offloads, recomputes, updates and pairs that the problem does not have; in place of a
+    level that a stage does not have, by its last one. Raises ScheduleError if the stages are others."""
+    costs, level_of = problem.costs, schedule.compiled.index.level
 
     def possible(program: Program) -> Program:
         kind, stage, part = program.table[:, KIND], program.table[:, STAGE], program.table[:, PART]
-        offloaded, dropped = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D
-        leaves = costs.can_offload[stage] | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
-        kept = leaves & (part < costs.parts[stage]) & ((kind != Kind.C) | costs.can_recompute[stage])
+        offloaded, dropped, again = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D, kind == Kind.C
+        level = np.minimum(level_of[stage, program.table[:, MICROBATCH]], costs.levels.count[stage] - 1)
+        can_offload = costs.can_offload[stage]
+        if costs.can_recompute.any():
+            can_offload = np.where(level >= 0, costs.levels.can_offload[level, stage], can_offload)
+        leaves = can_offload | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
+        kept = leaves & np.where(again, level >= 0, part < costs.parts[stage])
         kept &= costs.can_update[stage] | ~np.isin(kind, list(OPTIMIZER))
         table = program.table[kept].copy()
+        table[again[kept], PART] = level[kept & again]
         if problem.overlap_factor is None:
             table[:, JOINED] = 0
         return Program(table)

@@ -13,13 +13,13 @@ import numpy as np
 
 from optpipe.dispatch.figures import Choices, Figures, in_rows
 from optpipe.dispatch.memory_shares import CHOICES, memory_shares
-from optpipe.dispatch.starts import WAITS
+from optpipe.dispatch.starts import WAITS, whole_reliefs
 from optpipe.dispatch.state import new_state
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.model.rules import Rules
 from optpipe.steps.memory import require_room
 
 MOST_SIMULATED = 600_000  # ops: three times as many gain a tenth of a percent
@@ -93,9 +93,9 @@ def of_microbatches(batch: Problem, microbatches: Sequence[int]) -> Problem:
     def some(figure: object) -> object:
         return tuple(figure[j] for j in chosen) if isinstance(figure, tuple) else figure
 
-    stages = [s.model_copy(update={name: some(figures) for name, figures in s.lists()}) for s in batch.stages]
+    stages = [stage.with_figures(some) for stage in batch.stages]
     messages = batch.messages and [message.model_copy(update={"ms": some(message.ms)}) for message in batch.messages]
-    layers = batch.layers and [x.model_copy(update={name: some(f) for name, f in x.lists()}) for x in batch.layers]
+    layers = batch.layers and [layer.with_figures(some) for layer in batch.layers]
     changes = {"p2p_ms": some(batch.p2p_ms), "messages": messages, "layers": layers}
     return batch.replace(microbatches=len(chosen), stages=stages, **changes)
 
@@ -157,12 +157,9 @@ def _shortest_rules(batch: Problem, order: Ints, counts: Ints) -> tuple[Rules, F
     waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
     shares = [memory_shares(batch, *choice).clip(1, most) for choice in CHOICES]
     shares += [np.minimum(shares[0], stages - np.arange(stages)), np.ones(stages, np.int64)]
-    recomputed = RECOMPUTED * choices.recomputes
-    reliefs = [np.zeros(stages, np.int64), np.where(choices.parts > 0, choices.parts, recomputed)]
-    reliefs += [np.where(choices.recomputes > 0, recomputed, choices.parts)] * bool(recomputed.any())
     all_rules = [
         in_rows(Rules(in_flight, wait_ms, np.repeat(leaves[:, None], most, axis=1), choices.carry_ms, order[0]))
-        for leaves in reliefs[: None if reliefs[1].any() else 1]
+        for leaves in (np.zeros(stages, np.int64), *whole_reliefs(choices))
         for wait_ms in waits
         for in_flight in shares
     ]

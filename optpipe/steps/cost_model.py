@@ -33,7 +33,7 @@ ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms")  # 
 LEAVING = ("offload_bytes", "evict_bytes")
 PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
 COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
-LEARNT = tuple(name for name in StageCosts.model_fields if name not in ONCE)
+LEARNT = tuple(name for name in StageCosts.model_fields if name not in (*ONCE, "levels"))
 
 
 class _File(Document):
@@ -147,9 +147,14 @@ class CostModel:
         Bytes are as many times what is predicted as the worst of the window was above its fit, those that leave the
         device as the worst was below it, so that a certificate holds for what was seen.
 
-        Raises InputError if nothing is learnt yet, a feature is missing, or a figure that is not learnt has a number
-        for each micro-batch.
+        Raises InputError if nothing is learnt yet, a feature is missing, a figure that is not learnt has a number for
+        each micro-batch, or a stage has levels.
         """
+        for s, stage in enumerate(template.stages):
+            if stage.levels is not None:
+                raise InputError(
+                    f"stages[{s}].levels: a cost model learns no levels, only recompute_ms and checkpoint_bytes"
+                )
         if len(template.stages) != self.stages:
             raise InputError(f"stages has {len(template.stages)} entries: the cost model knows {self.stages}")
         predicted = self._predict(self._read(microbatches))

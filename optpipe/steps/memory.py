@@ -51,9 +51,11 @@ def least_alone(problem: Problem) -> Ints:
     """
     costs, devices = problem.costs, len(problem.devices)
     left = costs.activation.copy()
+    levels = costs.levels
+    has_level = levels.count > np.arange(len(levels.checkpoint))[:, None]
     for possible, kept in (
         (costs.can_offload, costs.activation - costs.offload),
-        (costs.can_recompute, costs.checkpoint),
+        *zip(has_level, levels.checkpoint - levels.offload, strict=True),
         (costs.can_evict, costs.activation - costs.evict),
     ):
         left = np.where(possible[:, None], np.minimum(left, kept), left)

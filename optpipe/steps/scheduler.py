@@ -14,12 +14,12 @@ import numpy as np
 
 from optpipe.dispatch.descents import Step, compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import moved_rules, rules_of_schedule
+from optpipe.dispatch.starts import moved_rules, rules_of_schedule, whole_reliefs
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.model.problem import Problem
-from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.model.rules import Rules
 from optpipe.process.niceness import be_a_nicer_thread
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
@@ -198,8 +198,6 @@ def _one_at_a_time(simulator: Simulator) -> Iterator[Rules]:
     """Yields rules with one micro-batch in flight: all stays, or what can leave does."""
     choices, m = simulator.choices, simulator.problem.microbatches
     stays = np.zeros(simulator.stages, dtype=np.int64)
-    recomputed = RECOMPUTED * choices.recomputes
-    leaving = np.where(choices.parts > 0, choices.parts, recomputed)
-    for leaves in (stays, leaving, np.where(choices.recomputes > 0, recomputed, choices.parts)):
+    for leaves in (stays, *whole_reliefs(choices)):
         each = np.repeat(leaves[:, None], m, axis=1)
         yield Rules(stays + 1, np.zeros((2, simulator.stages)), each, choices.carry_ms, np.arange(m))

@@ -32,8 +32,8 @@ def needs_fused(problem: Problem) -> Flags:
     held = (effects.takes - effects.frees)[Kind.F]
 
     def most(stage: int, j: int, *kinds: Kind) -> int:
-        levels = effects.levels(stage, j, Kind.F, *kinds)
-        return max([int(held[stage, j]), *(level.bytes for level in levels if level.kind != Kind.F)])
+        holdings = effects.holdings(stage, j, Kind.F, *kinds)
+        return max([int(held[stage, j]), *(each.bytes for each in holdings if each.kind != Kind.F)])
 
     def saves(stage: int, j: int) -> bool:
         return most(stage, j, Kind.B, Kind.W) > most(stage, j, Kind.BW)

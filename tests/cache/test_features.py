@@ -34,7 +34,10 @@ def _scaled(problem: Problem, times: float = 1, sizes: int = 1, noise: Any = lam
         return (np.array(value) * sizes).tolist() if name.endswith("_bytes") else value
 
     def fields(content: dict[str, Any]) -> dict[str, Any]:
-        return {name: scaled(name, value) for name, value in content.items()}
+        return {
+            name: [fields(level) for level in value] if name == "levels" else scaled(name, value)
+            for name, value in content.items()
+        }
 
     content = problem.to_dict()
     names = [name for name in ("devices", "stages", "messages") if name in content]

@@ -8,7 +8,7 @@ import pytest
 from support.problems import pipeline, stage
 
 from optpipe import Kind, Op, Program, Schedule, certify
-from optpipe.evaluate.effects import TABLE, Effects, Level
+from optpipe.evaluate.effects import TABLE, Effects, Holding
 from optpipe.show.lanes import memory_over_time
 
 WORKSPACE = 7
@@ -57,17 +57,17 @@ def test_parts_add_up_and_transfers_move_them():
 
 def test_levels_say_what_an_activation_holds_op_by_op():
     effects = Effects(ONE)
-    assert effects.levels(0, 0, Kind.F, Kind.B, Kind.W) == [
-        Level(Kind.F, False, 10),
-        Level(Kind.B, True, 4),
-        Level(Kind.W, True, 0),
+    assert effects.holdings(0, 0, Kind.F, Kind.B, Kind.W) == [
+        Holding(Kind.F, False, 10),
+        Holding(Kind.B, True, 4),
+        Holding(Kind.W, True, 0),
     ]
-    assert effects.levels(0, 0, Kind.F, Kind.BW) == [Level(Kind.F, False, 10), Level(Kind.BW, True, 0)]
-    assert effects.levels(0, 0, Kind.F, Kind.C, Kind.BW, recomputed=True) == [
-        Level(Kind.F, False, 10),
-        Level(Kind.F, True, 3),
-        Level(Kind.C, False, 10),
-        Level(Kind.BW, True, 0),
+    assert effects.holdings(0, 0, Kind.F, Kind.BW) == [Holding(Kind.F, False, 10), Holding(Kind.BW, True, 0)]
+    assert effects.holdings(0, 0, Kind.F, Kind.C, Kind.BW, level=0) == [
+        Holding(Kind.F, False, 10),
+        Holding(Kind.F, True, 3),
+        Holding(Kind.C, False, 10),
+        Holding(Kind.BW, True, 0),
     ]
 
 
@@ -77,7 +77,7 @@ def test_a_changed_rule_changes_certificate_levels_and_picture():
     assert certify(ONE, schedule).device[0].bytes == 10 + WORKSPACE
     assert certify(ONE, schedule).device[0].at == "0B0"
     assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + WORKSPACE
-    assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, 0, Kind.F, Kind.B, Kind.W)
+    assert Holding(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).holdings(0, 0, Kind.F, Kind.B, Kind.W)
 
 
 def test_the_index_finds_every_op():

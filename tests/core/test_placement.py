@@ -23,7 +23,7 @@ from optpipe.results import Result
 from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
 
-TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms", "recompute_ms")
+TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
 
 
 @st.composite
@@ -56,6 +56,11 @@ def held(problem: Problem, device: int, field: str) -> float:
     return sum(getattr(problem.stages[s], field) or 0 for s in problem.stages_on(device))
 
 
+def kept_by(costs, name):
+    """What stays of an activation that is recomputed by the level of this name, if there is one."""
+    return next((level.checkpoint_bytes for level in costs.all_levels if level.name == name), costs.activation_bytes)
+
+
 @settings(deadline=None)
 @given(piped(layered=False), st.integers(1, 4), st.sampled_from(["looped", "v"]))
 def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
@@ -69,9 +74,12 @@ def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
         stays = held(placed, d, "activation_bytes") - held(placed, d, "offload_bytes")
         assert stays >= held(problem, d, "activation_bytes") - held(problem, d, "offload_bytes")
         assert held(placed, d, "activation_bytes") - held(problem, d, "activation_bytes") < 2 * chunks
-        again = [problem.stages[s] for s in problem.stages_on(d)]
-        if all(stage.can_recompute for stage in again):
-            assert held(placed, d, "checkpoint_bytes") >= held(problem, d, "checkpoint_bytes")
+        for name in {level.name for s in problem.stages_on(d) for level in problem.stages[s].all_levels}:
+            after, before = ([x for x in each.stages if x.device == d] for each in (placed, problem))
+            again = [[y.recompute_ms for x in each for y in x.all_levels if y.name == name] for each in (after, before)]
+            assert sum(again[0]) == pytest.approx(sum(again[1]))
+            least = min(sum(kept_by(x, name) for x in before), held(placed, d, "activation_bytes"))
+            assert sum(kept_by(x, name) for x in after) >= least
     if chunks != 3:  # a third is no binary fraction
         assert rechunk(placed, chunks, shape).stages == placed.stages
 
@@ -88,9 +96,9 @@ def test_stages_of_layers_cost_what_their_layers_cost(problem, chunks, shape):
         assert made.forward_ms == pytest.approx(sum(layer.forward_ms for layer in own))
         assert made.activation_bytes == sum(layer.activation_bytes for layer in own)
         assert (made.offload_bytes or 0) == sum(layer.offload_bytes or 0 for layer in own)
-        if made.can_recompute:
-            stays = (layer.checkpoint_bytes if layer.can_recompute else layer.activation_bytes for layer in own)
-            assert made.checkpoint_bytes == sum(stays)
+        assert {level.name for level in made.all_levels} == {level.name for x in own for level in x.all_levels}
+        for level in made.all_levels:
+            assert level.checkpoint_bytes == sum(kept_by(layer, level.name) for layer in own)
     assert at == len(problem.layers)
 
 

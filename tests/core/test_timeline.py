@@ -31,7 +31,7 @@ def test_the_timeline_agrees_with_an_independent_event_clock(pair):
     seen = clock.run(
         problem,
         schedule,
-        lambda op: float(problem.costs.ms[op.kind, op.stage, op.microbatch]),
+        clock.nominal_ms(problem, schedule),
         lambda op: clock.nominal_message_ms(problem, op),
     )
     timeline = simulate(problem, schedule)
@@ -234,7 +234,7 @@ def test_a_cycle_over_many_devices_says_how_many_are_left_out():
         ([["0F2"], []], "0F2 in the program of device 0: there are 2 micro-batches"),
         ([["0F0", "0D0"], []], "0D0 in the program of device 0 has no offload"),
         ([["0F0", "0O0.1"], []], "0O0.1 in the program of device 0: the stage has fewer parts"),
-        ([["0F0", "0C0"], []], "0C0 in the program of device 0: the stage has no recompute_ms"),
+        ([["0F0", "0C0"], []], "0C0 in the program of device 0: the stage has no recompute_ms and no levels"),
         ([["0F0+0BW1"], []], "ops run together only where the problem has overlap_factor"),
         ([[], [], ["0F0"]], "there is a program for device 2, but the problem has 2 devices"),
     ],

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from support.enumeration import problem_of, stage
 from support.examples import examples
 
-from optpipe import Kind
+from optpipe import Kind, Op
 from optpipe.evaluate.effects import Effects
-from optpipe_solver.cpsat.grid import LONGEST, VISITS, Grid
+from optpipe.model.arrays import NONE
+from optpipe.model.records import Level
+from optpipe_solver.cpsat.grid import BACKWARDS, LONGEST, Grid
 
 times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 
@@ -22,9 +24,9 @@ def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: i
     problem = problem_of([stage(0, (f, b, w), 9, 1, (o, r, 9), (c, 1), parts)] * 2, [9], microbatches, p2p)
     grid = Grid.for_problem(problem)
     assert grid.serial < 2 * LONGEST
-    for kind in (Kind.F, Kind.B, Kind.W, Kind.C):
-        assert grid.duration(kind, 0, 0) >= 1
-        assert grid.ms(grid.duration(kind, 0, 0)) >= problem.costs.ms[kind, 0, 0] * (1 - 1e-12)
+    for kind, least in zip((Kind.F, Kind.B, Kind.W, Kind.C), (f, b, w, c), strict=True):
+        assert grid.duration(Op(kind, 0, 0)) >= 1
+        assert grid.ms(grid.duration(Op(kind, 0, 0))) >= least * (1 - 1e-12)
 
 
 @given(
@@ -36,27 +38,37 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     problem = problem_of(
         [stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p
     )
+    figures = {"recompute_ms": c, "offload_ms": r, "reload_ms": o, "offload_bytes": min(leaves, checkpoint)}
+    level = Level(name="cheap", checkpoint_bytes=checkpoint, **figures)
+    one = problem.stages[0].model_copy(update={"recompute_ms": None, "checkpoint_bytes": None, "levels": (level,)})
+    problem = problem.replace(stages=[one, problem.stages[1]])
     grid = Grid.for_problem(problem).relaxed
-    for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
-        assert grid.ms(grid.duration(kind, 0, 0)) <= problem.costs.ms[kind, 0, 0] * (1 + 1e-12)
+    ops = [Op(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R)]
+    ops += [Op(kind, 0, 0, parts) for kind in (Kind.O, Kind.R)]  # the first part of the checkpoint
+    for op, most in zip(ops, (f, b, w, c, o / parts, r / parts, r / parts, o / parts), strict=True):
+        assert grid.ms(grid.duration(op)) <= most * (1 + 1e-12)
     assert grid.ms(grid.forward_delay(1, 0)) <= p2p
-    assert sum(grid.parts(0, 0)) * grid.grain <= leaves
+    for of_level, nbytes in ((NONE, leaves), (0, min(leaves, checkpoint))):
+        sizes = [size for p, size in grid.parts(0, 0).items() if grid.level_of_part(0, p) == of_level]
+        assert sum(sizes) * grid.grain <= nbytes
     exact = Effects(problem)
-    for kinds, recomputed in VISITS:
-        levels = [of.levels(0, 0, *kinds, recomputed=recomputed) for of in (grid, exact)]
-        assert all(down.bytes * grid.grain <= level.bytes for down, level in zip(*levels, strict=True))
+    for kinds in BACKWARDS:
+        for of_level in (NONE, 0):
+            again = (Kind.C,) * (of_level == 0)
+            each = [of.holdings(0, 0, Kind.F, *again, *kinds, level=of_level) for of in (grid, exact)]
+            assert all(down.bytes * grid.grain <= held.bytes for down, held in zip(*each, strict=True))
     assert grid.lossless or grid.down
 
 
 def test_what_is_whole_stays_so() -> None:
     grid = Grid.for_problem(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
     assert grid.exact
-    assert [grid.duration(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [9, 10, 8]  # of 1.15 ms
+    assert [grid.duration(Op(kind, 0, 0)) for kind in (Kind.F, Kind.B, Kind.W)] == [9, 10, 8]  # of 1.15 ms
     assert not Grid.for_problem(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
 def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
     grid = Grid.for_problem(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
-    forward, *_ = grid.levels(0, 0, Kind.F, Kind.B, Kind.W)
+    forward, *_ = grid.holdings(0, 0, Kind.F, Kind.B, Kind.W)
     assert grid.capacity(0) < forward.bytes < 2**20

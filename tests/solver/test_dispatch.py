@@ -25,7 +25,7 @@ from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules, RulesRecord
+from optpipe.model.rules import Rules, RulesRecord, level_of, parts_of
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
 from optpipe_solver import systems
@@ -66,6 +66,19 @@ def transfers(draw: st.DrawFn, held: int) -> dict[str, Any]:
     }
 
 
+def levels(held: int) -> dict[str, Any]:
+    """Two levels; the checkpoint of one can leave."""
+    kept = max(1, held - 1)
+    moved = {"offload_ms": 1.0, "reload_ms": 1.5, "offload_bytes": kept}
+    return {
+        "offload_parts": min(kept, 2),
+        "levels": [
+            {"name": "cheap", "recompute_ms": 0.5, "checkpoint_bytes": kept, **moved},
+            {"name": "full", "recompute_ms": 1.5, "checkpoint_bytes": held // 3},
+        ],
+    }
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     """Small ones: one to three chunks, looped and V-shaped, uneven, short of memory, with ops that take no time and
@@ -83,7 +96,7 @@ def problems(draw: st.DrawFn) -> Problem:
             "activation_bytes": (held := draw(st.integers(1, 6))),
             "saved_for_weight_bytes": draw(st.integers(0, held + 2)),
             **(draw(transfers(held)) if draw(st.booleans()) else {}),
-            **({"recompute_ms": 1.0, "checkpoint_bytes": held // 2} if draw(st.integers(0, 3)) == 0 else {}),
+            **({}, {}, {"recompute_ms": 1.0, "checkpoint_bytes": held // 2}, levels(held))[draw(st.integers(0, 3))],
         }
         for turn in turns
         for d in turn
@@ -170,7 +183,7 @@ def test_a_schedule_brings_its_rules_along(problem: Problem, seed: int) -> None:
 
 
 @settings(max_examples=examples(24), deadline=None)
-@given(problem=problems(), other=problems(), value=st.sampled_from((-1, 0, 1, 2**20)))
+@given(problem=problems(), other=problems(), value=st.sampled_from((-500, -10, -2, -1, 0, 1, 2**20)))
 def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     problem: Problem, other: Problem, value: int
 ) -> None:
@@ -182,8 +195,12 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     )
     if found := moved_rules(simulator, rules, other):
         assert (found.in_flight >= 1).all()
-        assert ((found.leaves <= simulator.choices.parts[:, None]) & (found.leaves >= -1)).all()
-        assert not found.leaves[simulator.choices.recomputes == 0].min(initial=0) < 0
+        parts, levels = simulator.choices.parts, simulator.choices.levels
+        for s, of_stage in enumerate(found.leaves):
+            for number in of_stage.tolist():
+                level = level_of(number) if number < 0 else -1
+                assert level < levels[s]
+                assert 0 <= (parts_of(number) if number < 0 else number) <= parts[1 + level, s]
         schedule = simulator.schedule(found, "dispatch")
         assert schedule is None or check(problem, schedule) == []
     assert moved_rules(simulator, rules._replace(leaves=leaves[:, 1:]), other) is None
@@ -270,7 +287,7 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
     time takes 944 ms."""
     tight = Problem.load(Path(__file__).parents[2] / "examples/problems/fastlink-4x8.json").with_memory_for(1.8)
     simulator = Simulator(tight)
-    leaves = spread(simulator, "leaves", np.ones(4), 0.0)
+    leaves = spread(simulator, simulator.choices.parts[0], 1.0)
     rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.choices.carry_ms, np.arange(8))
     schedule = simulator.schedule(rules, "dispatch")
     assert schedule is not None

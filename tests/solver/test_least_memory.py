@@ -106,8 +106,8 @@ def test_only_what_memory_demands_is_moved_and_the_cheapest_of_it():
     recompute = {"recompute_ms": 3.0, "checkpoint_bytes": 0}
     stages = [stage(10, **offload(10)), stage(10, **offload(10), **recompute), stage(10)]
     assert reliefs(on_one_device(stages, 30), 0) == dict.fromkeys(range(3), Relief())
-    assert reliefs(on_one_device(stages, 29), 0) == {0: Relief(), 1: Relief(recompute=True), 2: Relief()}
-    assert reliefs(on_one_device(stages, 10), 0) == {0: Relief((0,)), 1: Relief(recompute=True), 2: Relief()}
+    assert reliefs(on_one_device(stages, 29), 0) == {0: Relief(), 1: Relief(level=0), 2: Relief()}
+    assert reliefs(on_one_device(stages, 10), 0) == {0: Relief((0,)), 1: Relief(level=0), 2: Relief()}
 
     assert least_memory(on_one_device(stages, 10**6, host=500))[0] > 0
 

@@ -219,7 +219,7 @@ def test_a_system_is_given_the_stages_it_needs_where_it_may_be():
     ("method", "told"),
     [
         ("chronos-zero:group=2", r"method = 'chronos-zero:group=2': .*; did you mean chronos-zero2\?$"),
-        ("1f1b-recompute:every_n=2", r".*1f1b-recompute has no parameter every_n \(its parameters: every\)$"),
+        ("1f1b-recompute:every_n=2", r".*1f1b-recompute has no parameter every_n \(its parameters: every, level\)$"),
         ("2f2b", r"method = '2f2b': the published schedules are gpipe, 1f1b"),
         ("1f1b:group=2", r"method = '1f1b:group=2': 1f1b has no parameter group \(its parameters: none\)"),
         (

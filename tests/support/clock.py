@@ -5,7 +5,7 @@ It knows when each byte is held, so tests can see that a device never holds more
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,30 @@ def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) ->
     return total * (problem.overlap_factor or 1.0) if len(ops) == 2 else total
 
 
+def _level(problem: Problem, op: Op, ops: Container[Op]) -> Any:
+    """The level by which an activation is computed again, with the figures of the op's micro-batch; None if it is
+    not."""
+    levels = problem.stages[op.stage].of_microbatch(op.microbatch).all_levels
+    return next((x for k, x in enumerate(levels) if Op(Kind.C, op.stage, op.microbatch, k) in ops), None)
+
+
+def nominal_ms(problem: Problem, schedule: Schedule) -> Callable[[Op], float]:
+    """How long each op of a schedule takes."""
+    ops = {op for program in schedule.programs for op in program.ops()}
+
+    def ms(op: Op) -> float:
+        stage: Any = problem.stages[op.stage].of_microbatch(op.microbatch)
+        level = _level(problem, op, ops)
+        if op.kind is Kind.C:
+            return float(level.recompute_ms)
+        if op.kind in (Kind.O, Kind.R):
+            of = level or stage
+            return float((of.offload_ms if op.kind is Kind.O else of.reload_ms) / stage.offload_parts)
+        return float(problem.costs.ms[op.kind, op.stage, op.microbatch])
+
+    return ms
+
+
 def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float]) -> list[float | None]:
     """The ends that a compute op waits for; None where one is not known yet."""
     stage, j = op.stage, op.microbatch
@@ -163,8 +187,8 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
         needs.append(clock.end.get(Op(Kind.P, stage, 0)))
     if op.kind is Kind.F and k > 0:
         needs.append(_message(problem, clock, route[k - 1], op, (Kind.F,), delay))
-    if op.kind in BACKWARD:
-        if k + 1 < len(route):
+    if op.kind in (*BACKWARD, Kind.C):
+        if op.kind is not Kind.C and k + 1 < len(route):
             needs.append(_message(problem, clock, route[k + 1], op, BACKWARD, delay))
         for part in range(problem.stages[stage].offload_parts):
             if Op(Kind.O, stage, j, part) in clock.end or Op(Kind.D, stage, j, part) in clock.end:
@@ -214,19 +238,20 @@ def _record_memory(problem: Problem, schedule: Schedule, clock: Clock, issued: d
         stage: Any = problem.stages[op.stage].of_microbatch(op.microbatch)
         device, host = clock.device_events[stage.device], clock.host_events[stage.device]
         begin, end = issued.get(op, clock.start[op]), clock.end[op]
-        recomputed = Op(Kind.C, op.stage, op.microbatch) in clock.end
-        size = 0
-        if stage.offload_bytes is not None:
-            n = stage.offload_parts
-            size = stage.offload_bytes * (op.part + 1) // n - stage.offload_bytes * op.part // n
+        level = _level(problem, op, clock.end)
+        size, n = 0, stage.offload_parts
+        leaving = (level or stage).offload_bytes
+        if leaving is not None:
+            size = leaving * (op.part + 1) // n - leaving * op.part // n
         if Op(Kind.E, op.stage, op.microbatch) in clock.end:
             size = stage.evict_bytes or 0
         if op.kind is Kind.F:
             device.append((begin, place, stage.activation_bytes))
-            if recomputed:
-                device.append((end, place, (stage.checkpoint_bytes or 0) - stage.activation_bytes))
+            if level:
+                device.append((end, place, level.checkpoint_bytes - stage.activation_bytes))
         elif op.kind is Kind.C:
-            device.append((begin, place, stage.activation_bytes - (stage.checkpoint_bytes or 0)))
+            assert level
+            device.append((begin, place, stage.activation_bytes - level.checkpoint_bytes))
         elif op.kind is Kind.B:
             change = stage.saved_for_weight_bytes - stage.activation_bytes
             device.append((begin if change > 0 else end, place, change))

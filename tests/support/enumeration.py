@@ -13,6 +13,7 @@ import numpy as np
 from optpipe import Kind, Op, Problem, Program, Schedule, Stage
 from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
+from optpipe.model.records import OFFLOAD, Level
 from support import problems
 from support.problems import pipeline
 from support.timed_programs import TimedPrograms
@@ -41,6 +42,7 @@ def stage(
     away: tuple[float, float, int] | None = None,
     again: tuple[float, int] | None = None,
     parts: int = 1,
+    levels: Sequence[tuple[float, int, tuple[float, float, int] | None]] = (),
 ) -> dict[str, Any]:
     """The fields of a stage, given by position.
 
@@ -54,10 +56,20 @@ def stage(
         (ms out, ms back, bytes) if the activation can be offloaded, in `parts` parts.
     again
         (ms, checkpoint bytes) if it can be recomputed.
+    levels
+        The same of each level, and (ms out, ms back, bytes) if its checkpoint can be offloaded.
     """
     more: dict[str, Any] = {"recompute": again} if again else {}
     if away:
-        more |= {"offload": away, "offload_parts": parts}
+        more |= {"offload": away}
+    if levels:
+        more["levels"] = [
+            {"name": str(k), "recompute_ms": float(ms), "checkpoint_bytes": kept}
+            | (dict(zip(OFFLOAD, (float(moved[0]), float(moved[1]), moved[2]), strict=True)) if moved else {})
+            for k, (ms, kept, moved) in enumerate(levels)
+        ]
+    if away or any(moved for *_, moved in levels):
+        more["offload_parts"] = parts
     return problems.stage(ms, (size, kept), device=device, **more)
 
 
@@ -69,22 +81,30 @@ AWAY = (Kind.O, Kind.D, Kind.R)
 
 
 def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
-    """What may stand between a forward and its backward: nothing, a recompute, or transfers of the first parts.
+    """What may stand between a forward and its backward: nothing, transfers of the first parts, a recompute by each
+    level, or both.
 
     The parts are all alike, so which of them leave makes no difference.
     """
     found: list[tuple[Op, ...]] = [()]
-    if stage.can_recompute:
-        found.append((Op(Kind.C, s, j),))
-    if stage.can_offload:
-        assert np.all(np.array(stage.offload_bytes) % stage.offload_parts == 0)
-        for count in range(1, stage.offload_parts + 1):
-            ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
-            found += [
-                ops
-                for ops in ways
-                if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)
-            ]
+    for k, level in enumerate(stage.all_levels):
+        found += [(*ops, Op(Kind.C, s, j, k)) for ops in [(), *transfers_of(level, stage.offload_parts, s, j)]]
+    return found + transfers_of(stage, stage.offload_parts, s, j)
+
+
+def transfers_of(costs: Stage | Level, parts: int, s: int, j: int) -> list[tuple[Op, ...]]:
+    """The transfers of the first parts of an activation, or of a checkpoint, in every order."""
+    if not costs.can_offload:
+        return []
+    assert np.all(np.array(costs.offload_bytes) % parts == 0)
+    found: list[tuple[Op, ...]] = []
+    for count in range(1, parts + 1):
+        ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
+        found += [
+            ops
+            for ops in ways
+            if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)
+        ]
     return found
 
 
@@ -303,6 +323,16 @@ RICHER: dict[str, Problem] = {  # for solvers that choose between offload, recom
     ),
     "recompute or offload": problem_of(
         [stage(0, (2, 2, 1), 3, 1, (3, 1, 2), (1, 2)), stage(1, (3, 2, 1), 2, 2)], [5, 2], 2, 3.0
+    ),
+    "levels": problem_of(
+        [stage(0, (2, 2, 1), 4, 1, None, levels=[(0.5, 3, (2, 1, 2)), (2, 1, None)]), stage(1, (2, 3, 1), 2, 1)],
+        [7, 4],
+        2,
+    ),
+    "levels or offload": problem_of(
+        [stage(0, (2, 2, 1), 4, 1, (3, 3, 3), levels=[(1, 2, (1, 1, 2)), (2, 1, None)]), stage(1, (2, 3, 1), 1, 1)],
+        [6, 2],
+        2,
     ),
     "parts": problem_of(
         [stage(0, (1, 2, 1), 4, 1, (6, 4, 4), None, 2), stage(1, (3, 2, 2), 1), stage(0, (2, 1, 1), 1, 1)], [4, 1], 1

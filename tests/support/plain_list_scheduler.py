@@ -13,7 +13,7 @@ import numpy as np
 
 from optpipe.dispatch.figures import Figures
 from optpipe.model.arrays import Floats
-from optpipe.model.rules import RECOMPUTED, Rules
+from optpipe.model.rules import Rules, level_of, parts_of
 
 F, B, W, C = range(4)
 OUT, BACK = range(2)
@@ -21,16 +21,19 @@ OUT, BACK = range(2)
 
 @dataclass
 class Activation:
-    """What a stage saves of a micro-batch, in parts that leave and come back one after the other."""
+    """What a stage saves of a micro-batch, or the checkpoint of it, in parts that leave and come back one after the
+    other."""
 
     stage: int
     microbatch: int
+    variant: int  # 0, or 1 + the level by which it is computed again
     to_leave: int
     sizes: list[int]
     sent: int = 0
     off_device: int = 0
     back: int = 0
     complete_at: float = 0.0  # when all of it is on the device
+    computed_at: float = 0.0  # when it has been computed again
 
     @property
     def has_parts_to_return(self) -> bool:
@@ -80,15 +83,12 @@ class PlainListScheduler:
         self.figures, self.rules = figures, rules
         self.stages, self.microbatches = rules.leaves.shape
         self.start: Floats = np.full((4, self.stages, self.microbatches), inf)
-        self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[1]), inf)
+        self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[2]), inf)
         self.ready: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.ready[F, 0] = 0.0
         self.begin = [0.0] * self.microbatches
         self.activations = [
-            [
-                Activation(s, j, int(rules.leaves[s, j]), figures.part_bytes[s, :, self.column(j)].tolist())
-                for j in range(self.microbatches)
-            ]
+            [self.activation(s, j, int(rules.leaves[s, j])) for j in range(self.microbatches)]
             for s in range(self.stages)
         ]
         self.links = [Link(inf) for _ in figures.stages_on_link]
@@ -102,6 +102,10 @@ class PlainListScheduler:
         ]
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
         self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
+
+    def activation(self, s: int, j: int, leaves: int) -> Activation:
+        variant, parts = (0, leaves) if leaves >= 0 else (1 + level_of(leaves), parts_of(leaves))
+        return Activation(s, j, variant, parts, self.figures.part_bytes[variant, s, :, self.column(j)].tolist())
 
     def run(self) -> bool:
         """Returns whether all compute ops have started."""
@@ -121,7 +125,7 @@ class PlainListScheduler:
                     continue
             place.look_at = inf
             self.dispatch(place, now)
-        recomputed = self.rules.leaves == RECOMPUTED
+        recomputed = self.rules.leaves < 0
         return bool((self.start[:C] < inf).all() and (self.start[C][recomputed] < inf).all())
 
     def column(self, j: int) -> int:
@@ -129,7 +133,10 @@ class PlainListScheduler:
         return int(self.figures.alike[self.rules.order[j]])
 
     def transfer_ms(self, way: int, activation: Activation) -> float:
-        return float(self.figures.ms[4 + way, activation.stage, self.column(activation.microbatch)])
+        return self.ms(4 + way, activation.stage, activation.microbatch)
+
+    def ms(self, k: int, s: int, j: int) -> float:
+        return float(self.figures.ms[self.activations[s][j].variant, k, s, self.column(j)])
 
     def device_of(self, s: int) -> Device:
         return self.devices[self.figures.device[s]]
@@ -146,9 +153,9 @@ class PlainListScheduler:
         return self.activations[s][: self.started[F, s]]
 
     def needed_at(self, activation: Activation) -> float:
-        return self.begin[activation.microbatch] + float(
-            self.figures.offset_ms[B, activation.stage, self.column(activation.microbatch)]
-        )
+        s, j = activation.stage, activation.microbatch
+        backward = self.begin[j] + float(self.figures.offset_ms[B, s, self.column(j)])
+        return backward - self.ms(C, s, j) if activation.variant else backward
 
     # Host links.
 
@@ -216,7 +223,7 @@ class PlainListScheduler:
     def forward_end(self, activation: Activation) -> float:
         s = activation.stage
         j = activation.microbatch
-        return float(self.start[F, s, j] + self.figures.ms[F, s, self.column(j)])
+        return float(self.start[F, s, j] + self.ms(F, s, j))
 
     def next_to_leave(self, s: int, now: float) -> Activation | None:
         """The oldest activation with a part that is to leave. What would leave in vain stays: once its backward is
@@ -259,13 +266,11 @@ class PlainListScheduler:
         """Start the first by rank of the ops that fit and are ready or worth waiting for, if it is ready."""
         reserved, candidates = self.bytes_to_keep_free(device, now), []
         for k, s, j in self.next_ops(device):
-            ready = float(self.ready[k, s, j])
-            if k == B:
-                ready = max(ready, self.activations[s][j].complete_at)
+            ready = self.ready_at(k, s, j)
             if ready > now:
                 device.look_soon(ready)
             patience = float(self.rules.wait_ms[k, s]) if k in (F, B) else 0.0
-            takes = int(self.figures.takes[k, s, self.column(j)]) + (reserved if k == F else 0)
+            takes = self.takes(k, s, j) + (reserved if k == F else 0)
             too_many = k == F and j - self.started[B, s] >= self.rules.in_flight[s]
             if ready <= now + patience and takes <= device.room and not too_many:
                 candidates.append((self.rank(k, s, j), ready, k, s, j))
@@ -274,11 +279,21 @@ class PlainListScheduler:
             if ready <= now:
                 self.start_op(device, k, s, j, now)
 
+    def ready_at(self, k: int, s: int, j: int) -> float:
+        """When the input of an op is there and, of a B or C, what is left of its activation."""
+        ready, activation = float(self.ready[k, s, j]), self.activations[s][j]
+        if k in (B, C):
+            ready = max(ready, activation.complete_at)
+        return max(ready, activation.computed_at) if k == B else ready
+
+    def takes(self, k: int, s: int, j: int) -> int:
+        return int(self.figures.takes[self.activations[s][j].variant, k, s, self.column(j)])
+
     def next_ops(self, device: Device) -> list[tuple[int, int, int]]:
         ops = []
         for k in (F, B, W, C):
             for s in device.stages:
-                microbatches = [j for j in range(self.microbatches) if k != C or self.rules.leaves[s, j] == RECOMPUTED]
+                microbatches = [j for j in range(self.microbatches) if k != C or self.activations[s][j].variant]
                 ops += [(k, s, j) for j in microbatches if self.start[k, s, j] == inf][:1]
         return ops
 
@@ -294,32 +309,28 @@ class PlainListScheduler:
             if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
                 wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
             again = [j for k, stage, j in self.next_ops(device) if k == C and stage == s]
-            wanted += [
-                (self.ready[C, s, j], int(self.figures.takes[C, s, self.column(j)]))
-                for j in again
-                if self.ready[C, s, j] <= now
-            ]
+            wanted += [(self.ready_at(C, s, j), self.takes(C, s, j)) for j in again if self.ready_at(C, s, j) <= now]
         return min(wanted, key=lambda each: each[0], default=(0.0, 0))[1]
 
     def start_op(self, device: Device, k: int, s: int, j: int, now: float) -> None:
         column = self.column(j)
-        activation, end = self.activations[s][j], now + float(self.figures.ms[k, s, column])
+        activation, end = self.activations[s][j], now + self.ms(k, s, j)
         self.start[k, s, j] = now
         self.started[k, s] += 1
         device.busy, device.free_at, device.look_at = True, end, end
-        device.room -= int(self.figures.takes[k, s, column])
-        device.frees += int(self.figures.frees[k, s, column])
+        device.room -= self.takes(k, s, j)
+        device.frees += int(self.figures.frees[activation.variant, k, s, column])
         if k in (F, B):
             self.begin[j] = max(self.begin[j], now - float(self.figures.offset_ms[k, s, column]))
-        if k == F and activation.to_leave == RECOMPUTED:
-            device.frees += int(self.figures.frees_if_recomputed[s, column] - self.figures.frees[F, s, column])
-            activation.complete_at = inf
-        if k == B:
+        if k == F and activation.variant:
+            activation.computed_at = inf
+        if k in (B, C):
             activation.to_leave = min(activation.to_leave, activation.sent)
+        if k == B:
             device.frees_on_host += sum(activation.sizes[: activation.sent])
             self.ready[W, s, j] = end
         if k == C:
-            activation.complete_at = end
+            activation.computed_at = end
         if k == F:
             self.arrive(*((F, s + 1) if s + 1 < self.stages else (B, s)), j, device, now, end)
         elif k == B and s > 0:
@@ -330,7 +341,7 @@ class PlainListScheduler:
         receiver = self.device_of(s)
         moment = end if receiver is sender else end + float(self.figures.message_ms[k, s, self.column(j)])
         self.ready[k, s, j] = moment
-        if k == B and self.activations[s][j].to_leave == RECOMPUTED:
+        if k == B and self.activations[s][j].variant:
             moment = max(now, moment - float(self.rules.lead_ms[s]), self.forward_end(self.activations[s][j]))
             self.ready[C, s, j] = moment
         if receiver is not sender:

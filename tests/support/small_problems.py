@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -30,6 +32,14 @@ def problems_of_every_sort(draw: st.DrawFn) -> Problem:
 
 
 @st.composite
+def levels_of(draw: st.DrawFn, ms: st.SearchStrategy[int], size: int, parts: int) -> Any:
+    """A level of recomputation: its time, its checkpoint's bytes, and the offload of that, if it can leave."""
+    kept = draw(st.integers(0, size))
+    moved = (draw(ms), draw(ms), kept // parts * parts) if kept >= parts and draw(st.booleans()) else None
+    return draw(ms), kept, moved
+
+
+@st.composite
 def short_of_memory(draw: st.DrawFn, most_devices: int = 3, most_microbatches: int = 9) -> Problem:
     """One stage a device, each with costs of its own; activations stay, leave in parts or are computed again."""
     count = draw(st.integers(1, most_devices))
@@ -40,9 +50,11 @@ def short_of_memory(draw: st.DrawFn, most_devices: int = 3, most_microbatches: i
         size = parts * draw(st.integers(1, 3))
         gone = parts * draw(st.integers(1, size // parts))
         away = (draw(ms), draw(ms), gone) if draw(st.integers(0, 2)) else None
-        again = (draw(ms), draw(st.integers(0, size))) if draw(st.integers(0, 2)) == 0 else None
+        how = draw(st.integers(0, 3))
+        again = (draw(ms), draw(st.integers(0, size))) if how == 0 else None
+        levels = [draw(levels_of(ms, size, parts)) for _ in range(draw(st.integers(1, 2)))] if how == 1 else []
         kept = draw(st.integers(0, 2 * size))
-        stages.append(stage(d, (draw(ms), draw(ms), draw(ms)), size, kept, away, again, parts))
+        stages.append(stage(d, (draw(ms), draw(ms), draw(ms)), size, kept, away, again, parts, levels))
         memory.append(size + draw(st.integers(0, 2 * size)))
     duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
     links = [{"link": draw(st.sampled_from((None, "bus")))} for _ in range(count)]
@@ -81,7 +93,7 @@ def equal_and_tiny(draw: st.DrawFn) -> Problem:
     """A few ops on two devices, so that every schedule can be tried: one of them has a choice, or both share a link, or
     micro-batches take two routes."""
     ms, size = st.integers(0, 4), 2 * draw(st.integers(1, 2))
-    choice = draw(st.sampled_from(("none", "whole", "parts", "again", "link", "routes")))
+    choice = draw(st.sampled_from(("none", "whole", "parts", "again", "levels", "link", "routes")))
     duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
     costs = st.tuples(ms, ms, ms)
     away = (draw(ms), draw(ms), draw(st.sampled_from((2, size))))
@@ -95,7 +107,9 @@ def equal_and_tiny(draw: st.DrawFn) -> Problem:
         return problem_of(both, [1, 2], 2, 1.0, routes=[[0, 1], [1, 0]], microbatch_routes=turned)
     again = (draw(ms), draw(st.integers(0, size))) if choice == "again" else None
     leaves = away if choice in ("whole", "parts") else None
-    short = stage(0, draw(costs), size, draw(st.integers(0, size)), leaves, again, 2 if choice == "parts" else 1)
+    levels = [draw(levels_of(ms, size, 1)) for _ in range(2)] if choice == "levels" else []
+    parts = 2 if choice == "parts" else 1
+    short = stage(0, draw(costs), size, draw(st.integers(0, size)), leaves, again, parts, levels)
     plain = stage(1, draw(costs), 1)
     if draw(st.booleans()):
         return problem_of([plain | {"device": 0}, short | {"device": 1}], memory[::-1], 2, 1.0, transfer_mode=duplex)

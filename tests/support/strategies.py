@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from optpipe import Device, Kind, Op, Pair, Problem, Program, Schedule, Stage
+from optpipe.model.records import Level
 
 times = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 7.25])
 AMPLE = 10**6
@@ -22,6 +23,8 @@ def stages(draw: Any, device: int, evicting: bool = False, updating: bool = Fals
         extra["offload_parts"] = draw(st.integers(1, 3))
     if draw(st.booleans()):
         extra |= {"recompute_ms": draw(times), "checkpoint_bytes": draw(st.integers(0, activation))}
+    elif draw(st.booleans()):
+        extra["levels"] = [draw(levels(name, activation)) for name in "ab"[: draw(st.integers(1, 2))]]
     if evicting and draw(st.booleans()):
         extra |= {"evict_ms": draw(times), "load_ms": draw(times), "evict_bytes": draw(st.integers(0, activation))}
     if updating and draw(st.booleans()):
@@ -35,6 +38,16 @@ def stages(draw: Any, device: int, evicting: bool = False, updating: bool = Fals
         saved_for_weight_bytes=draw(st.integers(0, 25)),
         **extra,
     )
+
+
+@st.composite
+def levels(draw: Any, name: str, activation: int) -> dict[str, Any]:
+    """A level of recomputation; of some the checkpoint can leave."""
+    size = draw(st.integers(0, activation))
+    level: dict[str, Any] = {"name": name, "recompute_ms": draw(times), "checkpoint_bytes": size}
+    if draw(st.booleans()):
+        level |= {"offload_ms": draw(times), "reload_ms": draw(times), "offload_bytes": draw(st.integers(0, size))}
+    return level
 
 
 @st.composite
@@ -80,8 +93,8 @@ def differing(draw: Any, problem: Problem) -> Problem:
     shares = st.lists(st.sampled_from((0.0, 0.25, 0.5, 1.0)), min_size=m, max_size=m)
     work, size, message = draw(shares), draw(shares), draw(st.none() | shares)
 
-    def each(stage: Stage, name: str) -> tuple[float, ...]:
-        whole = getattr(stage, name)
+    def each(stage: Stage, costs: Stage | Level, name: str) -> tuple[float, ...]:
+        whole = getattr(costs, name)
         if name.endswith("_ms"):
             return tuple(whole * x for x in work)
         unit = stage.offload_parts if name == "offload_bytes" else 1  # parts stay equal
@@ -92,7 +105,13 @@ def differing(draw: Any, problem: Problem) -> Problem:
     stages = []
     for stage in problem.stages:
         names = [name for name in figures if getattr(stage, name) is not None] if draw(st.integers(0, 3)) else []
-        stages.append(stage.model_copy(update={name: each(stage, name) for name in names}))
+        of_stage: dict[str, Any] = {name: each(stage, stage, name) for name in names}
+        if names and stage.levels:
+            of_stage["levels"] = tuple(
+                x.model_copy(update={name: each(stage, x, name) for name in figures if getattr(x, name, None)})
+                for x in stage.levels
+            )
+        stages.append(stage.model_copy(update=of_stage))
     update: dict[str, Any] = {"stages": stages}
     if message is not None:
         update["p2p_ms"] = tuple(problem.p2p_ms * share for share in message)
@@ -168,7 +187,12 @@ def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule
                     out = add(Op(Kind.O, s, j, part), forwards[s])
                     ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
             elif choice == "recompute" and stage.can_recompute:
-                ready.append(add(Op(Kind.C, s, j), forwards[s]))
+                level = pick(range(len(stage.all_levels)))
+                parts = range(stage.offload_parts if stage.all_levels[level].can_offload else 0)
+                for part in (part for part in parts if pick([False, True])):
+                    out = add(Op(Kind.O, s, j, part), forwards[s])
+                    ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
+                ready.append(add(Op(Kind.C, s, j, level), *ready))
             elif choice == "evict":
                 gone = add(Op(Kind.D, s, j), add(Op(Kind.E, s, j), forwards[s], add(Op(Kind.A, s, j))))
                 ready.append(add(Op(Kind.L, s, j), gone))

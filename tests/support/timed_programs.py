@@ -59,27 +59,31 @@ def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
         if op.kind is Kind.D:
             waits.append((("O", s, j, op.part), 0.0))
         sender = route[k - 1] if op.kind is Kind.F and k else None
-        if op.kind in (Kind.B, Kind.BW):
+        if op.kind in (Kind.B, Kind.BW, Kind.C):
             waits += [(back, 0.0) for part in range(stage.offload_parts) if (back := ("R", s, j, part)) in there]
+        if op.kind in (Kind.B, Kind.BW):
             sender = route[k + 1] if k + 1 < len(route) else None
         if sender is not None:
             delay = message_ms(problem, sender, s, j)
             waits.append((("F" if op.kind is Kind.F else "backward", sender, j, 0), delay))
         last[stream] = event_of(op)
-        steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind), tuple(waits)))
+        again = next((c for c in ops if (c.kind, c.stage, c.microbatch) == (Kind.C, s, j)), None)
+        steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind, again), tuple(waits)))
     return steps
 
 
-def op_ms(stage: Any, kind: Kind) -> float:
-    """How long an op takes; a transfer of a part, its share."""
+def op_ms(stage: Any, kind: Kind, again: Op | None) -> float:
+    """How long an op takes; a transfer of a part, its share. `again` is the C of the activation."""
+    level = stage.all_levels[again.part] if again else None
+    moved = level or stage
     times = {
         Kind.F: stage.forward_ms,
         Kind.B: stage.backward_input_ms,
         Kind.W: stage.backward_weight_ms,
         Kind.BW: stage.backward_input_ms + stage.backward_weight_ms,
-        Kind.C: stage.recompute_ms,
-        Kind.O: (stage.offload_ms or 0.0) / stage.offload_parts,
-        Kind.R: (stage.reload_ms or 0.0) / stage.offload_parts,
+        Kind.C: level.recompute_ms if level else 0.0,
+        Kind.O: (moved.offload_ms or 0.0) / stage.offload_parts,
+        Kind.R: (moved.reload_ms or 0.0) / stage.offload_parts,
         Kind.D: 0.0,
     }
     return times[kind] or 0.0

@@ -80,6 +80,10 @@ def require_kinds(schedule: Schedule, kinds: Sequence[Kind]) -> None:
             op = next(op for op in program.ops() if op.kind not in kinds)
             names = ", ".join(kind.name for kind in kinds)
             raise ScheduleError(f"{op} in the program of device {d}: this executor runs {names}, not {op.kind.name}")
+    for d, program in enumerate(schedule.programs):
+        for op in program.ops():
+            if op.kind == Kind.C and schedule.problem.stages[op.stage].levels is not None:
+                raise ScheduleError(f"{op} in the program of device {d}: this executor has no levels of recomputation")
 
 
 def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None) -> Plan:

@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import MOST_MS, Stage, StageCosts, of_microbatch
+from optpipe.model.records import MOST_MS, Level, Stage, StageCosts, of_microbatch
 from optpipe.sizes import told_apart
 from optpipe_solver.bounds.choices import all_weights
 from optpipe_solver.bounds.least_memory import without_evictions
@@ -82,7 +82,7 @@ def _held(problem: Problem, layers: Sequence[StageCosts], microbatch: int, ms: _
     layer's own, to the stage's input gradient. Where stages leave in n parts, the largest k parts of a stage are no
     more than those of its layers, each cut into n.
     """
-    parts = {layer.offload_parts for layer in layers if layer.can_offload} or {1}
+    parts = {layer.offload_parts for layer in layers if layer.can_offload or layer.can_offload_checkpoints} or {1}
     roomiest = max(1, *(problem.devices[stage.device].activation_budget_bytes for stage in problem.stages))
     if len(parts) > 1:
         return 0.0
@@ -97,18 +97,23 @@ def _held(problem: Problem, layers: Sequence[StageCosts], microbatch: int, ms: _
     for layer, held, (f_ms, b_ms, w_ms, trip_ms) in zip(layers, _layer_bytes(problem, microbatch), times, strict=True):
         between = trip_ms - f_ms - b_ms
         ends = held.forward * f_ms + held.backward * b_ms
-        choices = [byte * (ends + held.stays * between)]
-        if layer.can_offload:
-            carry = sum(of_microbatch(each or 0.0, microbatch) for each in (layer.offload_ms, layer.reload_ms))
-            for k, gone in enumerate(accumulate(sorted(held.parts, reverse=True)), start=1):
-                area = ends + (held.stays - gone) * between + gone * carry / n
-                choices.append(byte * area + duplex * link * carry * k / n)
-        if layer.can_recompute:
-            again = of_microbatch(layer.recompute_ms or 0.0, microbatch)
-            area = ends + held.checkpoint * between + (held.recompute - held.checkpoint) * again
-            choices.append(byte * area + compute * again)
+        choices = []
+        # What stays, the parts of it that can leave, the bytes while it is recomputed, how long that takes, the copies.
+        ways = [(held.stays, held.parts if layer.can_offload else [], held.stays, 0.0, _carry_ms(layer, microbatch))]
+        for level, each in zip(layer.all_levels, held.levels, strict=True):
+            again = of_microbatch(level.recompute_ms, microbatch)
+            ways.append((each.checkpoint, each.parts, each.recompute, again, _carry_ms(level, microbatch)))
+        for stays, sizes, recompute, again, carry in ways:
+            for k, gone in enumerate(accumulate(sorted(sizes, reverse=True), initial=0)):
+                area = ends + (stays - gone) * between + gone * carry / n + (recompute - stays + gone) * again
+                choices.append(byte * area + duplex * link * carry * k / n + compute * again)
         needed = needed + np.minimum.reduce(choices) + byte * held.weight * w_ms
     return float(needed.max())
+
+
+def _carry_ms(costs: StageCosts | Level, microbatch: int) -> float:
+    """How long the copies take that offload all of it and bring it back; 0 where it cannot leave."""
+    return sum(of_microbatch(each or 0.0, microbatch) for each in (costs.offload_ms, costs.reload_ms))
 
 
 def _layer_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
@@ -148,4 +153,4 @@ def _differ(layers: Sequence[StageCosts]) -> bool:
 def _residual(layer: StageCosts, held: StageBytes) -> int:
     """The bytes that stay on the device at least, between forward and backward."""
     left = held.stays - sum(held.parts) if layer.can_offload else held.stays
-    return min(left, held.checkpoint) if layer.can_recompute else left
+    return min(left, *(level.checkpoint - sum(level.parts) for level in held.levels), left)

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, StageCosts, each_microbatch
+from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts, each_microbatch
 from optpipe.sizes import told_apart
 from optpipe_solver import plan
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
@@ -26,10 +29,15 @@ from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 @dataclass(frozen=True)
 class Relief:
-    """What happens to an activation between forward and backward: parts of it are offloaded, or it is recomputed."""
+    """What happens to an activation between forward and backward: parts of it are offloaded, or it is recomputed by a
+    level, and parts of its checkpoint are offloaded."""
 
     parts: tuple[int, ...] = ()
-    recompute: bool = False
+    level: int = NONE
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.level != NONE
 
 
 Costs = TypeVar("Costs", bound=StageCosts)
@@ -74,11 +82,33 @@ def relaxed(costs: Costs) -> Costs:
     if not costs.can_evict:
         return costs
     kept = each_microbatch(operator.sub, costs.activation_bytes, costs.evict_bytes)
-    if costs.checkpoint_bytes is not None:
-        kept = each_microbatch(min, kept, costs.checkpoint_bytes)
-    return costs.model_copy(
-        update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None}
-    )
+    evicted = Level(name="evicted", recompute_ms=0.0, checkpoint_bytes=kept)
+    gone = dict.fromkeys((*RECOMPUTE, *EVICTION))
+    return costs.model_copy(update={**gone, "levels": (*costs.all_levels, evicted)})
+
+
+def one_level(problem: Problem) -> Problem:
+    """A relaxation in which each stage has one level: for every schedule of the problem it has one that is no longer.
+
+    The level takes no longer than any of the stage's levels, and keeps no more than any keeps when what can leave of
+    its checkpoint has left, which here it does for nothing.
+    """
+
+    def merged(costs: Costs) -> Costs:
+        levels = costs.all_levels
+        if len(levels) < 2 and not any(level.can_offload for level in levels):
+            return costs
+        kept = (each_microbatch(operator.sub, x.checkpoint_bytes, x.offload_bytes or 0) for x in levels)
+        return costs.model_copy(
+            update={
+                "levels": None,
+                "recompute_ms": each_microbatch(_least_number, *(x.recompute_ms for x in levels)),
+                "checkpoint_bytes": each_microbatch(_least_number, *kept),
+            }
+        )
+
+    layers = problem.layers and tuple(map(merged, problem.layers))
+    return problem.model_copy(update={"stages": tuple(map(merged, problem.stages)), "layers": layers})
 
 
 def without_evictions(problem: Problem) -> Problem:
@@ -87,6 +117,10 @@ def without_evictions(problem: Problem) -> Problem:
         return problem
     layers = problem.layers and tuple(map(relaxed, problem.layers))
     return problem.model_copy(update={"stages": tuple(map(relaxed, problem.stages)), "layers": layers})
+
+
+def _least_number(*numbers: float) -> float:
+    return min(numbers)
 
 
 def least_memory(problem: Problem) -> list[int]:
@@ -163,10 +197,11 @@ def _search(
     ms of those whose peak it admits.
     """
     states, complete = [_State(0, 0, 0)], True
-    host_is_free = host is None or int(problem.costs.offload[stages, microbatch].sum()) <= host
+    costs = problem.costs
+    most_hosted = np.max([costs.offload[:, microbatch], *costs.levels.offload[..., microbatch]], axis=0)[stages].sum()
+    host_is_free = host is None or int(most_hosted) <= host
     for s in stages:
-        ms = problem.costs.ms[:, s, microbatch].tolist()
-        options = list(_options(problem.stages[s], ms, held[s], host_is_free))
+        options = list(_options(problem, s, microbatch, held[s], host_is_free))
         if s == stages[-1]:
             options = options[:1]  # nothing else runs on the device before its backward
         following = []
@@ -183,22 +218,33 @@ def _search(
     return states, complete
 
 
-def _options(stage: Stage, ms: Sequence[float], held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
+def _options(problem: Problem, s: int, microbatch: int, held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
     """Yield a stage's choices; the first is that its activation stays."""
-    yield _Option(Relief(), held.peak, held.stays, 0, 0.0)
-    if stage.can_recompute:
-        yield _Option(Relief(recompute=True), held.recomputed_peak, held.checkpoint, 0, ms[Kind.C])
-    if stage.can_offload:
-        sizes, n = held.parts, stage.offload_parts
-        each_ms = ms[Kind.O] + ms[Kind.R]
-        smallest = min(sizes)  # parts differ by a byte where their number does not divide the total
-        larger = [part for part in range(n) if sizes[part] > smallest]
-        smaller = [part for part in range(n) if sizes[part] == smallest]
-        for count in (n,) if only_all_parts else range(1, n + 1):
-            for large in range(max(0, count - len(smaller)), min(count, len(larger)) + 1):
-                parts = tuple(sorted(larger[:large] + smaller[: count - large]))
-                taken = sum(sizes[part] for part in parts)
-                yield _Option(Relief(parts), held.peak, held.stays - taken, taken, count * each_ms)
+    costs = problem.costs
+    stays = _Option(Relief(), held.peak, held.stays, 0, 0.0)
+    yield stays
+    if costs.can_offload[s]:
+        each_ms = float(costs.ms[[Kind.O, Kind.R], s, microbatch].sum())
+        yield from _less(stays, held.parts, each_ms, only_all_parts)
+    levels = costs.levels
+    for k, level in enumerate(held.levels):
+        again = _Option(Relief((), k), level.peak, level.checkpoint, 0, float(levels.recompute_ms[k, s, microbatch]))
+        yield again
+        if level.parts:
+            each_ms = float(levels.offload_ms[k, s, microbatch] + levels.reload_ms[k, s, microbatch])
+            yield from _less(again, level.parts, each_ms, only_all_parts)
+
+
+def _less(whole: _Option, sizes: Sequence[int], each_ms: float, only_all_parts: bool) -> Iterator[_Option]:
+    """Yield a choice with parts of these sizes of the residual offloaded."""
+    n, smallest = len(sizes), min(sizes)  # parts differ by a byte where their number does not divide the total
+    larger = [part for part in range(n) if sizes[part] > smallest]
+    smaller = [part for part in range(n) if sizes[part] == smallest]
+    for count in (n,) if only_all_parts else range(1, n + 1):
+        for large in range(max(0, count - len(smaller)), min(count, len(larger)) + 1):
+            parts = tuple(sorted(larger[:large] + smaller[: count - large]))
+            taken, ms = sum(sizes[part] for part in parts), whole.ms + count * each_ms
+            yield _Option(Relief(parts, whole.relief.level), whole.peak, whole.residual - taken, taken, ms)
 
 
 def _undominated(states: list[_State], host_is_free: bool) -> list[_State]:

@@ -79,7 +79,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
         idle, once = _idle(problem, [(s, ms[j][:, s]) for j, s in passes_on[d]])
         for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
             groups = [
-                (paths.passing[j], _choices(problem, s, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure))
+                (paths.passing[j], _choices(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure))
                 for j, s in passes_on[d]
             ]
             needed = work[d] * compute + sum(count * _cheapest(choices) for count, choices in groups)
@@ -90,32 +90,33 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     return max(bounds)
 
 
-def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
+def _choices(problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
     """Return (choices, 4) what becomes of one activation, and its cost: the columns of `choices`, in ms of the device.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
-    computing it again. Its parts leave one after the other and come back so: while the n-th of them moves, all but
-    n - 1 are there. Links of two ways may carry them there and back at once. Then fewer are away at a time, which is
-    the choice of those only.
+    computing it again by each level. Its parts, or those of the level's checkpoint, leave one after the other and come
+    back so: while the n-th of them moves, all but n - 1 are there. Links of two ways may carry them there and back at
+    once. Then fewer are away at a time, which is the choice of those only.
     """
     stage = problem.stages[s]
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
     ends += measure(held.weight) * float(ms[Kind.W])
-    costs = [(ends + measure(held.stays) * between, 0.0, 0.0, 0.0)]
-    if stage.can_offload:
-        out, back = float(ms[Kind.O]), float(ms[Kind.R])
+    levels = problem.costs.levels
+    # What stays, the parts of it that can leave, the times of a part's copies, bytes while it is recomputed, and ms.
+    ways = [(held.stays, held.parts if stage.can_offload else [], float(ms[Kind.O]), float(ms[Kind.R]), 0, 0.0)]
+    for k, level in enumerate(held.levels):
+        out, back, again = (float(x[k, s, j]) for x in (levels.offload_ms, levels.reload_ms, levels.recompute_ms))
+        ways.append((level.checkpoint, level.parts, out, back, level.recompute, again))
+    costs = []
+    for stays, parts, out, back, recompute, again in ways:
+        computed, rest = measure(recompute) * again, max(0.0, between - again)
         busy = (out + back,) * 2 if problem.transfer_mode == "half_duplex" else (out, back)
-        parts = sorted(held.parts, reverse=True)
-        there = [measure(held.stays - gone) for gone in accumulate(parts, initial=0)]
-        for n in range(1, len(there)):
+        there = [measure(stays - gone) for gone in accumulate(sorted(parts, reverse=True), initial=0)]
+        for n in range(len(there)):
             moves = sum(there[:n]) * (out + back)
-            area = ends + moves + there[n] * max(0.0, between - n * (out + back))
-            costs.append((area, n * busy[0], n * busy[1], 0.0))
-    if stage.can_recompute:
-        again = float(ms[Kind.C])
-        area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
-        costs.append((area, 0.0, 0.0, again))
+            area = ends + computed + moves + there[n] * max(0.0, rest - n * (out + back))
+            costs.append((area, n * busy[0], n * busy[1], again))
     return np.array(costs)
 
 
@@ -133,12 +134,24 @@ def _idle(problem: Problem, passes: Sequence[tuple[int, Floats]]) -> tuple[float
     The first transfer follows a forward, the last one comes before a backward and its weight gradient. Of two links,
     that out is of no use during the last reload, that back during the first offload.
     """
-    leaving = [times for s, times in passes if problem.stages[s].can_offload]
+    costs = problem.costs
+    able = costs.can_offload | costs.levels.can_offload.any(axis=0)
+    leaving = [times for s, times in passes if able[s]]
     if not leaving:
         return 0.0, np.zeros(4)
     ms = np.array(leaving).T
     idle = float(ms[Kind.F].min() + ms[[Kind.B, Kind.W]].sum(axis=0).min())
-    out, back = (float(ms[kind].min()) for kind in (Kind.O, Kind.R))
+    stages = sorted({s for s, _ in passes})
+    out, back = (
+        min(
+            float(whole[stages][costs.can_offload[stages]].min(initial=np.inf)),
+            float(by_level[:, stages][costs.levels.can_offload[:, stages]].min(initial=np.inf)),
+        )
+        for whole, by_level in (
+            (costs.ms[Kind.O], costs.levels.offload_ms),
+            (costs.ms[Kind.R], costs.levels.reload_ms),
+        )
+    )
     return idle, np.array([0.0, back, out, 0.0] if problem.transfer_mode == "full_duplex" else [0.0] * 4)
 
 
@@ -156,7 +169,7 @@ def measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
     def steps(k: int) -> Measure:
         return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
 
-    sizes = {size for held in stages for size in (held.stays, held.checkpoint, held.waiting)}
+    sizes = {size for held in stages for size in (held.stays, held.waiting, *(x.checkpoint for x in held.levels))}
     by_values: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
     for k in range(1, plan.MEASURES + 1 if len(stages) <= plan.MEASURE_STAGES else 1):
         measure = steps(k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.cpsat.variables import Choice, Variables
 
@@ -43,13 +44,19 @@ def backward_after_forward(v: Variables) -> None:
 
 
 def recompute_between_forward_and_backward(v: Variables) -> None:
-    """F, C, backward. What is recomputed is not offloaded, not even in part."""
-    for (s, j), recomputed in v.recomputed.items():
-        _starts_after(v, Op(F, s, j), Op(C, s, j), 0, recomputed)
-        _starts_after(v, Op(C, s, j), v.backward(s, j), 0, recomputed)
-        for p in range(len(v.grid.parts(s, j))):
+    """F, C, backward, and C after the reloads of its checkpoint. Of what is recomputed nothing else is offloaded, not
+    even in part."""
+    for (s, j), choices in v.level.items():
+        for level, recomputed in choices.items():
+            if level != NONE:
+                _starts_after(v, Op(F, s, j), Op(C, s, j, level), 0, recomputed)
+                _starts_after(v, Op(C, s, j, level), v.backward(s, j), 0, recomputed)
+        for p in v.grid.parts(s, j) if choices.keys() != {NONE} else ():
             if (s, j, p) in v.offloaded:
-                v.model.add_implication(v.offloaded[s, j, p], ~recomputed)
+                if (is_possible := v.offload_choice(s, j, p)) is not True:
+                    v.model.add_implication(v.offloaded[s, j, p], is_possible)
+                if (level := v.grid.level_of_part(s, p)) != NONE:
+                    _starts_after(v, Op(R, s, j, p), Op(C, s, j, level), 0, v.offloaded[s, j, p])
 
 
 def transfers_between_forward_and_backward(v: Variables) -> None:

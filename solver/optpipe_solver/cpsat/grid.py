@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from math import ceil, floor, gcd, lcm
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from optpipe.evaluate.effects import Effects, Level
-from optpipe.model.arrays import Flags
+from optpipe.evaluate.effects import Effects, Holding
+from optpipe.model.arrays import NONE, Flags
 from optpipe.model.costs import FORWARDS, GRADIENTS, IN_PARTS, MS_FIELDS
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.records import EachMs, Stage, each_microbatch
+from optpipe.model.records import EachMs, Level, Stage, StageCosts, each_microbatch, of_microbatch
 from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
@@ -28,16 +29,11 @@ FINEST = 2000
 LONGEST = 2**40
 # Grains of the roomiest device before sizes are rounded.
 FULL = 100_000
-# What an activation goes through, and whether it is recomputed.
-VISITS = (
-    ((Kind.F, Kind.B, Kind.W), False),
-    ((Kind.F, Kind.BW), False),
-    ((Kind.F, Kind.C, Kind.B, Kind.W), True),
-    ((Kind.F, Kind.C, Kind.BW), True),
-)
-
+BACKWARDS = ((Kind.B, Kind.W), (Kind.BW,))
 
 Number = TypeVar("Number", int, Fraction)
+# Of each kind of op, of C by each level, and of O and R of the activation (`NONE`) or of a level's checkpoint.
+Times: TypeAlias = dict[tuple[Kind, int], Number]
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,8 @@ class Grid:
         if not unit:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
         coarsest = max(_most_work(problem, durations) / finest, _serial(problem, durations, messages) / LONGEST)
-        lasting = all(ms for of_stage in durations for each in of_stage for kind, ms in each.items() if kind in COMPUTE)
+        computing = (ms for of_stage in durations for each in of_stage for (k, _), ms in each.items() if k in COMPUTE)
+        lasting = all(computing)
         return cls(problem, max(unit, coarsest), exact=unit >= coarsest and lasting)
 
     @cached_property
@@ -87,7 +84,7 @@ class Grid:
         return self.exact and self.grain == max(self._common, 1)
 
     @cached_property
-    def _ticks(self) -> list[list[dict[Kind, int]]]:
+    def _ticks(self) -> list[list[Times[int]]]:
         """By stage and class of micro-batches. Rounded up, compute takes a tick at least: starts tell no order of ops
         that take no time."""
 
@@ -95,7 +92,7 @@ class Grid:
             return max(self._whole(ms), int(kind in COMPUTE and not self.down))
 
         return [
-            [{kind: ticks(kind, ms) for kind, ms in each.items()} for each in of_stage]
+            [{what: ticks(what[0], ms) for what, ms in each.items()} for each in of_stage]
             for of_stage in _durations(self.problem)
         ]
 
@@ -113,18 +110,21 @@ class Grid:
         """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks."""
         stages = []
         for stage, by_class in zip(self.problem.stages, self._ticks, strict=True):
-            parts = stage.offload_parts
-            fields: dict[str, Any] = {
-                "forward_ms": [ticks[Kind.F] for ticks in by_class],
-                "backward_input_ms": [ticks[Kind.B] for ticks in by_class],
-                "backward_weight_ms": [ticks[Kind.W] for ticks in by_class],
-            }
+
+            def ms(kind: Kind, level: int = NONE, by_class: list[Times[int]] = by_class, of: Stage = stage) -> EachMs:
+                parts = of.offload_parts if kind in IN_PARTS else 1
+                return self._for_each([ticks[kind, level] * parts for ticks in by_class])
+
+            fields: dict[str, Any] = {MS_FIELDS[kind][0]: ms(kind) for kind in (Kind.F, Kind.B, Kind.W)}
             if stage.can_offload:
-                fields["offload_ms"] = [ticks[Kind.O] * parts for ticks in by_class]
-                fields["reload_ms"] = [ticks[Kind.R] * parts for ticks in by_class]
-            if stage.can_recompute:
-                fields["recompute_ms"] = [ticks[Kind.C] for ticks in by_class]
-            stages.append(stage.model_copy(update={name: self._for_each(ticks) for name, ticks in fields.items()}))
+                fields |= {"offload_ms": ms(Kind.O), "reload_ms": ms(Kind.R)}
+            if stage.levels is None and stage.can_recompute:
+                fields["recompute_ms"] = ms(Kind.C, 0)
+            levels = []
+            for k, level in enumerate(stage.levels or ()):
+                moved = {"offload_ms": ms(Kind.O, k), "reload_ms": ms(Kind.R, k)} if level.can_offload else {}
+                levels.append(level.model_copy(update={"recompute_ms": ms(Kind.C, k), **moved}))
+            stages.append(stage.model_copy(update={**fields, "levels": tuple(levels) or None}))
 
         def rounded(ms: EachMs) -> EachMs:
             whole: EachMs = each_microbatch(lambda each: float(self._whole(_exact(each))), ms)
@@ -142,9 +142,15 @@ class Grid:
             return float(ticks[0])
         return tuple(float(ticks[c]) for c in self._alike)
 
-    def duration(self, kind: Kind, stage: int, microbatch: int) -> int:
-        """Ticks of F, B, W or C, or of one part for O and R."""
-        return self._ticks[stage][self._alike[microbatch]][kind]
+    def duration(self, op: Op) -> int:
+        """Ticks of an F, B, W, C, O or R."""
+        level = op.part if op.kind == Kind.C else self.level_of_part(op.stage, op.part)
+        return self._ticks[op.stage][self._alike[op.microbatch]][op.kind, level]
+
+    def level_of_part(self, stage: int, part: int) -> int:
+        """The level of whose checkpoint this is a part, `NONE` for a part of the activation: the parts of checkpoints
+        are numbered after those of the activation, level after level."""
+        return part // self.problem.stages[stage].offload_parts - 1
 
     @cached_property
     def serial(self) -> int:
@@ -182,14 +188,16 @@ class Grid:
     @cached_property
     def _common(self) -> int:
         examples = self.problem.costs.examples
-        levels = (
-            level.bytes
-            for s in range(len(self.problem.stages))
+        holdings = (
+            each.bytes
+            for s, stage in enumerate(self.problem.stages)
             for j in examples.tolist()
-            for kinds, recomputed in VISITS
-            for level in self._effects.levels(s, j, *kinds, recomputed=recomputed)
+            for kinds in BACKWARDS
+            for level in range(NONE, len(stage.all_levels))
+            for each in self._effects.holdings(s, j, Kind.F, Kind.C, *kinds, level=level)
         )
-        return gcd(*levels, *self._effects.parts[:, examples].ravel().tolist())
+        parts = (each[:, examples].ravel().tolist() for each in (self._effects.parts, *self._effects.parts_by_level))
+        return gcd(*holdings, *chain(*parts))
 
     @cached_property
     def _roomiest(self) -> int:
@@ -200,38 +208,66 @@ class Grid:
         return Effects(self.problem)
 
     @cached_property
-    def _parts(self) -> list[list[list[int]]]:
+    def _parts(self) -> list[list[dict[int, int]]]:
         examples = self.problem.costs.examples.tolist()
-        return [
-            [
-                [self._grains(size) for size in self._effects.parts[s, j, : stage.offload_parts].tolist()]
-                if stage.can_offload
-                else []
-                for j in examples
-            ]
-            for s, stage in enumerate(self.problem.stages)
-        ]
+        by_stage: list[list[dict[int, int]]] = []
+        for s, stage in enumerate(self.problem.stages):
+            n = stage.offload_parts
+            leaving = [self._effects.parts] * stage.can_offload
+            first = [0] * stage.can_offload
+            for k, level in enumerate(stage.all_levels):
+                if level.can_offload:
+                    leaving.append(self._effects.parts_by_level[k])
+                    first.append((1 + k) * n)
+            by_stage.append(
+                [
+                    {
+                        at + p: self._grains(size)
+                        for at, nbytes in zip(first, leaving, strict=True)
+                        for p, size in enumerate(nbytes[s, j, :n].tolist())
+                    }
+                    for j in examples
+                ]
+            )
+        return by_stage
 
-    def parts(self, stage: int, microbatch: int) -> list[int]:
-        """The grains of each part of an activation that can leave."""
+    def parts(self, stage: int, microbatch: int) -> dict[int, int]:
+        """The grains of each part of an activation that can leave, or of its checkpoints (`level_of_part`)."""
         return self._parts[stage][self._alike[microbatch]]
 
-    def levels(self, stage: int, microbatch: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
-        """As `Effects.levels`, in grains.
+    def holdings(self, stage: int, microbatch: int, *kinds: Kind, level: int = NONE) -> list[Holding]:
+        """As `Effects.holdings`, in grains.
 
-        The level that is held after F is the sum of the parts and of what stays, each rounded on its own, so that parts
-        can come off it. Other levels are rounded on their own, too; higher ones are no lower than that.
+        What is held after F is the sum of the parts and of what stays, each rounded on its own, so that parts can come
+        off it. All else is rounded on its own, too; what is more is no lower than that.
         """
-        takes, frees, parts = self._effects.takes, self._effects.frees, self._effects.parts
-        held = int(takes[Kind.F, stage, microbatch] - frees[Kind.F, stage, microbatch])
-        leaving = int(parts[stage, microbatch].sum())
-        rounded = sum(self.parts(stage, microbatch)) + self._grains(held - leaving)
+        activation = self._sum_of_parts(stage, microbatch, NONE)
+        after = dict([self._sum_of_parts(stage, microbatch, level), activation])
 
         def grains(size: int) -> int:
-            return rounded if size == held else max(self._grains(size), rounded * (size > held))
+            least = max((rounded for held, rounded in after.items() if held < size), default=0)
+            return after.get(size, max(self._grains(size), least))
 
-        levels = self._effects.levels(stage, microbatch, *kinds, recomputed=recomputed)
-        return [level._replace(bytes=grains(level.bytes)) for level in levels]
+        holdings = self._effects.holdings(stage, microbatch, *kinds, level=level)
+        return [each._replace(bytes=grains(each.bytes)) for each in holdings]
+
+    def _sum_of_parts(self, stage: int, microbatch: int, level: int) -> tuple[int, int]:
+        """The bytes after F, and their grains, each part rounded on its own; of an activation, rounded up, no fewer
+        than those of any of its checkpoints."""
+        effects = self._effects
+        (takes, frees), nbytes = (
+            ((effects.takes, effects.frees), effects.parts)
+            if level == NONE
+            else (effects.by_level[level], effects.parts_by_level[level])
+        )
+        held = int(takes[Kind.F, stage, microbatch] - frees[Kind.F, stage, microbatch])
+        moving = {p: x for p, x in self.parts(stage, microbatch).items() if self.level_of_part(stage, p) == level}
+        leaving = int(nbytes[stage, microbatch].sum()) if moving else 0
+        rounded = sum(moving.values()) + self._grains(held - leaving)
+        if level == NONE and not self.down:
+            levels = range(len(self.problem.stages[stage].all_levels))
+            rounded = max(rounded, *(self._sum_of_parts(stage, microbatch, k)[1] for k in levels), rounded)
+        return held, rounded
 
     def _grains(self, size: int) -> int:
         """More than any device has room for need not be counted further."""
@@ -245,9 +281,11 @@ class Grid:
     def host_capacities(self) -> list[int | None]:
         """By device, in grains; None where all that could be offloaded fits at once."""
         most = [0] * len(self.problem.devices)
+        costs = self.problem.costs
+        hosted = np.max([costs.offload, *costs.levels.offload], axis=0)
         for j in range(self.problem.microbatches):
             for s in self.problem.route(j):
-                most[self.problem.stages[s].device] += int(self._effects.parts[s, j].sum())
+                most[self.problem.stages[s].device] += int(hosted[s, j])
         limits = [device.host_memory_bytes for device in self.problem.devices]
         return [
             None if limit is None or size <= limit else limit // self.grain
@@ -256,11 +294,11 @@ class Grid:
 
     @cached_property
     def _link_users(self) -> list[list[int]]:
-        """By link: the stages that can offload over it."""
+        """By link: the stages that can offload over it, activations or checkpoints."""
         costs = self.problem.costs
         users: list[list[int]] = [[] for _ in range(int(costs.link.max()) + 1)]
         for s, stage in enumerate(self.problem.stages):
-            if stage.can_offload:
+            if stage.can_offload or stage.can_offload_checkpoints:
                 users[int(costs.link[stage.device])].append(s)
         return users
 
@@ -275,20 +313,27 @@ def _exact(ms: float) -> Fraction:
     return Fraction(repr(float(ms)))  # what the file says, not its nearest float
 
 
-def _durations(problem: Problem) -> list[list[dict[Kind, Fraction]]]:
+def _durations(problem: Problem) -> list[list[Times[Fraction]]]:
     """By stage and class of micro-batches."""
     return [[_of_microbatch(stage, j) for j in problem.costs.examples.tolist()] for stage in problem.stages]
 
 
-def _of_microbatch(stage: Stage, j: int) -> dict[Kind, Fraction]:
-    figures = stage.of_microbatch(j).model_dump()
+def _of_microbatch(stage: Stage, j: int) -> Times[Fraction]:
+    parts = stage.offload_parts
 
-    def exact(kind: Kind) -> Fraction:
-        (field,) = MS_FIELDS[kind]
-        return _exact(figures[field] or 0.0) / (stage.offload_parts if kind in IN_PARTS else 1)
+    def exact(ms: EachMs | None) -> Fraction:
+        return _exact(of_microbatch(ms or 0.0, j))
 
-    recompute = (Kind.C,) if stage.can_recompute else ()
-    return {kind: exact(kind) for kind in (Kind.F, Kind.B, Kind.W, *IN_PARTS, *recompute)}
+    def moved(costs: StageCosts | Level) -> list[Fraction]:
+        return [exact(ms) / parts for ms in (costs.offload_ms, costs.reload_ms)]
+
+    ms = {(kind, NONE): exact(getattr(stage, MS_FIELDS[kind][0])) for kind in (Kind.F, Kind.B, Kind.W)}
+    ms |= dict(zip(((Kind.O, NONE), (Kind.R, NONE)), moved(stage), strict=True))
+    for k, level in enumerate(stage.all_levels):
+        ms[Kind.C, k] = exact(level.recompute_ms)
+        if level.can_offload:
+            ms |= dict(zip(((Kind.O, k), (Kind.R, k)), moved(level), strict=True))
+    return ms
 
 
 def _messages(problem: Problem) -> Any:
@@ -296,9 +341,10 @@ def _messages(problem: Problem) -> Any:
     return np.vectorize(_exact, otypes=[object])(problem.costs.message_ms[..., problem.costs.examples])
 
 
-def _most_work(problem: Problem, durations: list[list[dict[Kind, Fraction]]]) -> Fraction:
+def _most_work(problem: Problem, durations: list[list[Times[Fraction]]]) -> Fraction:
     """Time of compute of the busiest device on one micro-batch."""
-    compute = [[times[Kind.F] + times[Kind.B] + times[Kind.W] for times in by_class] for by_class in durations]
+    kinds = Kind.F, Kind.B, Kind.W
+    compute = [[sum((times[k, NONE] for k in kinds), Fraction(0)) for times in by_class] for by_class in durations]
     work = [
         sum((compute[s][c] for s in problem.stages_on(d)), Fraction(0))
         for d in range(len(problem.devices))
@@ -307,14 +353,14 @@ def _most_work(problem: Problem, durations: list[list[dict[Kind, Fraction]]]) ->
     return max(work)
 
 
-def _serial(problem: Problem, durations: list[list[dict[Kind, Number]]], messages: Any) -> Number:
+def _serial(problem: Problem, durations: list[list[Times[Number]]], messages: Any) -> Number:
     """Time of everything that could be done, one after the other."""
     total: Any = 0
     for c, batches in enumerate(problem.costs.classes):
         once = messages[:, :, c].sum()
         for stage, by_class in zip(problem.stages, durations, strict=True):
             times = by_class[c].items()
-            once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for kind, time in times)
+            once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for (kind, _), time in times)
         total += len(batches) * once
     serial: Number = total
     return serial

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import COMPUTE, Kind, Op
+from optpipe.model.program import PART
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.paths import (
@@ -25,7 +28,7 @@ class GridSchedule:
     Attributes
     ----------
     start
-        Of F, B, W, C, O, D and R.
+        Of F, B, W, C, O, D and R; parts are numbered as in the grid (`Grid.level_of_part`).
     allocation
         When O and R allocate their bytes: at their start or, inside a compute op, before that op.
     tail
@@ -68,7 +71,13 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
     """Times a schedule that `is_expressible` on the grid. Raises what `simulate` raises."""
     schedule = replace(schedule, problem=grid.rounded)
     timeline = schedule.timeline
-    table = timeline.table
+    table = timeline.table.copy()
+    rows, costs = timeline.rows, grid.problem.costs
+    moved = rows.of_kinds(Kind.O, Kind.D, Kind.R)
+    parts = np.where(
+        moved, (1 + schedule.compiled.index.level[rows.stage, rows.microbatch]) * costs.parts[rows.stage], 0
+    )
+    table[:, PART] += parts
     ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
     delivery = deliveries(schedule, objective)
     left_of = tails(schedule, delivery)
@@ -79,7 +88,7 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
         done = 0
         for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
             start[half], tail[half] = begin + done, left - done
-            done = grid.duration(half.kind, op.stage, op.microbatch) if half.kind == Kind.B else 0
+            done = grid.duration(half) if half.kind == Kind.B else 0
     moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
     allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
     fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)

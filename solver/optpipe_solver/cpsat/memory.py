@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.variables import Choice, Moment, Variables
@@ -21,6 +22,7 @@ class Point(NamedTuple):
 
     kind: Kind
     is_end: bool
+    level: int = 0  # of a C
 
 
 class Between(NamedTuple):
@@ -60,20 +62,22 @@ def host_memory_within_limit(v: Variables) -> None:
             copies.fits_into(limit)
 
 
-def held_between(grid: Grid, stage: int, microbatch: int, recomputed: bool, fused: bool) -> Counter[Between]:
-    """The grains that an activation holds from one point to another, if no part of it leaves.
+def held_between(grid: Grid, stage: int, microbatch: int, level: int, fused: bool) -> Counter[Between]:
+    """The grains that an activation holds from one point to another, if no part of it leaves; `level` is that by which
+    it is recomputed, or `NONE`.
 
-    They add up to the levels of `Grid.levels`: what is taken last is freed first, and all is counted anew when the
+    They add up to those of `Grid.holdings`: what is taken last is freed first, and all is counted anew when the
     input gradient ends. The end of a BW is that of its B.
     """
-    kinds = (F, *((C,) if recomputed else ()), *((BW,) if fused else (B, W)))
-    levels = grid.levels(stage, microbatch, *kinds, recomputed=recomputed)
-    level = {(kind, ended): grains for kind, ended, grains in levels}
+    kinds = (F, *((C,) if level != NONE else ()), *((BW,) if fused else (B, W)))
+    holdings = grid.holdings(stage, microbatch, *kinds, level=level)
+    holding = {(kind, ended): grains for kind, ended, grains in holdings}
     amounts: Counter[Between] = Counter()
     taken: list[tuple[Point, int]] = []  # where, and how many grains of that are still held
     held = 0
     for kind, is_end in ((kind, is_end) for kind in kinds for is_end in (False, True)):
-        now, point = level.get((kind, is_end), held), Point(B if kind == BW else kind, is_end)
+        now = holding.get((kind, is_end), held)
+        point = Point(B if kind == BW else kind, is_end, level if kind == C else 0)
         to_free = held if point == GRADIENT_END else held - now
         while to_free > 0:
             begin, grains = taken.pop()
@@ -103,52 +107,59 @@ class _Held:
     def add_activation(self, s: int, j: int) -> None:
         """What the activation holds with each choice. Of parts that may leave, each is counted on its own: until D, and
         from R on."""
-        v, recomputed, fused = self._v, self._v.recomputed.get((s, j), False), self._v.fused.get((s, j), False)
-        leaving = {p: size for p, size in enumerate(v.grid.parts(s, j)) if (s, j, p) in v.offloaded}
-        if recomputed is True:
-            leaving = {}
-        amounts = {(a, f): held_between(v.grid, s, j, a, f) for a in _values(recomputed) for f in _values(fused)}
-        for (is_recomputed, _), amount in amounts.items():
-            amount[Between(FORWARD_START, GRADIENT_END)] -= 0 if is_recomputed else sum(leaving.values())
+        v, levels, fused = self._v, self._v.level[s, j], self._v.fused.get((s, j), False)
+        leaving: dict[int, dict[int, int]] = {level: {} for level in levels}
+        for p, size in v.grid.parts(s, j).items():
+            if (s, j, p) in v.offloaded and (level := v.grid.level_of_part(s, p)) in levels:
+                leaving[level][p] = size
+        amounts = {(a, f): held_between(v.grid, s, j, a, f) for a in levels for f in _values(fused)}
+        whole = Between(FORWARD_START, GRADIENT_END)
+        for (level, _), amount in amounts.items():
+            # Rounded down, the parts may hold more than the sum: still no more than there is.
+            amount[whole] = max(0, amount[whole] - sum(leaving[level].values()))
         for between in dict.fromkeys(between for amount in amounts.values() for between in amount):
             self._add_by_choice(s, j, between, {choice: amount[between] for choice, amount in amounts.items()})
-        for p, size in leaving.items():
-            self._add_part(s, j, p, size, recomputed)
+        for level, parts in leaving.items():
+            for p, size in parts.items():
+                self._add_part(s, j, p, size, level)
 
     def add_copies(self, s: int, j: int) -> None:
         """Parts in host memory, from O to the end of B."""
-        for p, size in enumerate(self._v.grid.parts(s, j)):
+        for p, size in self._v.grid.parts(s, j).items():
             if (s, j, p) in self._v.offloaded:
                 begin, end = self._allocation(Op(O, s, j, p)), self._gradient_end(s, j)
                 self._add(begin, end, size, self._v.offloaded[s, j, p])
 
-    def _add_part(self, s: int, j: int, p: int, size: int, recomputed: Choice) -> None:
-        """A part that may leave: from F to D and from R to B or, if it stays, from F to B."""
+    def _add_part(self, s: int, j: int, p: int, size: int, level: int) -> None:
+        """A part that may leave: from F to D and from R to B or, if it stays, from F to B. It is there if the
+        activation is recomputed by its level, or not at all."""
         offloaded = self._v.offloaded[s, j, p]
         forward, gradient = self._start(Op(F, s, j)), self._gradient_end(s, j)
         self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
         self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
         if offloaded is not True:
-            self._add(forward, gradient, size, self._new_stays_literal(offloaded, recomputed))
+            others = [choice for other, choice in self._v.level[s, j].items() if other != level]
+            self._add(forward, gradient, size, self._new_stays_literal(offloaded, others))
 
-    def _new_stays_literal(self, offloaded: Choice, recomputed: Choice) -> Choice:
-        """A literal that holds where a part is neither offloaded nor recomputed."""
-        if recomputed is False:
+    def _new_stays_literal(self, offloaded: Choice, others: list[Choice]) -> Choice:
+        """A literal that holds where a part is not offloaded, and none of the other choices is made."""
+        if not others:
             return ~offloaded
         stays = self._v.model.new_bool_var("stays")
-        self._v.model.add_exactly_one(offloaded, recomputed, stays)
+        self._v.model.add_exactly_one(offloaded, *others, stays)
         return stays
 
-    def _add_by_choice(self, s: int, j: int, between: Between, amounts: dict[tuple[bool, bool], int]) -> None:
-        """Grains that are held between two points, by whether the activation is recomputed and its backward fused."""
-        recomputed, fused = self._v.recomputed.get((s, j), False), self._v.fused.get((s, j), False)
+    def _add_by_choice(self, s: int, j: int, between: Between, amounts: dict[tuple[int, bool], int]) -> None:
+        """Grains that are held between two points, by how the activation is recomputed and whether its backward is
+        fused."""
+        levels, fused = self._v.level[s, j], self._v.fused.get((s, j), False)
         of_forward = between.begin.kind in (F, C)
         begin, end = self._moment(s, j, between.begin), self._moment(s, j, between.end, of_forward=of_forward)
         least = {a: min(size for (b, _), size in amounts.items() if a == b) for a, _ in amounts}
         always = min(least.values())
         self._add(begin, end, always)
-        for is_recomputed, size in least.items():
-            self._add(begin, end, size - always, _has_value(recomputed, is_recomputed))
+        for level, size in least.items():
+            self._add(begin, end, size - always, levels[level])
         for is_fused in dict.fromkeys(f for _, f in amounts):
             # What fusing adds is the same whether recomputed or not.
             (further,) = {size - least[a] for (a, f), size in amounts.items() if f == is_fused}
@@ -169,7 +180,7 @@ class _Held:
     def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
         """A point of an activation's op. With `of_forward` a B is the backward of forward j, which by the order `ranks`
         need not be the j-th B (see `Variables.backward`)."""
-        op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j)
+        op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j, point.level)
         return self._end(op) if point.is_end else self._start(op)
 
     def _gradient_end(self, s: int, j: int) -> HintedMoment | None:

@@ -8,7 +8,7 @@ from math import inf
 
 from ortools.sat.python import cp_model
 
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import dependencies, memory, ranks, span, streams, symmetry
@@ -146,12 +146,17 @@ class WindowModel:
     def _starts(self, value: Callable[[Moment | Choice], int]) -> Starts:
         """The starts of a solution, without drops, which `lift` derives."""
         v = self.variables
-        starts = {x: int(value(at)) for x, at in v.start.items() if x.kind != D and value(v.presence(x))}
+        starts = {self._op(x): int(value(at)) for x, at in v.start.items() if x.kind != D and value(v.presence(x))}
         for (s, j), fused in v.fused.items():
             if value(fused):
                 starts[Op(BW, s, j)] = starts.pop(Op(B, s, j))
                 del starts[Op(W, s, j)]
         return starts
+
+    def _op(self, x: Op) -> Op:
+        """The op of the schedule that one of the model stands for."""
+        moves = x.kind in TRANSFERS
+        return x._replace(part=x.part % self.variables.problem.stages[x.stage].offload_parts) if moves else x
 
 
 class _OnSolution(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]

@@ -11,6 +11,8 @@ by offload or recompute, and j was not. (Both away: the first to leave and the f
 it is between F and B of both. Only i, but it left after F_j or was back before B_j: between F and B of one of them.) So
 only then does j overtake i; all else is first in, first out.
 
+There is one level of recomputation at most: of several one is made that is as good as each (`one_level`).
+
 The variables: F j is the j-th forward of a stage, B j and W j are its j-th backward. BW j stands for the backward of
 the j-th forward's activation: one of the Bs, and B j itself where no visit can overtake another.
 """
@@ -69,9 +71,9 @@ def _overtaking_only_for_a_reason(v: Variables, s: int, visits: list[int]) -> No
 def _new_overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice]:
     """New literals, one of which holds where it may be worth something that j overtakes i."""
     forward, backward = v.compute_end[Op(F, s, j)], v.start[Op(BW, s, j)]
-    i_recomputed, j_recomputed = v.recomputed.get((s, i)), v.recomputed.get((s, j))
+    i_recomputed, j_recomputed = v.level[s, i].get(0), v.level[s, j].get(0)
     reasons: list[Choice] = []
-    for p in range(len(v.grid.parts(s, i))):
+    for p in v.grid.parts(s, i):
         o, r = Op(O, s, i, p), Op(R, s, i, p)
         reason = v.model.new_bool_var("away")
         v.model.add_bool_and(v.offloaded[s, i, p], ~v.offloaded[s, j, p]).only_enforce_if(reason)

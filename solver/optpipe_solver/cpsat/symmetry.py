@@ -45,8 +45,8 @@ def equal_parts_in_order(v: Variables) -> None:
     """Equal parts of an activation go by number, too."""
     for s, j in v.passes:
         parts = v.grid.parts(s, j)
-        for p, q in pairwise(range(len(parts))):
-            if parts[p] == parts[q]:
+        for p, q in pairwise(parts):
+            if parts[p] == parts[q] and v.grid.level_of_part(s, p) == v.grid.level_of_part(s, q):
                 _parts_in_order(v, s, j, p, q)
 
 

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from ortools.sat.python import cp_model
 
 from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import GridSchedule
@@ -74,7 +75,8 @@ class Variables:
     span
         The objective "span", or `end` where that is not asked for.
     start
-        When each F, B, W, C, O, D and R starts; with the order "ranks" also each BW (see `backward`).
+        When each F, B, W, C, O, D and R starts; with the order "ranks" also each BW (see `backward`). Parts are
+        numbered as in the grid (`Grid.level_of_part`).
     compute_end
         When each F, B, W and C ends; B together with its W where both are one BW.
     allocation
@@ -82,9 +84,11 @@ class Variables:
         that do so in it.
     offloaded
         By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
-    recomputed, fused
-        By stage and micro-batch: whether the activation is recomputed, and whether B and W are one BW. What is not in
-        them is not.
+    level
+        By stage and micro-batch: each level by which the activation may be recomputed, and `NONE`, with whether it is:
+        one of them.
+    fused
+        By stage and micro-batch: whether B and W are one BW. What is not in it is not.
     free
         The ops that start in the window.
     passes
@@ -110,7 +114,7 @@ class Variables:
         self.allocation: dict[Op, cp_model.IntVar] = {}
         self.allocates_in_window: set[Op] = set()
         self.offloaded: dict[tuple[int, int, int], Choice] = {}
-        self.recomputed: dict[tuple[int, int], Choice] = {}
+        self.level: dict[tuple[int, int], dict[int, Choice]] = {}
         self.fused: dict[tuple[int, int], Choice] = {}
         self.free: set[Op] = set()
         self.passes = [(s, j) for j in range(self.problem.microbatches) for s in self.problem.route(j)]
@@ -172,7 +176,7 @@ class Variables:
     def _create_transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
         is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
-        for p in range(len(self.grid.parts(s, j))):
+        for p in self.grid.parts(s, j):
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             if is_open or o in self.incumbent.start:
                 for x in (o, d, r):
@@ -184,13 +188,22 @@ class Variables:
                     self._set_allocation(o, b_start)
 
     def _create_recompute(self, s: int, j: int) -> None:
-        """C, open where O, D and R are."""
-        c, is_open = Op(C, s, j), self._relief_is_open(s, j)
-        if c in self.incumbent.start or (is_open and self.problem.stages[s].can_recompute):
-            self._set_start(c, self.incumbent.start[Op(B, s, j)] if is_open else None)
-            self.compute_end[c] = self.start[c] + self.duration(c)
-            recomputed = c in self.incumbent.start
-            self.recomputed[s, j] = self._new_choice(recomputed, f"{s}again{j}") if is_open else True
+        """C by each level, open where O, D and R are."""
+        is_open, choices = self._relief_is_open(s, j), dict[int, Choice]()
+        for k in range(len(self.problem.stages[s].all_levels)):
+            c = Op(C, s, j, k)
+            if is_open or c in self.incumbent.start:
+                self._set_start(c, self.incumbent.start[Op(B, s, j)] if is_open else None)
+                self.compute_end[c] = self.start[c] + self.duration(c)
+                recomputed = c in self.incumbent.start
+                choices[k] = self._new_choice(recomputed, f"{s}again{j}.{k}") if is_open else True
+        if is_open and len(choices) == 1:
+            choices = {NONE: ~choices[0], **choices}
+        elif is_open and choices:
+            hint = not any(Op(C, s, j, k) in self.incumbent.start for k in choices)
+            choices = {NONE: self._new_choice(hint, f"{s}kept{j}"), **choices}
+            self.model.add_exactly_one(choices.values())
+        self.level[s, j] = choices or {NONE: True}
 
     def _relief_is_open(self, s: int, j: int) -> bool:
         return {Op(F, s, j), Op(B, s, j)} <= self.free and self.window.opens(self._device[s])
@@ -242,12 +255,12 @@ class Variables:
 
     def duration(self, x: Op) -> int:
         """Ticks of an op; of a BW those of B (see `backward`)."""
-        return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage, x.microbatch)
+        return 0 if x.kind == D else self.grid.duration(x._replace(kind=B) if x.kind == BW else x)
 
     def presence(self, x: Op) -> Choice:
         """Whether x takes place."""
         if x.kind == C:
-            return self.recomputed[x.stage, x.microbatch]
+            return self.level[x.stage, x.microbatch][x.part]
         return True if x.kind in COMPUTE else self.offloaded[x.stage, x.microbatch, x.part]
 
     def device(self, x: Op) -> int:
@@ -261,6 +274,10 @@ class Variables:
     def may_be_away(self, stage: int) -> bool:
         """Whether activations of a stage can leave its device, or be recomputed."""
         return self.problem.stages[stage].can_offload or self.problem.stages[stage].can_recompute
+
+    def offload_choice(self, s: int, j: int, p: int) -> Choice:
+        """Whether the activation is recomputed by the level of whose checkpoint this is a part, or not at all."""
+        return self.level[s, j].get(self.grid.level_of_part(s, p), False)
 
     def host_capacity(self, stage: int) -> int | None:
         """Grains of host memory of the stage's device; None where everything fits."""

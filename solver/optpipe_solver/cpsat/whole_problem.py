@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy as np
 from optpipe.evaluate.objective import raises, reaches
 from optpipe.lift import lift
 from optpipe.model.ops import Kind
-from optpipe.model.program import KIND, MICROBATCH, STAGE
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, Program, of_kinds
 from optpipe.process.protocol import Bound, Frame, Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
+from optpipe_solver.bounds.least_memory import one_level
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
@@ -76,7 +79,8 @@ class WholeProblemSearch:
 
     def _model(self, grid: Grid, order: Order) -> WindowModel:
         assert self.best.start
-        incumbent = place_on_grid(grid, number_by_entry(self.best.start))
+        start = by_one_level(grid.problem, self.best.start) if order == "ranks" else self.best.start
+        incumbent = place_on_grid(grid, number_by_entry(start))
         return WindowModel(grid, incumbent, Window.of_all(incumbent), order, self.request.objective)
 
     def _raise_bound(self, seconds: float) -> bool:
@@ -86,7 +90,7 @@ class WholeProblemSearch:
 
         It starts at the bound of the rounded problem, of which some schedules may be shorter than any of the problem.
         """
-        until, grid = self.budget.left() - seconds, self.fine_grid.relaxed
+        until, grid = self.budget.left() - seconds, Grid.for_problem(one_level(self.problem), FINE).relaxed
         least = ceil(lower_bound(grid.rounded) * (1 - FLOAT_NOISE))
         model = self._model(grid, "ranks")
         shortest = model.variables.incumbent.end
@@ -137,6 +141,23 @@ class WholeProblemSearch:
         answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=bound_callback)
         if model.is_bound:
             on_bound(answer.bound)
+
+
+def by_one_level(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule in the relaxation with one level (`one_level`), where checkpoints leave without transfers."""
+    level = schedule.compiled.index.level
+
+    def changed(program: Program) -> Program:
+        table = program.table
+        again = level[table[:, STAGE], table[:, MICROBATCH]] >= 0
+        table = table[~(again & of_kinds(table, Kind.O, Kind.D, Kind.R))].copy()
+        table[of_kinds(table, Kind.C), PART] = 0
+        return Program(table)
+
+    programs = tuple(changed(program) for program in schedule.programs)
+    links = {link: changed(order) for link, order in schedule.links.items()}
+    links = {link: order for link, order in links.items() if len(order)}
+    return replace(schedule, problem=problem, programs=programs, links=links)
 
 
 def number_by_entry(schedule: Schedule) -> Schedule:

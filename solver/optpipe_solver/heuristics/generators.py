@@ -67,6 +67,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
     aspects = {
         "offload": (all_stay.offload, *offloads),
         "recompute": (all_stay.recompute, *recomputes),
+        "level": [(k,) * len(problem.stages) for k in range(max(1, problem.costs.levels.count.max()))],
         "in_flight": _limits(problem),
         "patience": (0.0, 0.5, 1.0),
         "eager": (1.0, 1.5, 2.5),
@@ -107,7 +108,7 @@ def _with_published(
 def _all_stay(problem: Problem) -> Policy:
     """As many in flight as memory admits; nothing leaves or is computed again."""
     stages = len(problem.stages)
-    return Policy((problem.microbatches,) * stages, (0.0,) * stages, (0.0,) * stages)
+    return Policy((problem.microbatches,) * stages, (0.0,) * stages, (0.0,) * stages, level=(0,) * stages)
 
 
 def _starts(problem: Problem, policies: list[Policy]) -> list[Policy]:

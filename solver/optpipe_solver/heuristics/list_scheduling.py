@@ -20,9 +20,8 @@ from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.bounds.least_memory import Relief
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.state import ARRIVAL, LOOK, SchedulingState
+from optpipe_solver.heuristics.state import ARRIVAL, LOOK, STAYS, SchedulingState
 from optpipe_solver.heuristics.transfers import Transfers
 
 SAME_MOMENT_MS = 1e-9  # sums of the same durations in another order differ by less
@@ -99,12 +98,12 @@ class ListScheduler(SchedulingState):
         frees = self.frees
         if code == F:
             relief = self.relief[stage, j]
-            if relief.recompute:
-                frees = self.recomputed_frees
-            elif relief.parts:
+            if relief.is_recomputed:
+                frees = self.level_frees[relief.level]
+            if relief.parts:
                 self.transfers.queue_offload(stage, j, relief.parts)
         elif code == C:
-            frees = self.recomputed_frees
+            self.relief[stage, j] = STAYS
         elif code in (B, BW):
             self.reserve.end_backward(stage, j)
             if code == B:
@@ -125,10 +124,10 @@ class ListScheduler(SchedulingState):
     def _fits(self, d: int, more: int) -> bool:
         return self.held[d] + more <= self.memory[d]
 
-    def _start(self, kind: Kind, stage: int, j: int, takes: int) -> None:
+    def _start(self, kind: Kind, stage: int, j: int, takes: int, level: int = 0) -> None:
         """Start an op, and send its result to the next stage."""
         d = self.device[stage]
-        self.record_start(kind, stage, j)
+        self.record_start(kind, stage, j, level)
         self.held[d] += takes
         self.busy[d] = True
         if kind not in (F, B, BW):
@@ -152,7 +151,7 @@ class ListScheduler(SchedulingState):
     def _start_backward(self, d: int) -> bool:
         """Start the oldest backward whose activation is there; else the oldest recompute that one waits for."""
         for n, (_, j, stage) in enumerate(self.backwards[d]):
-            if self.relief[stage, j].recompute or not self.transfers.is_resident(stage, j):
+            if self.relief[stage, j].is_recomputed or not self.transfers.is_resident(stage, j):
                 continue
             split = self.policy.split and self._can_split[stage] and self._fits(d, self.takes[B][stage][self.alike[j]])
             kind = B if split else BW
@@ -166,10 +165,13 @@ class ListScheduler(SchedulingState):
             self._start(kind, stage, j, takes)
             return True
         for _, j, stage in self.backwards[d]:
-            takes = self.recomputed_takes[C][stage][self.alike[j]]
-            if self.relief[stage, j].recompute and self._fits(d, takes) and self.reserve.lend_for_return(stage, j):
-                self.relief[stage, j] = Relief()
-                self._start(C, stage, j, takes)
+            level = self.relief[stage, j].level
+            if level < 0 or not self.transfers.is_resident(stage, j):
+                continue
+            takes = self.level_takes[level][C][stage][self.alike[j]]
+            if self._fits(d, takes) and self.reserve.lend_for_return(stage, j):
+                self.transfers.forget(stage, j)
+                self._start(C, stage, j, takes, level)
                 return True
         return False
 
@@ -203,8 +205,10 @@ class ListScheduler(SchedulingState):
         Returns False, and decides nothing, if memory admits neither.
         """
         base = self.base[self.alike[j]][stage]
-        preferred = self.policy.relief(stage, self.place[j], self.problem.stages[stage].offload_parts)
-        if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage, j)):
+        of = self.problem.stages[stage]
+        preferred = self.policy.relief(stage, self.place[j], of.offload_parts, len(of.all_levels))
+        can_finish = not preferred.is_recomputed or self.reserve.recomputes_freely(stage, j, preferred.level)
+        if base != STAYS or not can_finish:
             preferred = base
         for relief in dict.fromkeys((preferred, base)):
             if self.reserve.lend(stage, j, self.reserve.loan(stage, j, relief)):

@@ -39,7 +39,7 @@ def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[i
     back = [
         [
             *((Kind.R, s, p) for p in relief[s].parts),
-            *([(Kind.C, s, 0)] if relief[s].recompute else []),
+            *([(Kind.C, s, relief[s].level)] if relief[s].is_recomputed else []),
             (Kind.BW, s, 0),
         ]
         for s in reversed(route)

@@ -28,6 +28,9 @@ class Policy:
         A reload begins this many reload times before its backward is expected.
     order
         The micro-batches in the order in which they enter; empty for that of their numbers.
+    level
+        (S,) the level by which activations are computed again, of a stage with fewer levels its last one; empty for
+        the first.
     """
 
     in_flight: tuple[int, ...]
@@ -37,15 +40,19 @@ class Policy:
     patience: float = 0.0
     eager: float = 1.5
     order: tuple[int, ...] = ()
+    level: tuple[int, ...] = ()
 
-    def relief(self, stage: int, place: int, parts: int) -> Relief:
-        """Return what should become of one activation of a stage whose activations leave in so many parts.
+    def relief(self, stage: int, place: int, parts: int, levels: int) -> Relief:
+        """Return what should become of one activation of a stage whose activations leave in so many parts, or are
+        computed again by one of so many levels.
 
         Shares are spread evenly over the micro-batches, by their place in the order, and over the parts of each.
         """
         if leaving := _evenly(self.offload[stage] * parts, place):
             return Relief(tuple(range(leaving)))
-        return Relief(recompute=_evenly(self.recompute[stage], place) > 0)
+        again = _evenly(self.recompute[stage], place) > 0
+        level = self.level[stage] if self.level else 0
+        return Relief(level=min(level, levels - 1)) if again else Relief()
 
 
 def _evenly(each: float, place: int) -> int:

@@ -99,7 +99,7 @@ class Reserve:
             for j, reliefs in zip(examples, base, strict=True)
         ]
         self._stage_peak = [
-            {s: held[s].recomputed_peak if r.recompute else held[s].peak for s, r in reliefs.items()}
+            {s: held[s].levels[r.level].peak if r.is_recomputed else held[s].peak for s, r in reliefs.items()}
             for held, reliefs in zip(self._bytes, base, strict=True)
         ]
         self._most_alone = [
@@ -135,15 +135,15 @@ class Reserve:
     def loan(self, stage: int, microbatch: int, relief: Relief) -> Loan:
         """Return what an activation settles at."""
         held = self._held(stage, microbatch)
-        if relief.recompute:
-            return Loan(held.checkpoint, 0)
-        away = sum(held.parts[part] for part in relief.parts)
-        return Loan(held.stays - away, away)
+        level = held.levels[relief.level] if relief.is_recomputed else None
+        stays, parts = (level.checkpoint, level.parts) if level else (held.stays, held.parts)
+        away = sum(parts[part] for part in relief.parts)
+        return Loan(stays - away, away)
 
-    def recomputes_freely(self, stage: int, microbatch: int) -> bool:
+    def recomputes_freely(self, stage: int, microbatch: int, level: int) -> bool:
         """Whether a recompute needs no more than the stage needs anyway."""
         held = self._held(stage, microbatch)
-        return held.recomputed_peak <= held.peak
+        return held.levels[level].peak <= held.peak
 
     def lend(self, stage: int, microbatch: int, loan: Loan) -> bool:
         """Change the loan of an activation, if that is safe; say whether it is."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.dispatch.figures import instant_ms
 from optpipe.evaluate.effects import Effects
-from optpipe.lift import grain
 from optpipe.model.arrays import OFF_ROUTE
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
@@ -20,6 +20,7 @@ from optpipe_solver.heuristics.reserve import Reserve
 # Codes of events. The end of an op is its kind; the arrival of its input is its kind and ARRIVAL.
 ARRIVAL = 100
 LOOK = 200  # a link looks for something to do
+STAYS = Relief()
 
 
 class Event(NamedTuple):
@@ -47,10 +48,12 @@ class SchedulingState:
 
     Attributes
     ----------
-    ms, takes, frees, recomputed_takes, recomputed_frees
+    ms, takes, frees
         By kind, stage and class of micro-batches: how long an op takes, and its bytes (`Effects`).
-    parts
-        By stage and class the bytes of each part of an activation.
+    level_ms, level_takes, level_frees
+        By level, and so on: the same of an activation that is recomputed by it.
+    parts, level_parts
+        By stage and class the bytes of each part of an activation, of its checkpoint by each level.
     alike
         (m,) the class of each micro-batch (`Costs.alike`).
     position
@@ -84,17 +87,23 @@ class SchedulingState:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         costs, m = problem.costs, problem.microbatches
-        instant = 10 * grain(np.array([costs.ms.sum()]))  # what takes no time takes this, to show what came first
+        instant = instant_ms(problem)  # what takes no time takes this, to show what came first
         self.alike: list[int] = costs.alike.tolist()
         examples = costs.examples
         self.ms: list[list[list[float]]] = np.maximum(costs.ms[..., examples], instant).tolist()
+        self.level_ms: list[list[list[list[float]]]] = [
+            np.maximum(costs.level_ms(k)[..., examples], instant).tolist() for k in range(costs.levels.count.max())
+        ]
         self._message_ms: list[list[list[float]]] = costs.message_ms[..., examples].tolist()
         self.device: list[int] = costs.device.tolist()
         effects = Effects(problem)
         self.takes: list[list[list[int]]] = effects.takes[..., examples].tolist()
         self.frees: list[list[list[int]]] = effects.frees[..., examples].tolist()
-        self.recomputed_takes, self.recomputed_frees = (sizes[..., examples].tolist() for sizes in effects.recomputed)
+        by_level = [[sizes[..., examples].tolist() for sizes in tables] for tables in effects.by_level]
+        self.level_takes: list[list[list[list[int]]]] = [takes for takes, _ in by_level]
+        self.level_frees: list[list[list[list[int]]]] = [frees for _, frees in by_level]
         self.parts: list[list[list[int]]] = effects.parts[:, examples].tolist()
+        self.level_parts: list[list[list[list[int]]]] = [each[:, examples].tolist() for each in effects.parts_by_level]
         self.route = [problem.route(j) for j in range(m)]
         self.position = [{s: k for k, s in enumerate(route)} for route in self.route]
         self._full_speed = [self._at_full_speed(j) for j in examples.tolist()]
@@ -133,7 +142,13 @@ class SchedulingState:
         """Note that an op starts now, and foresee its end."""
         self.rows.append((kind, stage, microbatch, part, 0))
         self.starts.append(self.now)
-        self.foresee(self.now + self.ms[kind][stage][self.alike[microbatch]], kind, stage, microbatch, part)
+        self.foresee(self.now + self.op_ms(kind, stage, microbatch), kind, stage, microbatch, part)
+
+    def op_ms(self, kind: Kind, stage: int, microbatch: int) -> float:
+        """How long an op takes, by what becomes of the activation."""
+        level = self.relief.get((stage, microbatch), STAYS).level
+        ms = self.ms if level < 0 else self.level_ms[level]
+        return ms[kind][stage][self.alike[microbatch]]
 
     def note_pace(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Take note how far a micro-batch has come: its F, or its backward, of this stage starts now."""

@@ -66,10 +66,17 @@ class Transfers:
         self._next_look = [float("inf")] * len(self._devices_on)  # when each link will look again
 
     def _size(self, stage: int, j: int, part: int) -> int:
-        return self._state.parts[stage][self._state.alike[j]][part]
+        level = self._state.relief[stage, j].level
+        parts = self._state.parts if level < 0 else self._state.level_parts[level]
+        return parts[stage][self._state.alike[j]][part]
+
+    def _needed_ms(self, stage: int, j: int) -> float:
+        """When what leaves is needed again: by the backward, or by the recompute before it."""
+        expected = self._state.backward_expected(stage, j)
+        return expected - (self._ms(Kind.C, stage, j) if self._state.relief[stage, j].is_recomputed else 0.0)
 
     def _ms(self, kind: Kind, stage: int, j: int) -> float:
-        return self._state.ms[kind][stage][self._state.alike[j]]
+        return self._state.op_ms(kind, stage, j)
 
     def queue_offload(self, stage: int, j: int, parts: tuple[int, ...]) -> None:
         """Queue the parts of an activation whose forward has ended."""
@@ -150,7 +157,7 @@ class Transfers:
         """The moment at which an activation should begin to come back."""
         away = self._away[stage, j]
         reload_ms = (len(away.sent) - away.reloading) * self._ms(R, stage, j)
-        return self._state.backward_expected(stage, j) - self._state.policy.eager * reload_ms
+        return self._needed_ms(stage, j) - self._state.policy.eager * reload_ms
 
     def _start_reload(self, n: int) -> bool:
         """Start the reload that is needed soonest, if one is due and fits; else look again when one is due."""
@@ -204,7 +211,7 @@ class Transfers:
         state = self._state
         waiting, gone = len(away.waiting), len(away.sent) - away.back
         transfer_ms = waiting * self._ms(O, stage, j) + (waiting + gone) * self._ms(R, stage, j)
-        is_back_in_time = state.backward_expected(stage, j) - state.now >= transfer_ms
+        is_back_in_time = self._needed_ms(stage, j) - state.now >= transfer_ms
         if state.forwards_left[state.device[stage]] and is_back_in_time:
             return False
         stays = sum(self._size(stage, j, part) for part in away.waiting)

@@ -96,10 +96,7 @@ class WindowChoice:
         latest = max(incumbent.delivery)
         reached = [latest - delivery for delivery in incumbent.delivery]  # with the span a device's start is its own
         compute = [(at, x) for x, at in incumbent.start.items() if x.kind in COMPUTE]
-        runs = sorted(
-            (at, at + self.grid.duration(x.kind, x.stage, x.microbatch), self.problem.stages[x.stage].device)
-            for at, x in compute
-        )
+        runs = sorted((at, at + self.grid.duration(x), self.problem.stages[x.stage].device) for at, x in compute)
         ends = [(incumbent.end - delivery,) * 2 + (d,) for d, delivery in enumerate(incumbent.delivery)]
         for begin, end, device in [*runs, *ends]:
             if begin > reached[device]:

@@ -200,7 +200,7 @@ def stages_that_may_offload(problem: Problem) -> set[int]:
     effects, wanted, classes = Effects(problem), [0] * len(problem.devices), equal_microbatches(problem)
     for route, batches in classes:
         for s in route:
-            most = max((level.bytes for level in effects.levels(s, batches[0], *COMPUTE)), default=0)
+            most = max((each.bytes for each in effects.holdings(s, batches[0], *COMPUTE)), default=0)
             wanted[problem.costs.device[s]] += len(batches) * most
     tight = [size > limit for size, limit in zip(wanted, problem.costs.activation_budget.tolist(), strict=True)]
     return {s for route, _ in classes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}

@@ -7,7 +7,7 @@ from functools import partial
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.least_memory import without_evictions
+from optpipe_solver.bounds.least_memory import one_level, without_evictions
 from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search
 from optpipe_solver.relax.one_stage import one_stage_device
@@ -27,7 +27,7 @@ def searchable_devices(problem: Problem) -> list[int]:
     """
     if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
         return []
-    problem = without_evictions(problem)
+    problem = one_level(without_evictions(problem))
     return [d for d, passes in enumerate(_passes(problem)) if len(passes) == 1 or _all_stay(problem, passes)]
 
 
@@ -52,13 +52,13 @@ def device_bounds(
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
     from the end of an op here to the start of what needs it here. But up to two of them serve one micro-batch after
-    the other (`Bottleneck`). The last bound is what this pipeline takes, if `most_states` suffice. If no schedule fits,
-    the bounds end without it.
+    the other (`Bottleneck`). Of several levels of recomputation one is made that is as good as each (`one_level`). The
+    last bound is what this pipeline takes, if `most_states` suffice. If no schedule fits, the bounds end without it.
 
     To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage_state`),
     what can follow (`one_stage_moves`) and its bound (`one_stage_bound`).
     """
-    problem = without_evictions(problem)
+    problem = one_level(without_evictions(problem))
     passes = _passes(problem)[d]
     microbatches = shortest_paths(problem).passing[passes[0][0]]
     expand: Callable[[States, int], float]

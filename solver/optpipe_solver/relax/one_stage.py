@@ -13,7 +13,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
-from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.stage_bytes import LevelBytes, StageBytes, stage_bytes
 from optpipe_solver.relax.bottlenecks import RoundTrip
 
 BOTTLENECKS = 2  # other devices that a state knows
@@ -116,7 +116,7 @@ class OneStage(NamedTuple):
 def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
     """Return the device of stage s, which so many micro-batches pass like the j-th."""
     held, stage = stage_bytes(problem, j)[s], problem.stages[s]
-    ms = _durations(problem, j, s, objective)
+    ms, again = _durations(problem, j, s, objective), _again(held)
     budget = problem.devices[stage.device].activation_budget_bytes
     part_bytes = sorted(held.parts, reverse=True) if stage.can_offload else []
     # The largest parts leave first: no other choice of parts holds less.
@@ -130,8 +130,8 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
         memory=Memory(
             budget=budget,
             forward=held.forward,
-            checkpoint=held.checkpoint,
-            recompute=held.recompute,
+            checkpoint=again.checkpoint,
+            recompute=again.recompute,
             backward=held.backward,
             waiting=held.waiting,
             weight=held.weight,
@@ -142,14 +142,19 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
     )
 
 
+def _again(held: StageBytes) -> LevelBytes:
+    """The bytes by the only level; where there is none they are not read."""
+    return held.levels[0] if held.levels else LevelBytes(0, 0, 0, [])
+
+
 def _durations(problem: Problem, j: int, s: int, objective: Objective) -> Durations:
     paths, times = shortest_paths(problem), shortest_times(problem, j)
-    ms = {kind: float(times[kind, s]) for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R)}
+    ms = {kind: float(times[kind, s]) for kind in (Kind.F, Kind.B, Kind.W, Kind.O, Kind.R)}
     return Durations(
         forward=ms[Kind.F],
         backward=ms[Kind.B],
         weight=ms[Kind.W],
-        recompute=ms[Kind.C],
+        recompute=float(problem.costs.levels.recompute_ms[:, s, j].max(initial=0.0)),
         offload=ms[Kind.O],
         reload=ms[Kind.R],
         between=max(0.0, float(paths.round_trip[j, s]) - (ms[Kind.F] + ms[Kind.B])),
@@ -187,7 +192,8 @@ def _shares_by(
         - values[parts - gone] * max(0.0, ms.between - gone * transfers_ms)
         for gone in range(parts + 1)
     ]
-    recompute, checkpoint, saved_by_recompute = measure(held.recompute), measure(held.checkpoint), 0.0
+    again = _again(held)
+    recompute, checkpoint, saved_by_recompute = measure(again.recompute), measure(again.checkpoint), 0.0
     if can_recompute:
         saved_by_recompute = (
             values[parts] * ms.between - recompute * ms.recompute - checkpoint * max(0.0, ms.between - ms.recompute)

@@ -19,10 +19,10 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, STAGE, of_kinds
+from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
-from optpipe_solver.systems.order import by_slot, count_chunks, count_devices, distinct_slots
+from optpipe_solver.systems.order import by_slot, count_chunks, count_devices, distinct_slots, require_level
 from optpipe_solver.systems.system import System
 
 F, C, BW = 1, 1, 2  # units that each lasts
@@ -53,8 +53,9 @@ def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
     return _pipe(problem, group)
 
 
-def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
-    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are recomputed just before their backwards.
+def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Schedule:
+    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are recomputed just before their backwards, by
+    this `level` of their stages.
 
     The beats of these backwards are C longer. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they
     would come too early (appendix A, Eq. 8).
@@ -73,6 +74,7 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
             raise InputError(
                 f"stages[{s}].recompute_ms is missing: chronos-recomp recomputes stages 0 to {shallow[-1]}"
             )
+        require_level(s, problem.stages[s], level)
 
     there, back = _launches(p, v)
     beats = _Beats([F + BW + C * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
@@ -84,7 +86,7 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     table, start = slots(_block(p, there, back, beats), [beats.start(v * j) for j in range(problem.microbatches)])
     backward = np.flatnonzero(of_kinds(table, Kind.BW) & (table[:, STAGE] < len(shallow)))
     again = table[backward]
-    again[:, KIND] = Kind.C
+    again[:, KIND], again[:, PART] = Kind.C, level
     return by_slot(problem, np.concatenate([table, again]), np.r_[start, start[backward] - C])
 
 
@@ -138,7 +140,7 @@ SYSTEMS = (
         least=2,
         most=None,
         chunks=2,
-        parameters=("recomputed",),
+        parameters=("recomputed", "level"),
     ),
     System(
         "chronos-zero2",

@@ -8,7 +8,15 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.systems.order import count_chunks, count_devices, even_groups, in_order, visits, warmed_up
+from optpipe_solver.systems.order import (
+    count_chunks,
+    count_devices,
+    even_groups,
+    in_order,
+    require_level,
+    visits,
+    warmed_up,
+)
 from optpipe_solver.systems.system import System
 
 
@@ -28,17 +36,17 @@ def one_f_one_b(problem: Problem) -> Schedule:
     return _in_phases(problem, _until_the_first_backward(problem), _fused)
 
 
-def recomputed(problem: Problem, every: int = 1) -> Schedule:
+def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
     """1F1B with activation checkpointing (survey, section on it).
 
     Of every n-th micro-batch only the checkpoints stay after its forward, and the rest is recomputed right before its
-    backward. How much is dropped and recomputed is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and
-    selective checkpointing are two sets of figures. The survey drops every n-th layer. A stage has one figure for all
-    of its layers, so that is one more set of figures or, for the same share of all activations, every n-th micro-batch
-    here. All stages take the same micro-batches, since then no stage waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C.
+    backward. How much is dropped and recomputed is in the figures of the stages' `level`, so full and selective
+    checkpointing are two levels. The survey drops every n-th layer. A stage has one figure for all of its layers, so
+    that is one more level or, for the same share of all activations, every n-th micro-batch here. All stages take the
+    same micro-batches, since then no stage waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C.
     Stage s holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
 
-    Raises InputError if a stage cannot be recomputed, or if `every` is 0.
+    Raises InputError if a stage cannot be recomputed by this level, or if `every` is 0.
     """
     if every < 1:
         raise InputError(
@@ -47,9 +55,10 @@ def recomputed(problem: Problem, every: int = 1) -> Schedule:
     for s, stage in enumerate(problem.stages):
         if not stage.can_recompute:
             raise InputError(f"stages[{s}].recompute_ms is missing: 1f1b-recompute drops activations of every stage")
+        require_level(s, stage, level)
 
     def backward(s: int, j: int) -> list[Op]:
-        return [*([Op(Kind.C, s, j)] if (j + 1) % every == 0 else []), Op(Kind.BW, s, j)]
+        return [*([Op(Kind.C, s, j, level)] if (j + 1) % every == 0 else []), Op(Kind.BW, s, j)]
 
     return _in_phases(problem, _until_the_first_backward(problem), backward)
 
@@ -104,5 +113,5 @@ SYSTEMS = (
         most=None,
         chunks=2,
     ),
-    System("1f1b-recompute", "survey, section on activation checkpointing", recomputed, parameters=("every",)),
+    System("1f1b-recompute", "survey, section on activation checkpointing", recomputed, parameters=("every", "level")),
 )

@@ -7,10 +7,12 @@ from itertools import count, pairwise
 
 import numpy as np
 
+from optpipe.errors import InputError
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE, Program
+from optpipe.model.records import Stage
 from optpipe.schedule import Schedule
 
 
@@ -68,6 +70,12 @@ def distinct_slots(first: int, chunks: int, apart: int) -> list[int]:
         taken = {slot % chunks for slot in slots}
         slots.append(next(slot for slot in count(slots[-1] + apart) if slot % chunks not in taken))
     return slots
+
+
+def require_level(s: int, stage: Stage, level: int) -> None:
+    """Raises InputError if the stage has no level of this number."""
+    if not 0 <= level < len(stage.all_levels):
+        raise InputError(f"level = {level}: stages[{s}] has {len(stage.all_levels)}, numbered from 0")
 
 
 def count_devices(problem: Problem) -> int:
