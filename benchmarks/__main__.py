@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
     "cache": Benchmark("cache", "how soon the cache finds what is similar, and what a fresh install has"),
     "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),
+    "levels": Benchmark("levels", "what several levels of recomputation are worth"),
     "steps": Benchmark("steps", "how soon each step has a schedule and each replica its micro-batches, and how good"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "predictions": Benchmark("predictions", "measured iterations, predicted by the cost model"),

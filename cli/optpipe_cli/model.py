@@ -46,6 +46,9 @@ def model(
     attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
     fused: Annotated[bool, typer.Option(help="One kernel for a gated activation function and its product.")] = True,
     recompute: Annotated[str, typer.Option(help="none, selective, cheap or full.")] = "none",
+    levels: Annotated[
+        bool, typer.Option("--levels", help="A schedule chooses the level of recomputation for every activation.")
+    ] = False,
     gradient_bytes: Annotated[int, typer.Option(help="Bytes of a gradient.")] = 4,
     optimizer_bytes: Annotated[
         int | None, typer.Option(help="Optimizer state, bytes a parameter. Default: Adam.")
@@ -86,7 +89,12 @@ def model(
     run: dict[str, Any] = {"microbatch_size": microbatch_size}
     run |= {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches}
     run |= {"sequence": sequence, "precision": precision, "attention": attention, "fused": fused}
-    run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
+    run |= {
+        "recompute": recompute,
+        "levels": levels,
+        "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": optimizer_bytes,
+    }
     run |= {"expert_load": expert_load, "host_memory_bytes": host_bytes(host_memory_gb)}
     try:
         answer = estimate(

@@ -270,9 +270,10 @@ class Run(Document):
     `gradient_bytes` and `optimizer_bytes` are per parameter; by default gradients are kept in 32 bits, and Adam's state
     is two 32-bit numbers and, if weights have fewer bits, a 32-bit copy of them. `recompute` says what every backward
     computes again: `selective` attention's scores (Korthikanti et al. 2023), `cheap` also norms, activation functions
-    and dropout masks (PipeOffload), `full` the whole layer. `expert_load` is the number of tokens that the fullest
-    GPU's experts get, over the mean.
-    A gated MLP's activation function that is not `fused` with the product saves its output, too.
+    and dropout masks (PipeOffload), `full` the whole layer. With `levels` a schedule chooses for every activation which
+    of these levels beyond `recompute` it takes, or none; else whether all of it is computed again. `expert_load` is the
+    number of tokens that the fullest GPU's experts get, over the mean. A gated MLP's activation function that is not
+    `fused` with the product saves its output, too.
     """
 
     WHAT = "run"
@@ -284,6 +285,7 @@ class Run(Document):
     attention: Attention = "flash"
     fused: bool = True
     recompute: Recompute = "none"
+    levels: bool = False
     gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0

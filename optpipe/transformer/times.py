@@ -6,7 +6,7 @@ whichever is longer. Kernels run while the host launches further ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
-from optpipe.transformer.records import Gpu, Parallelism, Run
+from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run
 from optpipe.transformer.work import LEVELS, Matmul, Piece, Work
 
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
@@ -64,7 +64,10 @@ class Clock:
         held = ceil(piece.activation_bytes(run.recompute))
         fields: dict[str, Any] = {}
         if piece.is_layer and run.recompute != "full":
-            fields = {"recompute_ms": forward_ms, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
+            if run.levels:
+                fields = {"levels": list(self._levels(piece))}
+            else:
+                fields = {"recompute_ms": forward_ms, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
         return StageCosts(
             forward_ms=forward_ms,
             backward_input_ms=self.backward_input(piece).ms,
@@ -76,6 +79,24 @@ class Clock:
             offload_bytes=held,
             **fields,
         )
+
+    def _levels(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yields the levels beyond what every backward computes again anyway, without those that keep no less."""
+        before, done_ms = ceil(piece.activation_bytes(self.run.recompute)), self._again_ms(piece, self.run.recompute)
+        for name in LEVELS[LEVELS.index(self.run.recompute) + 1 :]:
+            kept = ceil(piece.activation_bytes(name))
+            if kept < before:
+                moved_ms = kept / self.host_speed * MS
+                again_ms = self.forward(piece).ms if name == "full" else self._again_ms(piece, name) - done_ms
+                yield {
+                    "name": name,
+                    "recompute_ms": again_ms,
+                    "checkpoint_bytes": kept,
+                    "offload_ms": moved_ms,
+                    "reload_ms": moved_ms,
+                    "offload_bytes": kept,
+                }
+                before = kept
 
     def forward(self, piece: Piece) -> Times:
         return self._computed_forward(piece)._replace(messages=self._sent(piece.work) + self._gathered(piece))
@@ -93,7 +114,7 @@ class Clock:
         )
         return own._replace(
             messages=self._sent(work) + self._sent(work, "context") + self._gathered(piece),
-            recomputing=self._recomputed(piece),
+            recomputing=self._again_ms(piece, self.run.recompute),
         )
 
     def backward_weight(self, piece: Piece) -> Times:
@@ -245,12 +266,12 @@ class Clock:
     def _flash(self, work: Work) -> float:
         return 0.0 if work.products else self.flash_ms(work.scores)
 
-    def _recomputed(self, piece: Piece) -> float:
-        """What the backward computes again."""
+    def _again_ms(self, piece: Piece, recompute: Recompute) -> float:
+        """What a backward computes again by this level."""
         if not piece.is_layer:
             return 0.0
-        level, work = LEVELS.index(self.run.recompute), piece.work
-        if self.run.recompute == "full":
+        level, work = LEVELS.index(recompute), piece.work
+        if recompute == "full":
             return self.forward(piece).ms - self._gathered(piece)  # B has gathered the weights
         products = self._products_ms(work.products) if level >= LEVELS.index("selective") else 0.0
         return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
