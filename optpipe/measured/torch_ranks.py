@@ -103,7 +103,8 @@ def parts_of_run(processes: Sequence[Process]) -> list[list[Process]]:
 
 
 def pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
-    """The ranks of each pipeline: as their process groups say; without these all, or those of each folder.
+    """The ranks of each pipeline: as their process groups say; without these all, or those of each folder, which are
+    replicas if all traces say their ranks: otherwise they may as well be of later steps.
 
     Raises InputError if a stage is twice in a pipeline, or a rank of it is missing.
     """
@@ -111,15 +112,16 @@ def pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
         pipelines = _divided(processes, lambda process: process.group(_PIPELINE))
     else:
         pipelines = _divided(processes, lambda process: process.folder)
-        alone = any(len(pipeline) == 1 for pipeline in pipelines.values())
-        if alone if processes[0].ranges.stage_unnamed else not _stage_twice(processes):
+        one = any(len(pipeline) == 1 for pipeline in pipelines.values())
+        one = one if processes[0].ranges.stage_unnamed else not _stage_twice(processes)
+        if one or not all(isinstance(process.distributed.get("rank"), int) for process in processes):
             pipelines = {"": list(processes)}
     for pipeline in pipelines.values():
         if twice := _stage_twice(pipeline):
-            stage, one, other = twice
+            stage, first, second = twice
             raise InputError(
-                f"stage {stage} is in {one} and in {other}, and no process groups say that these are replicas: put the "
-                "traces of each pipeline into a folder of its own"
+                f"stage {stage} is in {first} and in {second}, and nothing says that these are replicas: process "
+                "groups named pp in distributedInfo, or ranks there and a folder for each pipeline, are expected"
             )
         _require_all_ranks(pipeline)
     return list(pipelines.values())

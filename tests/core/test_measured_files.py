@@ -105,9 +105,16 @@ def test_pipelines_are_told_by_process_groups_or_by_folders(tmp_path: Path) -> N
     ]
     assert "ranks 4, 5, 6, 7: tensor or context parallel ranks, which compute the same ops as others" in one.unused
     assert "the other 4 of 8 ranks" in " ".join(other.unused)
+    unsaid = tmp_path / "unsaid"
+    for file in apart.glob("*/*"):
+        written(unsaid / file.parent.name, file.name, file.read_text().replace('"rank"', '"no"'))
+    with pytest.raises(InputError, match="nothing says that these are replicas"):
+        read(unsaid)
     for file in (apart / "pipeline-2").iterdir():
         file.rename(apart / "pipeline-0" / file.name)
-    with pytest.raises(InputError, match=r"stage 0 is in .* put the traces of each pipeline into a folder of its own"):
+    with pytest.raises(
+        InputError, match=r"stage 0 is in .* or ranks there and a folder for each pipeline, are expected"
+    ):
         read(apart)
 
 
