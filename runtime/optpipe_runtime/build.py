@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from optpipe_runtime.ranks.inner import require_inner
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.stage.levels import Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
 
 
@@ -40,6 +42,7 @@ class _Checked(NamedTuple):
     layout: Layout
     device: torch.device | None  # None on a rank without parameters
     replicas: Replicas
+    levels: Mapping[str, Level]
 
 
 def build(options: Options) -> Rank:
@@ -48,9 +51,10 @@ def build(options: Options) -> Rank:
         raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
     team = Team(options.group, options.inner)
     cpu_group = CpuGroup(team)
-    layout, own_device, replicas = cpu_group.on_each_rank(lambda: _check(options, team))
+    checked = cpu_group.on_each_rank(lambda: _check(options, team))
+    own_device, replicas = checked.device, checked.replicas
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
-    layout = replace(layout, full_duplex=both_ways(options.full_duplex, device))
+    layout = replace(checked.layout, full_duplex=both_ways(options.full_duplex, device))
     places = cpu_group.gather_by_peer(pci.place(device))
     if options.links == "auto":
         layout = replace(layout, links=pci.shared_links(places))
@@ -62,6 +66,7 @@ def build(options: Options) -> Rank:
         clip_host_updates=options.clip_host_updates,
         whole_gradients=options.whole_gradients,
         scale_grads=options.scale_grads,
+        recompute=list(checked.levels),
         **asdict(layout),
     )
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
@@ -82,6 +87,7 @@ def build(options: Options) -> Rank:
         messages=Messages(team, layout, device),
         pool=pool,
         link=link,
+        levels=checked.levels,
     )
     rank.features = features.make_features(rank, options, features.ROOMS)
     return rank
@@ -107,4 +113,4 @@ def _check(options: Options, team: Team) -> _Checked:
     replicas = Replicas(options.stages, layout, team)
     for s, module in replicas.modules.items():
         require_inner(s, module, team.inner, replicas.ranks(s))
-    return _Checked(layout, device_of(options.stages), replicas)
+    return _Checked(layout, device_of(options.stages), replicas, as_levels(options.recompute))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe_runtime.stage.io import LossFn
+from optpipe_runtime.stage.levels import Policy
 
 # Makes the optimizer of a stage from its parameters on the host, with their names.
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -36,4 +37,5 @@ class Options:
     whole_gradients: int | None = None
     group: dist.ProcessGroup | None = None
     inner: dist.ProcessGroup | DeviceMesh | None = None
+    recompute: Sequence[str | Policy] = ("full",)
     scale_grads: bool = True

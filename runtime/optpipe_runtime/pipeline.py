@@ -35,6 +35,7 @@ from optpipe_runtime.measure.profiler import Measured
 from optpipe_runtime.options import Factory, Options
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import LossFn
+from optpipe_runtime.stage.levels import Policy
 from optpipe_runtime.step_runner import StepRunner
 from optpipe_runtime.updates import Updates
 
@@ -85,6 +86,10 @@ class Pipeline:
     inner
         The ranks that compute this rank's stages together with this one, by tensor, context or expert parallelism: a
         DeviceMesh of any dimensions, or a process group (docs/training.md).
+    recompute
+        The levels by which a schedule may recompute activations: "cheap" keeps what products and attention compute,
+        "selective" only the former, "full" the inputs alone. Or functions of an op, such as
+        `torch.ops.aten.mm.default`, that return whether its result is kept (docs/stages.md).
     args_chunk_spec, kwargs_chunk_spec
         How inputs and named arguments are cut into micro-batches, as in torch.distributed.pipelining: a
         `TensorChunkSpec` for each input, or by name; None for a value that all micro-batches get whole. By default
@@ -124,6 +129,7 @@ class Pipeline:
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
         scale_grads: bool = True,
+        recompute: Sequence[str | Policy] = ("full",),
     ) -> None:
         options = Options(
             stages=stages,
@@ -142,6 +148,7 @@ class Pipeline:
             group=group,
             inner=inner,
             scale_grads=scale_grads,
+            recompute=recompute,
         )
         self._rank = build(options)
         self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})

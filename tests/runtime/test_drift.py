@@ -9,8 +9,10 @@ import pytest
 from support.chain import chain
 
 from optpipe.errors import InputError
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.model.records import Level
 from optpipe_runtime import Profiler
 from optpipe_runtime.execute.report import OpTime, StepReport
 from optpipe_runtime.follow import THRESHOLD
@@ -116,8 +118,27 @@ def test_parts_add_up() -> None:
     assert drift(PROBLEM.replace(stages=stages), found) == pytest.approx(4 / 30)
 
 
+def test_times_of_each_level_are_told_apart() -> None:
+    """In turns, micro-batches of stage 0 are recomputed by the first level, recomputed by the second, whose checkpoint
+    leaves, and offloaded."""
+    level = Level(name="cheap", recompute_ms=2.0, checkpoint_bytes=10)
+    moved = {"name": "full", "recompute_ms": 9.0, "offload_ms": 4.0, "reload_ms": 4.0, "offload_bytes": 4}
+    stages = [stage.model_copy(update={"levels": (level, level.model_copy(update=moved))}) for stage in PROBLEM.stages]
+    trace = [ran(op, 30.0) for j in range(M) for op in (Op(Kind.F, 0, j), Op(Kind.O, 0, j))[: 1 + j % 3]]
+    trace += [ran(Op(Kind.C, 0, j, j % 3), 3.0 + j % 3) for j in range(M) if j % 3 < 2]
+    problem = PROBLEM.replace(stages=stages)
+    found = measured(StepReport(None, 1.0, 0, 0, 0, 0, None, trace=tuple(trace)), problem=problem)
+    assert found.stages[0].levels is not None
+    cheap, full = found.stages[0].levels
+    assert (cheap.recompute_ms, full.recompute_ms) == (3.0, 4.0)
+    assert (found.stages[0].forward_ms, found.stages[0].offload_ms) == (30.0, 30.0)
+    assert (full.offload_ms, full.reload_ms) == (30.0, 4.0)
+    assert found.stages[1] == stages[1]
+    assert drift(problem, found) == pytest.approx(26 / 30)
+
+
 def test_times_of_all_ranks_are_combined() -> None:
-    found = retimed(PROBLEM, [{(0, Kind.F): 11.0}, {(1, Kind.F): 12.0, (1, Kind.O): 21.0}])
+    found = retimed(PROBLEM, [{(0, Kind.F, NONE): 11.0}, {(1, Kind.F, NONE): 12.0, (1, Kind.O, NONE): 21.0}])
     assert [stage.forward_ms for stage in found.stages] == [11.0, 12.0]
     assert [stage.offload_ms for stage in found.stages] == [20.0, 21.0]
     assert found.devices == PROBLEM.devices

@@ -17,6 +17,7 @@ from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
@@ -102,7 +103,7 @@ def test_few_steps_are_traced(every: int, traced: list[int]) -> None:
         follower.step()
     assert [k for k, trace in enumerate(pipe.traced) if trace] == [w * every + k for w in range(3) for k in traced]
     last = [2 * every + k + 1 for k in traced]
-    assert follower._profiler.seen == {(0, Kind.F): median(last)}, "of the last window only"
+    assert follower._profiler.seen == {(0, Kind.F, NONE): median(last)}, "of the last window only"
 
 
 def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:

@@ -1,5 +1,5 @@
-"""Levels of recomputation on one stage: what each keeps, and what it must not keep. That stages train as in a plain run
-is in `test_odd_stages` and `test_split_compiled`."""
+"""Levels of recomputation: what each keeps of a stage, what it must not keep, and schedules on two ranks. That stages
+of all kinds train as in a plain run is in `test_odd_stages` and `test_split_compiled`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support import problems
+from support.ranks import cases, levels, microbatches
 from support.ranks.odd_stages import BATCH, WIDTH, Of, linear
+from support.ranks.worker import Ranks
 from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
+from optpipe.schedule import Schedule
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.levels import LEVELS, Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
@@ -129,8 +134,9 @@ def test_levels_by_name_and_by_policy() -> None:
     def products(op: Any) -> bool:
         return op.overloadpacket is aten.mm
 
-    cheap, own = as_levels(["cheap", products])
-    assert (cheap.name, own.name) == ("cheap", "products")
+    by_name = as_levels(["cheap", products])
+    assert list(by_name) == ["cheap", "products"]
+    own = by_name["products"]
     assert own.keeps is not None
     assert own.keeps(aten.mm.default)
     assert not own.keeps(aten.mm.out)
@@ -148,3 +154,65 @@ def test_attention_that_is_written_out_is_kept_at_cheap_only(link: Link) -> None
     stage, (x,) = runner(Of(forward, linear()), link), batches(1)
     assert held(stage, x, LEVELS["selective"]) == 2 * x.nbytes
     assert held(stage, x, LEVELS["cheap"]) == 3 * x.nbytes + BATCH * 8 * 8 * 4
+
+
+# On two ranks
+
+LENGTHS = microbatches.Turn(tuple(microbatches.Sizes(*size) for size in ((2, 9), (1, 16), (3, 4), (2, 12), (1, 5))))
+EQUAL = microbatches.Turn((microbatches.Sizes(2, 12),) * 5)
+KEPT = [levels.Way()] * 5
+WAYS = {
+    **{name: [levels.Way(k)] * 5 for k, name in enumerate(levels.KEEPS)},
+    **{f"{name}, offloaded": [levels.Way(k, leaves=True)] * 5 for k, name in enumerate(levels.KEEPS)},
+    "mixed": [levels.Way(0), levels.Way(), levels.Way(2, leaves=True), levels.Way(1), levels.Way(None, leaves=True)],
+}
+
+
+@pytest.mark.parametrize("turn", [EQUAL, LENGTHS], ids=["equal", "of different lengths"])
+def test_with_any_level_a_step_is_the_same_to_the_bit_and_within_its_certificate(
+    ranks: Ranks, turn: microbatches.Turn
+) -> None:
+    for rank, (problem, (kept, *others)) in enumerate(
+        ranks(levels.trained, turn=turn, all_ways=[KEPT, *WAYS.values()])
+    ):
+        assert [level.name for level in problem.stages[rank].all_levels] == levels.KEEPS
+        for name, step in zip(WAYS, others, strict=True):
+            assert step.report.losses == kept.report.losses, name
+            np.testing.assert_equal(step.gradients, kept.gradients, err_msg=name)
+            assert 0.9 * step.certified_bytes < (step.report.peak_activation_bytes or 0) <= step.certified_bytes, name
+            assert step.report.host_peak_bytes >= step.certified_host_bytes, name
+            nothing_leaves = name in levels.KEEPS or (rank == 0 and name == "full, offloaded")  # the batch stays
+            assert (step.certified_host_bytes == 0) == nothing_leaves, name
+            assert step.certified_bytes < kept.certified_bytes, name
+
+
+def test_the_profile_has_a_figure_of_each_level_for_each_micro_batch(ranks: Ranks) -> None:
+    problem, _ = ranks(levels.trained, turn=LENGTHS, all_ways=[])[0]
+    for s, stage in enumerate(problem.stages):
+        activation: Any = stage.activation_bytes
+        sizes: list[Any] = [level.checkpoint_bytes for level in stage.all_levels]
+        for j in range(5):
+            cheap, selective, full = (size[j] if isinstance(size, tuple) else size for size in sizes)
+            assert full < selective < cheap < activation[j]
+            if s == 1:
+                assert full == LENGTHS.sizes[j].tokens * cases.WIDTH * 4, "what came from the stage before"
+
+
+def test_wrong_levels_are_refused_on_every_rank(ranks: Ranks) -> None:
+    costs = problems.stage((1, 1, 1), (100, 100))
+    level = {"name": "mine", "recompute_ms": 1, "checkpoint_bytes": 10}
+    problem = problems.pipeline(2, 1, 10**9, costs | {"levels": [level]})
+    schedule = Schedule.parse(problem, [["0F0", "0C0", "0BW0"], ["1F0", "1BW0"]])
+    for told in ranks(levels.refused, schedule=schedule, given=[["all"], "cheap", ["full"] * 2, ["full"] * 9]):
+        assert [text.split(":")[0] for text in told[:4]] == [
+            "recompute has 'all'",
+            "recompute = 'cheap'",
+            "recompute has 'full' twice",
+            "recompute has 9 entries",
+        ]
+        assert told[4] == (
+            "rank 0: device 0 recomputes stage 0 by level 'mine': this pipeline was made with recompute = ('full',)"
+        )
+        assert told[5].startswith(
+            "recompute = ('cheap',): with a schedule for every step a pipeline recomputes by level"
+        )

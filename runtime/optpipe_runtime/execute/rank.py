@@ -16,7 +16,7 @@ from optpipe_runtime.execute.means import GradientMeans
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.lowering.plan import Message
-from optpipe_runtime.lowering.prepare import require_kinds
+from optpipe_runtime.lowering.prepare import require_kinds, require_levels
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.cpu_group import CpuGroup
@@ -25,6 +25,7 @@ from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage.io import StageIO
+from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.runner import StageRunner
 
 # The kinds of op that need no feature.
@@ -41,6 +42,8 @@ class Rank:
         Into how many a whole batch is cut. It changes with a schedule for another number.
     stages
         Those of this rank, by number.
+    levels
+        Those by which activations may be recomputed, by name.
     features
         What the rooms of `optpipe_runtime.features` add.
     io
@@ -60,6 +63,7 @@ class Rank:
     messages: Messages
     pool: HostPool
     link: Link
+    levels: Mapping[str, Level]
     features: Sequence[Feature] = ()
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
     forms: tuple[int, ...] = ()
@@ -103,8 +107,10 @@ class Rank:
         return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
-        """Raises `ScheduleError` if this rank has no code for an op, or a feature cannot run the schedule."""
+        """Raises `ScheduleError` if this rank has no code for an op or a level, or a feature cannot run the
+        schedule."""
         require_kinds(schedule, [*PLAIN, *(kind for feature in self.features for kind in feature.handlers)])
+        require_levels(schedule, self.levels)
         for feature in self.features:
             feature.require(schedule, layout)
 

@@ -10,7 +10,6 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Tensors
-from optpipe_runtime.stage.levels import FULL
 
 NOTHING = Done()
 
@@ -23,7 +22,7 @@ class StageOps:
         backward = Handler(self._backward, self.held_bytes, wait=self._wait_for_reloads)
         self.handlers = {
             Kind.F: Handler(self._forward, self.held_bytes),
-            Kind.C: Handler(self._recompute, self.held_bytes),
+            Kind.C: Handler(self._recompute, self.held_bytes, wait=self._wait_for_reloads),
             Kind.B: backward,
             Kind.BW: backward,
             Kind.W: Handler(self._weight, self.held_bytes),
@@ -50,7 +49,7 @@ class StageOps:
                 j,
                 received,
                 target,
-                recompute=FULL if activation in plan.recomputed else None,
+                recompute=self._rank.levels[plan.recomputed[activation]] if activation in plan.recomputed else None,
                 form=form,
                 backward=Kind.B if activation in plan.split else None if leaving else Kind.BW,
                 captured=step.counting or leaving,

@@ -37,13 +37,27 @@ WARM_UP = 2  # steps
 
 @dataclass(frozen=True)
 class Case:
-    """A method of `optpipe.solve`, how many stages each rank gets and in which shape, and the rank's memory in
-    activations of all its stages (None: enough for all)."""
+    """A method of `optpipe.solve`, how many stages each rank gets and in which shape, the rank's memory in activations
+    of all its stages (None: enough for all), the levels of recomputation that its stages offer, and whether activations
+    may be offloaded."""
 
     method: str
     chunks: int = 1
     shape: Shape = "looped"
     memory: float | None = None
+    recompute: tuple[str, ...] = ("full",)
+    offloads: bool = True
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Case:
+        return cls(**content | {"recompute": tuple(content["recompute"])})
+
+    @property
+    def stages(self) -> str:
+        """What its stages are and can do, in words."""
+        shape = [self.shape] if self.chunks > 1 else []
+        recompute = [] if self.offloads else [f"recompute {' and '.join(self.recompute)}, no offload"]
+        return ", ".join([f"{self.chunks} a rank", *shape, *recompute])
 
     def placement(self, ranks: int) -> list[int]:
         """The rank of each stage."""
@@ -68,7 +82,7 @@ class Task:
     @classmethod
     def load(cls, path: Path) -> Task:
         fields = read_task(path)
-        fields["cases"] = [Case(**case) for case in fields["cases"]]
+        fields["cases"] = [Case.from_dict(case) for case in fields["cases"]]
         return cls(**fields)
 
 
@@ -95,7 +109,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Row:
-        return cls(**{**content, "case": Case(**content["case"])})
+        return cls(**{**content, "case": Case.from_dict(content["case"])})
 
     @property
     def measured_ms(self) -> float:
@@ -140,7 +154,14 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
     blocks = {s: stage for s, stage in enumerate(gpt.stages(task.size, len(placement))) if placement[s] == rank}
     optimizer = torch.optim.AdamW([p for stage in blocks.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
     text, size = corpus(), task.size
-    pipe = Pipeline(blocks, placement, gpt.loss, task.microbatches)
+    pipe = Pipeline(
+        blocks,
+        placement,
+        gpt.loss,
+        task.microbatches,
+        host_memory_bytes=None if case.offloads else 0,
+        recompute=case.recompute,
+    )
     return pipe, optimizer, lambda step: batch(text, step, task.microbatches * size.sequences, size.context)
 
 

@@ -67,7 +67,7 @@ class Plan:
     forwards
         The actions of an evaluation: forwards only.
     recomputed
-        The activations that a C computes again.
+        The activations that a C computes again, each with the name of its level.
     split
         The activations whose backward is B and W.
     leaving
@@ -88,7 +88,7 @@ class Plan:
     actions: tuple[Action, ...]
     certified_bytes: tuple[int, ...]
     forwards: tuple[Action, ...]
-    recomputed: frozenset[StageMicrobatch]
+    recomputed: Mapping[StageMicrobatch, str]
     split: frozenset[StageMicrobatch]
     leaving: frozenset[StageMicrobatch]
     completing: frozenset[Op]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import HOST_LINK, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, of_kinds
+from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.actions import lower_ops, programs_of
 from optpipe_runtime.lowering.link_order import link_orders
@@ -80,10 +80,19 @@ def require_kinds(schedule: Schedule, kinds: Sequence[Kind]) -> None:
             op = next(op for op in program.ops() if op.kind not in kinds)
             names = ", ".join(kind.name for kind in kinds)
             raise ScheduleError(f"{op} in the program of device {d}: this executor runs {names}, not {op.kind.name}")
+
+
+def require_levels(schedule: Schedule, levels: Collection[str]) -> None:
+    """Finds a recompute by a level that this pipeline does not offer, before anything runs."""
     for d, program in enumerate(schedule.programs):
-        for op in program.ops():
-            if op.kind == Kind.C and schedule.problem.stages[op.stage].levels is not None:
-                raise ScheduleError(f"{op} in the program of device {d}: this executor has no levels of recomputation")
+        rows = program.table[of_kinds(program.table, Kind.C)]
+        for s, k in np.unique(rows[:, [STAGE, PART]], axis=0).tolist():
+            for level in schedule.problem.stages[s].all_levels[k : k + 1]:
+                if level.name not in levels:
+                    raise ScheduleError(
+                        f"device {d} recomputes stage {s} by level {level.name!r}: this pipeline was made with "
+                        f"recompute = {tuple(levels)}"
+                    )
 
 
 def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None) -> Plan:
@@ -101,7 +110,11 @@ def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None
         actions=lower_ops(programs, rank, layout),
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
         forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
-        recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
+        recomputed={
+            (op.stage, op.microbatch): checked_on.stages[op.stage].all_levels[op.part].name
+            for op in ops
+            if op.kind == Kind.C
+        },
         split=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.B),
         leaving=frozenset((op.stage, op.microbatch) for op in ops if op.kind in (Kind.O, Kind.E)),
         completing=frozenset({op.stage: op for op in ops if op.kind in (Kind.W, Kind.BW)}.values()),

@@ -13,13 +13,14 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.evictions import EvictionOrder, Evictions
 from optpipe_runtime.measure.rounds import WARM_UP, routes, together
 from optpipe_runtime.measure.trial import Trial, Trials
+from optpipe_runtime.stage.levels import Level
 
 
-def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
-    """Offloads and reloads the activations of all stages, one after the other, each while the stage computes; in full
-    duplex one is reloaded while the next is offloaded."""
+def try_transfers(rank: Rank, trials: Sequence[Trial], level: Level | None, clock: Clock, repeats: int) -> None:
+    """Offloads and reloads the activations of all stages, or their checkpoints at a level, one after the other, each
+    while the stage computes; in full duplex one is reloaded while the next is offloaded."""
     layout, limit = rank.layout, rank.pool.limit
-    fits = [[limit is None or n * trial.host_bytes(rank.pool) <= limit for n in (1, 2)] for trial in trials]
+    fits = [[limit is None or n * trial.host_bytes(rank.pool, level) <= limit for n in (1, 2)] for trial in trials]
     by_peer = rank.cpu_group.gather_by_peer(fits)
     one_fits, two_fit = (
         [all(ranks[rank.number][k][n] for ranks in by_peer) for k in range(len(trials))] for n in (0, 1)
@@ -28,6 +29,7 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: in
     both_ways = layout.full_duplex and bool(fitting) and all(compress(two_fit, one_fits))
     moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
     for trial, j in moving:
+        trial.moved = level
         trial.forward(j)
     sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
     for turn in range(max(map(len, layout.shared_links.values()), default=1)):
@@ -37,6 +39,7 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: in
             together(rank, once, [trial.times for trial, _ in own_turn], clock, repeats)
     for trial, j in moving:
         trial.forget(j)
+        trial.moved = None
 
 
 def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:

@@ -20,20 +20,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from optpipe.errors import InputError
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, one_for_all
+from optpipe.model.records import Level, Stage, one_for_all
 from optpipe_runtime.execute.report import StepReport
 
 FIELDS = {
-    Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms", Kind.C: "recompute_ms",
+    Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms",
     Kind.O: "offload_ms", Kind.R: "reload_ms", Kind.E: "evict_ms", Kind.L: "load_ms",
     Kind.G: "gradient_out_ms", Kind.U: "update_ms", Kind.P: "parameters_in_ms",
 }  # fmt: skip
 WINDOW = 16  # steps
+OF_LEVEL = {Kind.C: "recompute_ms", Kind.O: "offload_ms", Kind.R: "reload_ms"}  # of a level of recomputation
 TRACED = 3  # of them, by `Follower`: the fewest whose median one slow step does not move
 
-OpTimes = dict[tuple[int, Kind], float]  # ms of one op by stage and kind; for O and R of one part
+# ms of one op by stage, kind and, for C and what moves a checkpoint, level, else NONE; for O and R of one part
+OpTimes = dict[tuple[int, Kind, int], float]
 
 
 class Profiled(Protocol):
@@ -64,18 +67,19 @@ class Profiler:
         if window < 1:
             raise InputError(f"window = {window}: must be at least 1 step")
         self._pipe = pipe
-        self._seen: defaultdict[tuple[int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=window))
+        self._seen: defaultdict[tuple[int, Kind, int], deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, report: StepReport) -> None:
         """Takes the trace of a step. Raises `InputError` if the step was not traced."""
         if not report.trace:
             raise InputError("Profiler.add was given a report without a trace: call step with trace=True")
         # A forward that a C repeats saves nothing, and so takes another time.
-        recomputed = {(op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C}
+        levels = {(op.stage, op.microbatch): op.part for op, *_ in report.trace if op.kind == Kind.C}
         by_op = defaultdict(list)
         for op, start_ms, end_ms, *_ in report.trace:
-            if op.kind != Kind.F or (op.stage, op.microbatch) not in recomputed:
-                by_op[op.stage, op.kind].append(end_ms - start_ms)
+            level = levels.get((op.stage, op.microbatch), NONE)
+            if op.kind != Kind.F or level == NONE:
+                by_op[op.stage, op.kind, level if op.kind in OF_LEVEL else NONE].append(end_ms - start_ms)
         for key, times in by_op.items():
             self._seen[key].append(median(times))
 
@@ -101,37 +105,55 @@ def retimed(problem: Problem, by_rank: Sequence[OpTimes]) -> Problem:
         raise InputError(
             "the problem has figures by micro-batch or by pair of devices: steps show one time for each stage"
         )
-    of_stage: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
+    of_stage: defaultdict[int, dict[tuple[Kind, int], float]] = defaultdict(dict)
     for times in by_rank:
-        for (s, kind), ms in times.items():
-            of_stage[s][kind] = max(ms, of_stage[s].get(kind, ms))
+        for (s, kind, level), ms in times.items():
+            of_stage[s][kind, level] = max(ms, of_stage[s].get((kind, level), ms))
     return problem.replace(
         stages=[stage.model_copy(update=_fields(stage, of_stage[s])) for s, stage in enumerate(problem.stages)]
     )
 
 
-def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:
+def _fields(stage: Stage, times: Mapping[tuple[Kind, int], float]) -> dict[str, Any]:
     """The new times of a stage, from the kinds of op that have run."""
+    whole = {key: ms * (stage.offload_parts if key[0] in (Kind.O, Kind.R) else 1) for key, ms in times.items()}
+    ms = {kind: value for (kind, level), value in whole.items() if level == NONE}
     new: dict[Kind, float] = {kind: ms[kind] for kind in ms.keys() & FIELDS.keys()}
-    for kind in new.keys() & {Kind.O, Kind.R}:
-        new[kind] *= stage.offload_parts
     old = {kind: one_for_all(getattr(stage, FIELDS[kind])) for kind in (Kind.F, Kind.B, Kind.W)}
     fused = old[Kind.B] + old[Kind.W]
     if Kind.BW in ms and Kind.B not in ms:
         share = old[Kind.B] / fused if fused else 1.0
         new |= {Kind.B: share * ms[Kind.BW], Kind.W: (1 - share) * ms[Kind.BW]}
-    if stage.recompute_ms is not None and Kind.C not in ms and Kind.F in ms and old[Kind.F]:
-        new[Kind.C] = one_for_all(stage.recompute_ms) * ms[Kind.F] / old[Kind.F]
-    return {FIELDS[kind]: round(value, 4) for kind, value in new.items()}
+    fields: dict[str, Any] = {FIELDS[kind]: round(value, 4) for kind, value in new.items()}
+    longer = ms[Kind.F] / old[Kind.F] if Kind.F in ms and old[Kind.F] else 1.0
+    levels = [_level(level, k, whole, longer) for k, level in enumerate(stage.all_levels)]
+    if stage.levels is not None:
+        fields["levels"] = tuple(levels)
+    elif levels:
+        fields["recompute_ms"] = levels[0].recompute_ms
+    return fields
+
+
+def _level(level: Level, k: int, ms: Mapping[tuple[Kind, int], float], longer: float) -> Level:
+    """With the times of its ops that have run; else C takes so many times as long as before, as F does."""
+    new = {OF_LEVEL[kind]: value for (kind, of), value in ms.items() if of == k}
+    if "recompute_ms" not in new and longer != 1.0:
+        new["recompute_ms"] = longer * one_for_all(level.recompute_ms)
+    return level.model_copy(update={name: round(value, 4) for name, value in new.items()})
 
 
 def drift(old: Problem, new: Problem) -> float:
     """How far times have changed: the largest change of any time of a stage, or of its F + B + W together, as a share
     of its F + B + W before."""
     before, after = old.costs, new.costs
+    parts = before.parts[:, None]
     change: Any = (after.ms - before.ms) * np.where(
-        np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None, None], before.parts[:, None], 1
+        np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None, None], parts, 1
     )
+    of_levels = [
+        (getattr(after.levels, name) - getattr(before.levels, name)) * (1 if kind == Kind.C else parts)
+        for kind, name in OF_LEVEL.items()
+    ]
     work = before.ms[Kind.F] + before.ms[Kind.BW]
     together = change[Kind.F] + change[Kind.BW]
-    return float((np.abs(np.concatenate((change, together[None]))) / np.maximum(work, 1e-9)).max())
+    return float((np.abs(np.concatenate((change, *of_levels, together[None]))) / np.maximum(work, 1e-9)).max())

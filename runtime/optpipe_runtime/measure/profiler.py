@@ -10,10 +10,10 @@ part of the op that made it.
 
 Times are medians in ms, after a warm-up that also allocates gradients. Bytes are counted by live storages:
 `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `saved_for_weight_bytes` between B and W,
-`offload_bytes` is what drops really freed. Parts of an activation need not be equal, but the problem takes them to be:
-each counts as the smallest, so no rank holds more than certified. For a stage on several routes, a time is the mean
-over the micro-batches, and a size is the one that is safe for all routes. Inner peers count as one rank, as slow and as
-full as the slowest and the fullest of them."""
+`offload_bytes` is what drops really freed. Each level of recomputation is measured in the same way. Parts of an
+activation need not be equal, but the problem takes them to be: each counts as the smallest, so no rank holds more than
+certified. For a stage on several routes, a time is the mean over the micro-batches, and a size is the one that is safe
+for all routes. Inner peers count as one rank, as slow and as full as the slowest and the fullest of them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch import nn
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, Stage, StageCosts
+from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, Stage
 from optpipe.steps.cost_model import ONCE
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
@@ -43,13 +44,14 @@ from optpipe_runtime.measure.trial import OpTimer, Spread, Trial, Trials
 from optpipe_runtime.memory import pci
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import clones
+from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
 
 # Of several measurements the least counts: what certainly leaves, and what each device has.
 DEVICE_LEAST = ("activation_budget_bytes", "host_memory_bytes")
 LEAST = {"offload_bytes", "evict_bytes", *DEVICE_LEAST}
-SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
+SIZES = ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Measured:
     problem
         It holds the medians.
     stages
-        For each stage, the spread of each of its times, by name.
+        For each stage, the spread of each of its times, by name; those of levels as `cheap.recompute_ms`.
     links
         The spread of a message's time from one rank to another.
     places
@@ -102,15 +104,16 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
     for each in zip(*(problem.stages for problem in problems), strict=True):
         figures: dict[str, Any] = {"device": each[0].device}
         figures |= {name: getattr(each[0], name) for name in ONCE}  # what micro-batches do not differ in
-        for name in StageCosts.model_fields:
-            values = [figure_or_nothing(stage, name) for stage in each]
-            if name not in figures and any(getattr(stage, name) is not None for stage in each):
+        by_form = [_flat(stage) for stage in each]
+        for name in dict.fromkeys(name for flat in by_form for name in flat):
+            values = [_figure_or_nothing(stage, flat, name) for stage, flat in zip(each, by_form, strict=True)]
+            if name not in figures:
                 figures[name] = values[0] if len(set(values)) == 1 else tuple(values[form] for form in forms)
         stages.append(figures)
     messages = [problem.p2p_ms for problem in problems]
     problem = problems[0].replace(
         microbatches=len(forms),
-        stages=[Stage.model_validate(figures) for figures in stages],
+        stages=[Stage.model_validate(_nested(figures)) for figures in stages],
         p2p_ms=messages[0] if len(set(messages)) == 1 else tuple(messages[form] for form in forms),
         devices=[
             devices[0].model_copy(update={name: _pick(min, map(vars, devices), name) for name in DEVICE_LEAST})
@@ -130,9 +133,39 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
 
 def figure_or_nothing(stage: Stage, name: str) -> Any:
     """A figure of a stage; of what it cannot do, what doing nothing takes."""
+    return _figure_or_nothing(stage, _flat(stage), name)
+
+
+def _figure_or_nothing(stage: Stage, flat: Mapping[str, Any], name: str) -> Any:
     nothing = {"recompute_ms": stage.forward_ms, "checkpoint_bytes": stage.activation_bytes}
-    value = getattr(stage, name)
-    return nothing.get(name, 0) if value is None else value
+    return flat.get(name, nothing.get(field_name(name), 0))
+
+
+def _flat(stage: Stage) -> dict[str, Any]:
+    """What a stage can do, each figure by one name, those of its levels as `cheap.recompute_ms`."""
+    records = {"": stage} | {f"{level.name}.": level for level in stage.levels or ()}
+    return {
+        before + name: value
+        for before, record in records.items()
+        for name, value in record
+        if value is not None and name not in ("levels", "name")
+    }
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stage, from what `_flat` returns."""
+    fields: dict[str, Any] = {}
+    levels: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        level, _, field = name.rpartition(".")
+        target = levels.setdefault(level, {"name": level}) if level else fields
+        target[field] = value
+    return fields | ({"levels": list(levels.values())} if levels else {})
+
+
+def field_name(name: str) -> str:
+    """Without the level that may stand before it."""
+    return name.rpartition(".")[2]
 
 
 def _iqr(spread: Spread) -> float:
@@ -153,7 +186,8 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
             stack.enter_context(_unchanged(stage))
         _try_compute(rank, in_turn, clock, repeats)
         gradients = _gradients(rank)
-        try_transfers(rank, in_turn, clock, repeats)
+        for level in (None, *_moved(rank)):
+            try_transfers(rank, in_turn, level, clock, repeats)
         try_evictions(rank, trials, repeats)
         links, handover = message_times(rank, trials, clock, repeats)
         updates = _try_updates(rank, clock, repeats)
@@ -172,9 +206,18 @@ def _trials(rank: Rank, batch: Batch, parts: int, clock: Clock) -> Trials:
     targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
     named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
     return {
-        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in routes(rank, s)}
+        s: {
+            r: Trial(stage, r, (inputs, targets, named[s]), parts, tuple(rank.levels.values()), clock)
+            for r in routes(rank, s)
+        }
         for s, stage in rank.stages.items()
     }
+
+
+def _moved(rank: Rank) -> Sequence[Level]:
+    """The levels whose checkpoints are offloaded: where there is only the full one, only whole activations are."""
+    levels = tuple(rank.levels.values())
+    return () if levels == (FULL,) else levels
 
 
 class Figures(NamedTuple):
@@ -220,7 +263,7 @@ def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | No
             "p2p_ms": max((spread.ms for spread in messages.values()), default=0.0),
             "transfer_mode": "full_duplex" if layout.full_duplex else "half_duplex",
             "devices": [figures.device for figures in by_rank],
-            "stages": [{"device": owner, **costs[s]} for s, owner in enumerate(layout.placement)],
+            "stages": [{"device": owner, **_nested(costs[s])} for s, owner in enumerate(layout.placement)],
         },
         "the measured problem",
     )
@@ -250,7 +293,7 @@ def _slowest(peers: Sequence[Figures]) -> Figures:
         place=first.place,
         costs={
             s: {
-                name: _pick(min if name in LEAST else max, (peer.costs[s] for peer in peers), name)
+                name: _pick(min if field_name(name) in LEAST else max, (peer.costs[s] for peer in peers), name)
                 for name in fields
                 if all(name in peer.costs[s] for peer in peers)
             }
@@ -323,15 +366,26 @@ def _times(by_route: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str
 
 def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, Any]:
     """A stage's cost fields, without those of what it cannot do."""
-    sizes = {name: (min if name in LEAST else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
+    levels = [partial(trials[0].field_of, level) for level in trials[0].levels]
+    one = trials[0].levels == (FULL,)  # which moves no checkpoints
+    names = dict.fromkeys(
+        [*SIZES, *(field(name) for field in levels for name in ("checkpoint_bytes", "offload_bytes"))]
+    )
+    sizes = {
+        name: (min if field_name(name) in LEAST else max)(trial.sizes.get(name, 0) for trial in trials)
+        for name in names
+    }
     fields = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": trials[0].parts}
     left_out: set[str] = set()
     if not sizes["offload_bytes"]:
         left_out |= {*OFFLOAD, "offload_parts"}
     if not sizes["evict_bytes"]:
         left_out |= {*EVICTION}
-    if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
-        left_out |= {*RECOMPUTE}
+    for field in levels:
+        if not sizes[field("offload_bytes")]:
+            left_out |= set(map(field, OFFLOAD))
+        if sizes[field("checkpoint_bytes")] >= sizes["activation_bytes"]:
+            left_out |= set(map(field, RECOMPUTE if one else (*RECOMPUTE, *OFFLOAD)))
     return {name: value for name, value in fields.items() if name not in left_out}
 
 
@@ -376,9 +430,10 @@ def _host_budget(rank: Rank, trials: Trials, costs: Mapping[int, Mapping[str, An
     if limit is None:
         return None
     shares = [
-        offloaded / trial.host_bytes(rank.pool)
+        offloaded / trial.host_bytes(rank.pool, level)
         for s, by_route in trials.items()
         for trial in by_route.values()
-        if (offloaded := costs[s].get("offload_bytes"))
+        for level in (None, *_moved(rank))
+        if (offloaded := costs[s].get(trial.field_of(level, "offload_bytes")))
     ]
     return int(limit * min(shares, default=1.0))

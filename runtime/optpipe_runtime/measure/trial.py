@@ -18,7 +18,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
-from optpipe_runtime.stage.levels import FULL
+from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
 
 BESIDE = -1  # the number of a micro-batch that runs beside others
@@ -92,13 +92,18 @@ class Trial:
         Inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends here.
     parts
         In so many parts activations leave.
+    levels
+        Those by which the stage is recomputed.
 
     Attributes
     ----------
     times
         Of all ops, by the problem's fields.
     sizes
-        Bytes, by the problem's fields; where they vary, those that are safe for every round.
+        Bytes, by the problem's fields; where they vary, those that are safe for every round. Those of a level have its
+        name before them (`field_of`).
+    moved
+        The level whose checkpoint `forward` leaves, None for a whole activation.
     """
 
     def __init__(
@@ -107,8 +112,10 @@ class Trial:
         form: int,
         given: tuple[tuple[Any, ...], tuple[Any, ...], Kwargs],
         parts: int,
+        levels: Sequence[Level],
         clock: Clock,
     ) -> None:
+        self.levels = levels
         self.stage, self.form, self.parts = stage, form, parts
         io = stage.io[form]
         inputs, targets, self._kwargs = given
@@ -118,37 +125,39 @@ class Trial:
         self._batch = tensors_in((self._inputs, self._targets, self._kwargs))
         self.times = OpTimer(clock)
         self.sizes: dict[str, int] = {}
+        self.moved: Level | None = None
         self._generator = torch.Generator(stage.device).manual_seed(stage.index)
         self._outputs: Tensors = ()
 
     # Compute
 
     def compute(self) -> None:
-        """Runs F, then F again with C, then B and W. Notes the bytes held after each."""
+        """Runs F, then F again with C for each level, then B and W. Notes the bytes held after each."""
         stage = self.stage
-        inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
+        inputs, gradients = [self._fresh_inputs() for _ in range(1 + len(self.levels))], self._fresh_gradients()
         how: dict[str, Any] = {"form": self.form, "backward": Kind.B, "kwargs": self._kwargs}
         stage.start_step(self._batch, self.parts)
         with self.times.timing("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, **how)
-        saved = stage.held_bytes(0)
-        stage.forget(0)
-        stage.forward(0, inputs.pop(), self._targets, recompute=FULL, **how)
-        checkpoint = stage.held_bytes(0)
-        with self.times.timing("recompute_ms"):
-            stage.recompute(0)
-        again = stage.held_bytes(0)
+        saved, checkpoints = stage.held_bytes(0), {}
+        for level in self.levels:
+            stage.forget(0)
+            stage.forward(0, inputs.pop(), self._targets, recompute=level, **how)
+            checkpoints[self.field_of(level, "checkpoint_bytes")] = stage.held_bytes(0)
+            with self.times.timing(self.field_of(level, "recompute_ms")):
+                stage.recompute(0)
+            saved = max(saved, stage.held_bytes(0))
         with self.times.timing("backward_input_ms"):
             stage.backward(0, gradients, split=True)
         kept = stage.held_bytes(0)
         with self.times.timing("backward_weight_ms"):
             stage.weight(0)
-        held = {
-            "activation_bytes": max(saved, again),
-            "checkpoint_bytes": checkpoint,
-            "saved_for_weight_bytes": kept,
-        }
+        held = {"activation_bytes": saved, "saved_for_weight_bytes": kept} | checkpoints
         self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
+
+    def field_of(self, level: Level | None, name: str) -> str:
+        """The name of a figure of a level: with the level's before it, unless there is only the full one."""
+        return name if level is None or self.levels == (FULL,) else f"{level.name}.{name}"
 
     def beside(self) -> None:
         """Runs F, B and W of a micro-batch of its own, without timing them."""
@@ -169,7 +178,12 @@ class Trial:
         """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
         self._outputs = self.stage.forward(
-            microbatch, self._fresh_inputs(), self._targets, form=self.form, kwargs=self._kwargs
+            microbatch,
+            self._fresh_inputs(),
+            self._targets,
+            recompute=self.moved,
+            form=self.form,
+            kwargs=self._kwargs,
         )
 
     def forget(self, microbatch: int) -> None:
@@ -188,19 +202,21 @@ class Trial:
             before = self.stage.held_bytes(microbatch)
             self.stage.drop(microbatch, part)
             freed.append(before - self.stage.held_bytes(microbatch))
-        self.times.copies("offload_ms", under_way)
-        self.sizes["offload_bytes"] = min(self.parts * min(freed), self.sizes.get("offload_bytes", sum(freed)))
+        self.times.copies(self.field_of(self.moved, "offload_ms"), under_way)
+        name = self.field_of(self.moved, "offload_bytes")
+        self.sizes[name] = min(self.parts * min(freed), self.sizes.get(name, sum(freed)))
 
     def start_back(self, microbatch: int) -> list[Sequence[Handle]]:
         return [self.stage.reload(microbatch, part) for part in range(self.parts)]
 
     def end_back(self, microbatch: int, under_way: list[Sequence[Handle]]) -> None:
         self.stage.activation(microbatch).restore()
-        self.times.copies("reload_ms", under_way)
+        self.times.copies(self.field_of(self.moved, "reload_ms"), under_way)
 
-    def host_bytes(self, pool: HostPool) -> int:
-        """Host bytes that an offloaded activation takes."""
-        return sum(pool.size(nbytes) for nbytes in self.stage.part_bytes(self.parts))
+    def host_bytes(self, pool: HostPool, level: Level | None) -> int:
+        """Host bytes that an offloaded activation takes, or its checkpoint at a level."""
+        parts = self.stage.part_bytes(self.parts, "" if level is None else level.name)
+        return sum(pool.size(nbytes) for nbytes in parts)
 
     def reload(self, microbatch: int) -> None:
         """Runs R without timing it."""

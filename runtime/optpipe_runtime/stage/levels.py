@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe.errors import InputError
+from optpipe.model.records import MOST_LEVELS
 from optpipe_runtime.memory.activation import Activation, Saved
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.stage.io import tensors_in
@@ -74,21 +75,24 @@ LEVELS = {
 }
 
 
-def as_levels(given: Sequence[str | Policy]) -> tuple[Level, ...]:
-    """From the names of levels and the user's policies. Raises `InputError`."""
+def as_levels(given: Sequence[str | Policy]) -> dict[str, Level]:
+    """By name: from the names of levels and the user's policies. Raises `InputError`."""
+    if isinstance(given, str):
+        raise InputError(f"recompute = {given!r}: must be a sequence, such as ({given!r},)")
+    if len(given) > MOST_LEVELS:
+        raise InputError(f"recompute has {len(given)} entries: a stage has at most {MOST_LEVELS} levels")
     for entry in given:
         if not callable(entry) and entry not in LEVELS:
             raise InputError(
                 f"recompute has {entry!r}: it must be {', '.join(map(repr, LEVELS))}, or a function of an op of torch "
                 "that returns whether its result is kept"
             )
-    levels = tuple(
-        Level.by_policy(getattr(entry, "__name__", type(entry).__name__), entry) if callable(entry) else LEVELS[entry]
-        for entry in given
-    )
-    names = [level.name for level in levels]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"recompute has {repeated!r} twice: each level needs a name of its own")
+    levels: dict[str, Level] = {}
+    for entry in given:
+        name = getattr(entry, "__name__", type(entry).__name__) if callable(entry) else entry
+        if name in levels:
+            raise InputError(f"recompute has {name!r} twice: each level needs a name of its own")
+        levels[name] = Level.by_policy(name, entry) if callable(entry) else LEVELS[name]
     return levels
 
 

@@ -141,7 +141,8 @@ class StageRunner:
         self.results: dict[int, Any] | None = None
         self.loss_factors: Sequence[float] | None = None
         self._parts = 1
-        self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
+        # By level, "" for a whole activation: bytes of the last one's blocks, 0 for a block that stays.
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
         self._running: dict[int, Running] = {}
         self._delayed = Delayed(delaying(self.modules()))
@@ -348,6 +349,7 @@ class StageRunner:
             repeating = keeping.hand_over(activation)
         running.again = partial(self._again, running, microbatch, stored, as_first, repeating, running.captured)
         running.captured = True
+        self._sizes[level.name] = activation.sizes()
         self._own_results(running, microbatch)
         return self._detached(running, outputs)
 
@@ -392,7 +394,7 @@ class StageRunner:
             )
         running.edges = {k: get_gradient_edge(outputs[k]) for k in io.needed if outputs[k].requires_grad}
         if running.captured:
-            self._sizes = running.activation.sizes()
+            self._sizes[""] = running.activation.sizes()
             self._own_results(running, microbatch)
         return self._detached(running, outputs)
 
@@ -440,9 +442,11 @@ class StageRunner:
 
     # Transfers
 
-    def part_bytes(self, parts: int) -> list[int]:
-        """The bytes of each of `parts` parts of an activation; zeros before the first forward."""
-        return [sum(self._sizes[i] for i in group) for group in balance(self._sizes, parts)]
+    def part_bytes(self, parts: int, level: str = "") -> list[int]:
+        """The bytes of each of `parts` parts of an activation, or of its checkpoint at a level; zeros before the first
+        forward."""
+        sizes = self._sizes.get(level, ())
+        return [sum(sizes[i] for i in group) for group in balance(sizes, parts)]
 
     def offload(self, microbatch: int, part: int) -> Sequence[Handle]:
         """O"""

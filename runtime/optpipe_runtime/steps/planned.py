@@ -33,6 +33,7 @@ from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.connection import api_key, service_url
 from optpipe_runtime.service.stream import StreamClient
 from optpipe_runtime.stage.io import tensors_in
+from optpipe_runtime.stage.levels import FULL
 from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
 from optpipe_runtime.steps.costs import Features, Seen, StepCosts, seen
 from optpipe_runtime.swap.planned_step import PlannedStep
@@ -88,6 +89,11 @@ class PlannedSteps:
         rank, runner = pipe._rank, pipe._step_runner
         if len(pipe.layout.routes) > 1:
             raise InputError(f"routes has {len(pipe.layout.routes)} entries: a schedule for every step needs one route")
+        if set(rank.levels.values()) - {FULL}:
+            raise InputError(
+                f"recompute = {tuple(rank.levels)}: with a schedule for every step a pipeline recomputes by level "
+                "'full' only"
+            )
         for feature in rank.features:
             feature.require_own_schedules()
         stages = len(pipe.layout.placement)

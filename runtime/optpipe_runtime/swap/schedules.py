@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
@@ -119,10 +120,12 @@ class Schedules:
         """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
         little."""
         pool, parts = self._rank.pool, [stage.offload_parts for stage in plan.problem.stages]
-        sizes = {
-            s: [pool.size(nbytes) for nbytes in stage.part_bytes(parts[s])] for s, stage in self._rank.stages.items()
-        }
-        pool.reserve(plan.host_peak(lambda s, j, part: sizes[s][part]))
+
+        @cache
+        def sizes(s: int, level: str) -> list[int]:
+            return [pool.size(nbytes) for nbytes in self._rank.stages[s].part_bytes(parts[s], level)]
+
+        pool.reserve(plan.host_peak(lambda s, j, part: sizes(s, plan.recomputed.get((s, j), ""))[part]))
 
     def close(self) -> None:
         self._offers.close()

@@ -150,14 +150,21 @@ def refusals(*calls: Callable[[], object]) -> list[str]:
     return told
 
 
-def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list[StepReport], list[Gradients]]:
+def train(
+    placement: Sequence[int], schedules: Sequence[Schedule], recompute: Sequence[str] = ("full",)
+) -> tuple[list[StepReport], list[Gradients]]:
     """One step with each schedule, swapped between the steps."""
     microbatches = schedules[0].problem.microbatches
     modules = own_stages(placement)
     optimizer = sgd(*modules.values())
     reports, gradients = [], []
     with Pipeline(
-        modules, placement, loss_fn, microbatches, peers=Layout.from_problem(schedules[0].problem).peers or None
+        modules,
+        placement,
+        loss_fn,
+        microbatches,
+        peers=Layout.from_problem(schedules[0].problem).peers or None,
+        recompute=recompute,
     ) as pipe:
         for step, schedule in enumerate(schedules):
             pipe.load(schedule)
@@ -364,9 +371,13 @@ def measure(
     offload_parts: int,
     host_memory_bytes: int | None = None,
     peers: Sequence[int | None] | None = None,
+    recompute: Sequence[str] = ("full",),
 ) -> Problem:
     """The profiled problem."""
-    with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes, peers=peers) as pipe:
+    stages = own_stages(placement)
+    with Pipeline(
+        stages, placement, loss_fn, microbatches, host_memory_bytes, peers=peers, recompute=recompute
+    ) as pipe:
         return pipe.profile(
             *batch(0, microbatches), activation_budget_bytes=10**9, offload_parts=offload_parts, repeats=1
         )
