@@ -81,11 +81,18 @@ def paced_task(steps: int) -> Task:
 
 def computing_task(steps: int) -> Task:
     """Return 1F1B and zero bubble with memory for all; PipeOffload and the solver with less than interleaved 1F1B
-    needs."""
+    needs; the solver with less than 1F1B needs where nothing leaves, without and with cheap recomputation."""
     from optpipe_runtime.fidelity.cases import Case, Task
 
     return Task(
-        [Case("1f1b"), Case("zb-h1"), Case("po-f", 2, memory=1.8), Case("auto", 2, memory=1.8)],
+        [
+            Case("1f1b"),
+            Case("zb-h1"),
+            Case("po-f", 2, memory=1.8),
+            Case("auto", 2, memory=1.8),
+            Case("auto", memory=1.4, offloads=False),
+            Case("auto", memory=1.4, recompute=("cheap", "full"), offloads=False),
+        ],
         COMPUTING_MICROBATCHES,
         steps,
     )

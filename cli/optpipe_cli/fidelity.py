@@ -49,7 +49,7 @@ def cells(row: Row, plain: Sequence[float] | None = None) -> list[str]:
 
     return [
         row.found_by,
-        f"{row.case.chunks} a rank" + (f", {row.case.shape}" if row.case.chunks > 1 else ""),
+        row.case.stages,
         f"{row.predicted_ms:.1f}",
         f"{row.measured_ms:.1f} ± {row.spread_ms:.1f}",
         f"{row.deviation:+.1%}",

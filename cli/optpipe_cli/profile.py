@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,9 @@ from optpipe_cli.options import flag, with_flag
 from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
+    from optpipe.model.records import Level, Stage
     from optpipe_runtime.measure.profiler import Measured
+    from optpipe_runtime.measure.trial import Spread
 
 TITLE = "times in ms: median ± interquartile range; sizes in MB, of one micro-batch"
 COLUMNS = {
@@ -22,6 +25,7 @@ COLUMNS = {
     "offload": "offload_ms", "reload": "reload_ms", "after F": "activation_bytes",
     "after B": "saved_for_weight_bytes", "offloadable": "offload_bytes",
 }  # fmt: skip
+OF_LEVEL = ["checkpoint_bytes" if name == "activation_bytes" else name for name in COLUMNS.values()]
 
 
 def profile(
@@ -136,11 +140,11 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
         table.add_column(name, no_wrap=True, justify="right")
     for s, stage in enumerate(problem.stages):
         times = measured.stages[s]
-        cells = [
-            f"{times[name].ms:.3g} ± {times[name].iqr_ms:.2g}" if name in times else _megabytes(getattr(stage, name))
-            for name in COLUMNS.values()
-        ]
-        table.add_row(str(s), str(stage.device), *cells)
+        table.add_row(str(s), str(stage.device), *_cells(stage, times, COLUMNS.values()))
+        for level in stage.levels or ():
+            before = f"{level.name}."
+            of_level = {name.removeprefix(before): spread for name, spread in times.items() if name.startswith(before)}
+            table.add_row(f"{s} {printable(level.name)}", "", *_cells(level, of_level, OF_LEVEL))
     print_table(table)
     for (source, target), spread in measured.links.items():
         echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
@@ -151,6 +155,13 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
         echo(line)
     if output is not None:
         echo(f"problem file: {output}")
+
+
+def _cells(record: Stage | Level, times: Mapping[str, Spread], names: Iterable[str]) -> list[str]:
+    return [
+        f"{times[name].ms:.3g} ± {times[name].iqr_ms:.2g}" if name in times else _megabytes(getattr(record, name, None))
+        for name in names
+    ]
 
 
 def _megabytes(size: int | None) -> str:
