@@ -73,7 +73,7 @@ def main() -> None:
 def _diagnosed(asked: DiagnoseRequest) -> Diagnosis:
     run = Run(asked.microbatches, asked.devices, asked.chunks, asked.shape)
     with _limited_memory():
-        form, recording = recording_from([_unpacked(asked.name)], asked.form, run)
+        form, recording = recording_from(_unpacked(asked.name), asked.form, run)
     return diagnose_recording(
         recording,
         form,
@@ -93,11 +93,11 @@ def _answer(diagnosis: Diagnosis, to: str) -> str:
     return json.dumps(answer, separators=(",", ":"), allow_nan=False)
 
 
-def _unpacked(name: str) -> Path:
-    """The file by its name, or the folder with the files of an archive."""
+def _unpacked(name: str) -> list[Path]:
+    """The file by its name, or those of an archive."""
     FILES.mkdir()
     if not _is_archive():
-        return UPLOAD.rename(FILES / (Path(name).name.replace("\0", "") or "trace"))
+        return [UPLOAD.rename(FILES / (Path(name).name.replace("\0", "") or "trace"))]
     size = 0
     try:
         with tarfile.open(UPLOAD) as archive:
@@ -105,15 +105,16 @@ def _unpacked(name: str) -> Path:
                 size += member.size
                 if count >= MOST_FILES or size > LARGEST:
                     raise InputError(f"the archive has more than {MOST_FILES} files or {LARGEST} bytes")
-                path, content = FILES / Path(member.name).name, archive.extractfile(member)
+                path = FILES.joinpath(*(part for part in Path(member.name).parts if part not in ("/", "..")))
                 if path.exists():
-                    raise InputError(f"{path.name}: two files of the archive have this name")
+                    raise InputError(f"{path}: two files of the archive have this name")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                content = archive.extractfile(member)
                 with path.open("xb") as file:
                     shutil.copyfileobj(content, file)  # type: ignore[arg-type]  # a file has content
     except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
         raise InputError(f"the archive cannot be read: {error}") from None
-    inside = list(FILES.iterdir())
-    return inside[0] if len(inside) == 1 else FILES
+    return sorted(path for path in FILES.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
 def _is_archive() -> bool:

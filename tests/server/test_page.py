@@ -224,10 +224,9 @@ def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
     assert json.loads(Path(saved.value.path()).read_text())["name"] == HOSTILE
     page.get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-    page.wait_for_selector("table.jobs")
+    page.wait_for_selector("table.jobs, .empty")
     assert service.client.get(job["url"]).status_code == 404
-    visitor.go(f"/jobs/{job['id']}", ".empty")
-    assert visitor.text(".empty h2") == ["There is no such job"]
+    visitor.go(f"/jobs/{job['id']}", ".empty h2:text-is('There is no such job')")
     visitor.expected(MISSING)
 
 
