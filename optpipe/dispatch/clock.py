@@ -57,7 +57,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         if k == NONE:
             continue
         j = state.next_microbatch[k, s]
-        ms = figures.ms[state.variant[s, j], k, s, state.column[j]]
+        ms = figures.ms[state.variant[s, j] if k == RECOMPUTE else 0, k, s, state.column[j]]
         end = now + ms
         if k != RECOMPUTE:
             state.work_left[d] -= ms
@@ -101,7 +101,7 @@ def listed_ms(figures: Figures, state: State, span: bool) -> float:
             for j in range(microbatches):
                 if state.start[k, s, j] < np.inf:
                     first[d] = min(first[d], state.start[k, s, j])
-                    ms = figures.ms[state.variant[s, j], k, s, state.column[j]]
+                    ms = figures.ms[state.variant[s, j] if k == RECOMPUTE else 0, k, s, state.column[j]]
                     last[d] = max(last[d], state.start[k, s, j] + ms)
     if not span:
         return float(last.max())

@@ -70,14 +70,17 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
                 continue
             ready = state.input_ready[k, s, j]
             if k == BACKWARD:
-                ready = max(ready, state.activation_ready[s, j], state.computed_again[s, j])
+                ready = max(ready, state.activation_ready[s, j])
+                if state.variant[s, j] > 0:
+                    ready = max(ready, state.computed_again[s, j])
             elif k == RECOMPUTE:
                 ready = max(ready, state.activation_ready[s, j])
             if ready > now:
                 look_at = min(look_at, ready)
                 if k > BACKWARD or ready > now + rules.wait_ms[k, s]:
                     continue
-            rank, takes = j, figures.takes[state.variant[s, j], k, s, state.column[j]]
+            rank, variant = j, state.variant[s, j] if k == RECOMPUTE else 0
+            takes = figures.takes[variant, k, s, state.column[j]]
             if k == FORWARD:
                 if j - state.next_microbatch[BACKWARD, s] >= rules.in_flight[s]:
                     continue
@@ -106,8 +109,6 @@ def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: 
         state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
     if k == FORWARD:
         state.forwards_left[d] -= 1
-        if variant > 0:
-            state.computed_again[s, j] = np.inf
     elif k == BACKWARD:
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         for part in range(state.parts_sent[s, j]):

@@ -33,7 +33,7 @@ class State(NamedTuple):
     activation_ready
         (S, m) when all of an activation, or of its checkpoint, is on the device; infinity while it is away.
     computed_again
-        (S, m) when the recompute of an activation ends; infinity until it starts, 0 where there is none.
+        (S, m) when the recompute of an activation ends; infinity until it starts. Only read where there is one.
     next_microbatch
         (4, S) of each kind of op.
     begin
@@ -145,7 +145,6 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.input_ready[:] = np.inf
     state.input_ready[FORWARD, 0, :] = 0.0
     state.activation_ready[:] = 0.0
-    state.computed_again[:] = 0.0
     state.next_microbatch[:] = 0
     state.begin[:] = 0.0
     state.forwards_left[:] = 0
@@ -161,8 +160,12 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
         state.forwards_left[figures.device[s]] += microbatches
         for j in range(microbatches):
             leaves = rules.leaves[s, j]
-            state.variant[s, j] = 0 if leaves >= 0 else 1 + _level_of(leaves)
-            state.parts_to_leave[s, j] = leaves if leaves >= 0 else _parts_of(leaves)
+            state.parts_to_leave[s, j] = leaves
+            state.variant[s, j] = 0
+            if leaves < 0:
+                state.variant[s, j] = 1 + _level_of(leaves)
+                state.computed_again[s, j] = np.inf
+                state.parts_to_leave[s, j] = _parts_of(leaves)
     state.parts_sent[:] = 0
     state.parts_off_device[:] = 0
     state.parts_back[:] = 0

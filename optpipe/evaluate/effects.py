@@ -167,11 +167,13 @@ class Effects:
     def _sizes(self, rows: Rows, index: Index) -> Sizes:
         costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
         activation, saved = costs.activation[stage, microbatch], costs.saved_for_weight[stage, microbatch]
-        level = index.level[stage, microbatch]
-        part = np.where(rows.of_kinds(Kind.C), 0, rows.part)
-        kept, moved = activation, costs.part_bytes(stage, microbatch, part, level)
+        kept = activation
         if costs.can_recompute.any():
+            level, part = index.level[stage, microbatch], np.where(rows.of_kinds(Kind.C), 0, rows.part)
+            moved = costs.part_bytes(stage, microbatch, part, level)
             kept = np.where(level >= 0, costs.levels.checkpoint[level, stage, microbatch], kept)
+        else:
+            moved = costs.part_bytes(stage, microbatch, rows.part)
         if costs.can_evict.any():
             evicted = rows.of_kinds(Kind.D) & (index.rows_of(Kind.E) >= 0)[stage, microbatch]
             moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage, microbatch], moved)

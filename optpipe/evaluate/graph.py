@@ -53,8 +53,11 @@ class Streams(NamedTuple):
 
 def nominal_ms(problem: Problem, rows: Rows, index: Index) -> Floats:
     """(n,) the time of each op alone in ms."""
-    level = index.level[rows.stage, rows.microbatch]
-    return problem.costs.op_ms(rows.kind, rows.stage, rows.microbatch, level)
+    costs = problem.costs
+    if not costs.can_recompute.any():
+        alone: Floats = costs.ms[rows.kind, rows.stage, rows.microbatch]
+        return alone
+    return costs.op_ms(rows.kind, rows.stage, rows.microbatch, index.level[rows.stage, rows.microbatch])
 
 
 def durations(problem: Problem, rows: Rows, ms: Floats) -> Floats:

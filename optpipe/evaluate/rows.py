@@ -131,9 +131,9 @@ class Rows:
         again = self.of_kinds(Kind.C)
         self.refuse(again & ~costs.can_recompute[stage], "the stage has no recompute_ms and no levels")
         self.refuse(again & (self.part >= costs.levels.count[stage]), "the stage has fewer levels")
-        level = Index(problem, self).level[stage, microbatch]
         leaves, moved = costs.can_offload[stage], self.of_kinds(Kind.O, Kind.R)
         if again.any():
+            level = Index(problem, self).level[stage, microbatch]
             leaves = np.where(level >= 0, costs.levels.can_offload[level, stage], leaves)
             both = "an activation is offloaded or recomputed, not both, where its level has no offload_ms"
             self.refuse(moved & (level >= 0) & ~leaves, both)

@@ -31,9 +31,11 @@ def complaints(problem: Problem, links: Mapping[str, Program], rows: Rows, index
 def _twice(rows: Rows) -> list[str]:
     if len(rows) == 0:
         return []
-    part = np.where(rows.of_kinds(Kind.C), 0, rows.part)  # by two levels is twice, too
-    table = np.array([rows.kind, rows.stage, rows.microbatch, part])
-    ops = np.ravel_multi_index(table, table.max(axis=1) + 1)  # one number each: sorted much sooner than rows
+    table = rows.table[:, :4]
+    recomputes = rows.of_kinds(Kind.C)
+    if recomputes.any():  # by two levels is twice, too
+        table = np.column_stack([table[:, :3], np.where(recomputes, 0, rows.part)])
+    ops = np.ravel_multi_index(table.T, table.max(axis=0) + 1)  # one number each: sorted much sooner than rows
     _, first, count = np.unique(ops, return_index=True, return_counts=True)
     again = count > 1
     return [f"{rows.op(i)} stands {n} times" for i, n in zip(first[again][:MOST], count[again], strict=False)]
