@@ -18,8 +18,9 @@ NO_OFFLOAD = dict.fromkeys(("offload_ms", "reload_ms", "offload_bytes"))
 
 def levels(
     problem: Annotated[Path, typer.Argument(help="A problem file whose stages have levels.")],
-    memory: Annotated[str, typer.Option(help="Budgets, each as so many activations of every stage.")] = "1.25,1.5,2",
+    memory: Annotated[str, typer.Option(help="Budgets, each as so many activations of every stage.")] = "2,2.5,3",
     seconds: Annotated[float, typer.Option(min=1, help="Of each search.")] = 20.0,
+    method: Annotated[str, typer.Option(help="That of each search.")] = "auto",
 ) -> None:
     """Solve a problem by each level alone, by all levels, and also with checkpoints that may be offloaded.
 
@@ -32,7 +33,7 @@ def levels(
     for budget in map(float, memory.split(",")):
         cells, best = [], dict[bool, float]()
         for name, variant in variants.items():
-            result = solve(variant.with_memory_for(budget), time_limit_s=seconds, cache=None)
+            result = solve(variant.with_memory_for(budget), method=method, time_limit_s=seconds)
             if result.schedule is None:
                 cells.append("–")
                 continue

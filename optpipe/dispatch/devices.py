@@ -70,9 +70,7 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
                 continue
             ready = state.input_ready[k, s, j]
             if k == BACKWARD:
-                ready = max(ready, state.activation_ready[s, j])
-                if state.variant[s, j] > 0:
-                    ready = max(ready, state.computed_again[s, j])
+                ready = max(ready, state.activation_ready[s, j], state.computed_again[s, j])
             elif k == RECOMPUTE:
                 ready = max(ready, state.activation_ready[s, j])
             if ready > now:

@@ -75,11 +75,12 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
         if j == forwards or state.parts_off_device[s, j] <= state.parts_back[s, j]:
             continue
         needed, part = needed_ms(figures, state, s, j), state.parts_back[s, j]
-        size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
         if part == 0 and needed - rules.lead_ms[s] > now:
             look_soon(state, link, needed - rules.lead_ms[s])
-        elif state.held[d] + size <= figures.memory[d] and needed < soonest:
-            chosen, soonest = s, needed
+        elif needed < soonest:
+            size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
+            if state.held[d] + size <= figures.memory[d]:
+                chosen, soonest = s, needed
     return chosen
 
 

@@ -33,7 +33,7 @@ class State(NamedTuple):
     activation_ready
         (S, m) when all of an activation, or of its checkpoint, is on the device; infinity while it is away.
     computed_again
-        (S, m) when the recompute of an activation ends; infinity until it starts. Only read where there is one.
+        (S, m) when the recompute of an activation ends; infinity until it starts, 0 where there is none.
     next_microbatch
         (4, S) of each kind of op.
     begin
@@ -145,6 +145,7 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.input_ready[:] = np.inf
     state.input_ready[FORWARD, 0, :] = 0.0
     state.activation_ready[:] = 0.0
+    state.computed_again[:] = 0.0
     state.next_microbatch[:] = 0
     state.begin[:] = 0.0
     state.forwards_left[:] = 0

@@ -56,8 +56,10 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
     recomputes = _shares(problem, problem.costs.can_recompute.tolist())
     all_stay, everything, all_but_last = _all_stay(problem), 0, 1
     starts = [replace(all_stay, offload=offloads[everything], patience=0.5)] if offloads else []
+    levels = [(k,) * len(problem.stages) for k in range(max(1, problem.costs.levels.count.max()))]
     starts += [
-        replace(all_stay, recompute=recomputes[shape], patience=0.5)
+        replace(all_stay, recompute=recomputes[shape], patience=0.5, level=level)
+        for level in levels
         for shape in (everything, all_but_last)
         if recomputes
     ]
@@ -67,7 +69,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
     aspects = {
         "offload": (all_stay.offload, *offloads),
         "recompute": (all_stay.recompute, *recomputes),
-        "level": [(k,) * len(problem.stages) for k in range(max(1, problem.costs.levels.count.max()))],
+        "level": levels,
         "in_flight": _limits(problem),
         "patience": (0.0, 0.5, 1.0),
         "eager": (1.0, 1.5, 2.5),
