@@ -265,8 +265,9 @@ class ScheduleFile(Document):
 
 def timed_ops(schedule: Schedule, most: int | None = None) -> list[dict[str, Any]]:
     """Every op that takes time with its nominal start and end, ordered by start, or the first `most` of them; `part`
-    where the stage has several."""
-    timeline, parts = schedule.timeline, schedule.problem.costs.parts
+    where the stage has several, or several levels of a C."""
+    timeline, costs = schedule.timeline, schedule.problem.costs
+    several = {Kind.O: costs.parts, Kind.R: costs.parts, Kind.C: costs.levels.count}
     shown = np.flatnonzero(~timeline.rows.of_kinds(*MARKS))
     shown = shown[np.argsort(timeline.start[shown], kind="stable")][:most]
     times = timeline.start[shown].tolist(), timeline.end[shown].tolist()
@@ -275,7 +276,7 @@ def timed_ops(schedule: Schedule, most: int | None = None) -> list[dict[str, Any
             "kind": Kind(kind).name,
             "stage": stage,
             "microbatch": microbatch,
-            **({"part": part} if kind in (Kind.O, Kind.R) and parts[stage] > 1 else {}),
+            **({"part": part} if kind in several and several[Kind(kind)][stage] > 1 else {}),
             "start_ms": start,
             "end_ms": end,
         }

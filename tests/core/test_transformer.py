@@ -282,6 +282,17 @@ def test_recomputation_trades_bytes_for_time():
     assert [cost.can_recompute for cost in each] == [True, True, True, False]
 
 
+def test_levels_keep_less_and_take_longer_and_the_last_one_is_the_pair():
+    with_levels, pair = (made(attention="unfused", levels=each).problem.layers for each in (True, False))
+    inner = next(k for k, layer in enumerate(pair) if layer.can_recompute)
+    (full,), levels = pair[inner].all_levels, with_levels[inner].all_levels
+    assert [level.name for level in levels] == ["selective", "cheap", "full"]
+    assert all(a.checkpoint_bytes > b.checkpoint_bytes for a, b in pairwise(levels))
+    assert all(a.recompute_ms < b.recompute_ms for a, b in pairwise(levels))
+    assert all(level.offload_bytes == level.checkpoint_bytes for level in levels)
+    assert (levels[-1].recompute_ms, levels[-1].checkpoint_bytes) == (full.recompute_ms, full.checkpoint_bytes)
+
+
 def test_a_config_says_what_the_preset_says():
     preset, shape = MODELS["llama-2-70b"], read(json.dumps(LLAMA_CONFIG))
     own = {"name", "source", "sequence", "vectors"}
