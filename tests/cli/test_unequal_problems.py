@@ -71,7 +71,7 @@ def length_ms(schedule: Schedule) -> float:
     problem = schedule.problem
 
     def duration(op: Any) -> float:
-        return op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind)
+        return op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind, None)
 
     return clock.run(problem, schedule, duration, lambda op: clock.nominal_message_ms(problem, op)).makespan
 
