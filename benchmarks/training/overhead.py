@@ -79,7 +79,8 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20, device: s
     with single_rank("this benchmark"), Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
         pipe.load(_schedule(stages, microbatches, [("", "")]))
         apart = repeated(lambda: pipe.step(inputs, targets, trace=True), steps)
-        both = repeated(lambda: [_ms(partial(pipe.step, inputs, targets, trace)) for trace in (False, True)], steps)
+        step = partial(pipe.step, inputs, targets)
+        both = repeated(lambda: [_ms(partial(step, trace=trace)) for trace in (False, True)], steps)
         took, traced = zip(*both, strict=True)
         pipe.load(_schedule(stages, microbatches, [("OD", "R"), ("", "C"), ("", "")]))
         mixed = repeated(lambda: pipe.step(inputs, targets, trace=True), steps)

@@ -165,10 +165,10 @@ class Pipeline:
         self,
         inputs: Any = None,
         targets: Any = None,
-        trace: bool = False,
         kwargs: Mapping[Any, Any] | None = None,
         outputs: bool = False,
         weights: Sequence[float] | None = None,
+        trace: bool = False,
     ) -> StepReport:
         """Runs one training step, forward and backward. The optimizer is the caller's. Collective.
 
@@ -183,8 +183,6 @@ class Pipeline:
             already and may differ in shape. Other ranks may leave it out.
         targets
             The same, where a route ends.
-        trace
-            Whether to report the time of every op.
         kwargs
             Named arguments, such as masks: for all stages of this rank, or for each by its number. They are cut as
             inputs are.
@@ -195,6 +193,8 @@ class Pipeline:
             are then those of the weighted mean of the losses, over all micro-batches of all replicas; with
             `scale_grads=False` those of their weighted sum. By default all count the same, and each replica, too. Give
             weights on all replicas or on none.
+        trace
+            Whether to report the time of every op.
 
         Returns
         -------
@@ -208,10 +208,10 @@ class Pipeline:
         self,
         inputs: Any = None,
         targets: Any = None,
-        trace: bool = False,
         kwargs: Mapping[Any, Any] | None = None,
         outputs: bool = False,
         weights: Sequence[float] | None = None,
+        trace: bool = False,
     ) -> StepReport:
         """Computes the losses of a batch by the forwards of the loaded schedule; with another number of micro-batches,
         of all in order. Collective.
