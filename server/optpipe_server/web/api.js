@@ -70,7 +70,7 @@ export async function ask(method, path, { body, text, headers = {}, signal } = {
     connection(true);
     throw new Away("The service does not answer.");
   }
-  connection(reply.status === 503);
+  connection(reply.status === 503 && method === "GET"); // a computation that it is too busy for has a reply of its own
   if (reply.ok || reply.status === 304) return reply;
   throw new Refused(reply.status, await sentence(reply));
 }
