@@ -77,10 +77,10 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
         needed, part = needed_ms(figures, state, s, j), state.parts_back[s, j]
         if part == 0 and needed - rules.lead_ms[s] > now:
             look_soon(state, link, needed - rules.lead_ms[s])
-        elif needed < soonest:
-            size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
-            if state.held[d] + size <= figures.memory[d]:
-                chosen, soonest = s, needed
+            continue
+        size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
+        if state.held[d] + size <= figures.memory[d] and needed < soonest:
+            chosen, soonest = s, needed
     return chosen
 
 
