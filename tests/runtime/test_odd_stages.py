@@ -26,9 +26,7 @@ from optpipe_runtime.stage.levels import FULL, Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
-LEVELS = {level.name: level for level in as_levels(["full", "cheap"])} | {
-    "everything": Level.by_policy("everything", lambda op: True)
-}
+LEVELS = as_levels(["full", "cheap"]) | {"everything": Level.by_policy("everything", lambda op: True)}
 
 
 @pytest.fixture
