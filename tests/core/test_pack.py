@@ -43,7 +43,7 @@ def test_each_document_is_packed_once_within_limits(microbatches: int, replicas:
     assert sorted(sum(packing.assignment.microbatches, ())) == list(range(microbatches))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_other_packing_of_a_few_documents_is_faster_by_much(seed: int) -> None:
     documents, costs = lengths(6, seed), learnt()
     packing = pack(documents, 3, {"tokens": 1e9}, partial(costs.problem, template()), costs)

@@ -209,8 +209,8 @@ def test_the_description_has_examples_of_bodies_that_work(client: httpx.Client) 
     described = client.get("/openapi.json").json()
     for path, methods in described["paths"].items():
         for operation in methods.values():
-            if body := operation.get("requestBody"):
-                model = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            if body := operation.get("requestBody", {}).get("content", {}).get("application/json"):
+                model = body["schema"]["$ref"].rpartition("/")[2]
                 example = described["components"]["schemas"][model]["example"]
                 path = path.replace("{form}", "csv")
                 if "{" not in path and path != "/v1/compare":

@@ -53,7 +53,6 @@ PATTERNS = (
     "core/test_heap.py*",
     "core/test_jit.py::test_what_is_compiled_is_kept_until_a_function_that_it_calls_changes*",
     # Searches that take many seconds
-    "core/test_pack.py::test_no_other_packing_of_a_few_documents_is_faster_by_much?[123]?",
     "solver/test_given_stages.py::test_layers_count_only_where_placements_are_searched*",
     "solver/test_placement_search.py::test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look*",
     "solver/test_placement_search.py::test_more_chunks_beat_what_one_chunk_can_ever_reach*",
