@@ -53,7 +53,7 @@ def test_the_wheel_alone_solves_serves_and_trains(tmp_path: Path, monkeypatch: p
     assert run(optpipe, "--version") == f"optpipe {__version__}\n"
     assert "less time than" in run(optpipe, "try", "--html", "try.html")
     assert "<html" in Path("try.html").read_text()
-    run(optpipe, "solve", PROBLEM, "--time-limit", 2, "-o", "s.json")
+    run(optpipe, "solve", PROBLEM, "--time-limit", 10, "-o", "s.json")
     assert check(Problem.load(PROBLEM), ScheduleFile.load("s.json").schedule()) == []
     serve = [optpipe, "serve", "--port", "0", "--solves", "0"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
