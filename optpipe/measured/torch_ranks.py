@@ -112,9 +112,11 @@ def pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
         pipelines = _divided(processes, lambda process: process.group(_PIPELINE))
     else:
         pipelines = _divided(processes, lambda process: process.folder)
-        one = any(len(pipeline) == 1 for pipeline in pipelines.values())
-        one = one if processes[0].ranges.stage_unnamed else not _stage_twice(processes)
-        if one or not all(isinstance(process.distributed.get("rank"), int) for process in processes):
+        if processes[0].ranges.stage_unnamed:
+            is_one = any(len(pipeline) == 1 for pipeline in pipelines.values())
+        else:
+            is_one = not _stage_twice(processes)
+        if is_one or not all(isinstance(process.distributed.get("rank"), int) for process in processes):
             pipelines = {"": list(processes)}
     for pipeline in pipelines.values():
         if twice := _stage_twice(pipeline):
