@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -177,27 +176,14 @@ def odd(kind: str) -> Any:
     return whole
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("norm first", "its forward calls norm after embed_tokens, where a row of stages calls layers.0;"),
-        ("scaled", "its forward changes hidden states outside of its layers, before layers.2;"),
-        ("masked", "its forward changes hidden states outside of its layers, before layers.2;"),
-        ("dropout", "its forward changes hidden states outside of its layers, before layers.2;"),
-        ("another order", "its forward calls layers.2 after embed_tokens, where a row of stages calls layers.1;"),
-        ("twice", "its forward calls layers.2 after layers.1, where a row of stages calls layers.1;"),
-        ("value embeddings", "as a row of stages it fails in or after its embed_tokens: TypeError"),
-        (
-            "of the tokens",
-            "its layers.2 gets mask, which a row of stages, where only hidden states pass, does not have;",
-        ),
-        ("shared", "its forward changes hidden states outside of its layers, before layers.2;"),
-        ("x0", "its forward changes hidden states outside of its layers, before layers.2;"),
-        ("an object of all layers", "as a row of stages it fails in or after its layers.2: KeyError"),
-    ],
-)
-def test_a_model_that_is_no_row_of_layers_is_refused(kind: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=rf"^model is a CausalLM: {re.escape(sentence)}"):
+ODD = ["norm first", "scaled", "masked", "dropout", "another order", "twice", "of the tokens", "shared", "x0"]
+FAILING = ["value embeddings", "an object of all layers"]
+
+
+@pytest.mark.parametrize("kind", ODD + FAILING)
+def test_a_model_that_is_no_row_of_layers_is_refused(kind: str) -> None:
+    sentence = "fails with" if kind in FAILING else "has other logits"
+    with pytest.raises(InputError, match=rf"^model is a CausalLM: as a row of stages it {sentence}"):
         stages_of(odd(kind), [0, 0], [3, 2], rank=0)
     with pytest.raises(InputError, match=r"^model is a CausalLM: "):
         stages_of(odd(kind), [0] * 5, rank=0)
@@ -218,7 +204,7 @@ class Pooled(models.CausalLM):
 
 def test_a_head_that_looks_for_padding_is_refused() -> None:
     whole = Pooled(tied=False, pad_token_id=0)
-    with pytest.raises(InputError, match=r"^model is a Pooled: what it makes of the result of its lm_head needs"):
+    with pytest.raises(InputError, match=r"^model is a Pooled: as a row of stages it has other logits"):
         stages_of(whole, [0, 0], rank=0)
     stages_of(whole, [0], rank=0)  # the whole in one stage
 

@@ -62,15 +62,11 @@ class CausalLM:
 
     def require_equal(self, counts: Sequence[int]) -> None:
         """Raises `InputError` unless stages of so many layers are, in a row, the model."""
-        require_equal(self._model, lambda small: CausalLM(small).named_row(counts))
+        require_equal(self._model, lambda small: CausalLM(small).row(counts))
 
-    def named_row(self, counts: Sequence[int]) -> tuple[dict[str, nn.Module], list[Part]]:
-        """What a model calls, by name, and stages of so many layers."""
-        ends = list(accumulate(counts))
-        parts = {f"layers.{i}": layer for i, layer in enumerate(self._decoder.layers)}
-        parts |= {"embed_tokens": self._decoder.embed_tokens, "norm": self._decoder.norm}
-        parts |= {name: child for name, child in self._model.named_children() if child is not self._decoder}
-        return parts, [self.part(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    def row(self, counts: Sequence[int]) -> list[Part]:
+        """Stages of so many layers."""
+        return [self.part(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
     def _cut(self, first: int, end: int) -> Any:
         """The model with these layers only. Left-out decoder layers hand on what they get, so that the others keep

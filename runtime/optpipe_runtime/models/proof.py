@@ -9,11 +9,9 @@ equal. Each stage is a copy, as on a rank of its own: nothing passes between two
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ from optpipe_runtime.models.small import small_copy
 
 SEQUENCES, LENGTH = 2, 12
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3  # relative to the largest number; both runs do the same operations
-Cut = Callable[[Any], tuple[dict[str, nn.Module], list[Part]]]
+Cut = Callable[[Any], list[Part]]
 
 
 class Side(NamedTuple):
@@ -33,7 +31,6 @@ class Side(NamedTuple):
 
     forward: Callable[..., Tensor]
     modules: list[nn.Module]
-    parts: list[tuple[str, nn.Module]]
     parameters: dict[str, list[nn.Parameter]]
 
 
@@ -44,17 +41,9 @@ class Case(NamedTuple):
     given: dict[str, Tensor]
 
 
-class Call(NamedTuple):
-    """Of a part of the model: its name, and the values that it was given, by name."""
-
-    part: str
-    given: dict[str, list[Tensor]]
-
-
 class Run(NamedTuple):
     """What came out of one forward and backward."""
 
-    calls: list[Call]
     output: Tensor
     gradients: dict[str, Tensor]
 
@@ -67,20 +56,19 @@ def require_equal(model: Any, cut: Cut) -> None:
     model
         Of transformers, or built alike. It is not run: a small copy of it is (`small_copy`).
     cut
-        Gives the named parts of such a copy, and its stages.
+        Gives the stages of such a copy.
 
     Raises
     ------
     InputError
-        If they differ, with the first part that does, or if no small copy can be run.
+        If they differ, or if no small copy can be run.
     """
     kind = type(model).__name__
     with torch.device("cpu"), torch.inference_mode(False), _nothing_compiled():
         try:
             small = small_copy(model)
-            parts, stages = cut(small)
-            row, whole = _row(small, parts, stages), _whole(small, parts)
-            for case in _cases(parts["embed_tokens"], getattr(small, "config", None)):
+            row, whole = _row(small, cut(small)), _whole(small)
+            for case in _cases(small.base_model.embed_tokens, getattr(small, "config", None)):
                 run = _run_of_the_whole(whole, case)
                 difference = _difference(run, row, case) if run else None
                 if difference:
@@ -97,7 +85,7 @@ def _nothing_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _whole(small: Any, parts: Mapping[str, nn.Module]) -> Side:
+def _whole(small: Any) -> Side:
     def forward(**given: Tensor) -> Tensor:
         output: Any = small(use_cache=False, **given)
         if not isinstance(getattr(output, "logits", None), Tensor):
@@ -106,22 +94,17 @@ def _whole(small: Any, parts: Mapping[str, nn.Module]) -> Side:
         return logits
 
     parameters = {name: [parameter] for name, parameter in _trained(small)}
-    return Side(forward, [small], list(parts.items()), parameters)
+    return Side(forward, [small], parameters)
 
 
-def _row(small: Any, parts: Mapping[str, nn.Module], stages: Sequence[Part]) -> Side:
+def _row(small: Any, stages: Sequence[Part]) -> Side:
     """Copies of the stages."""
-    names = {part: name for name, part in parts.items()}
     parameters: dict[nn.Parameter, list[nn.Parameter]] = {parameter: [] for _, parameter in _trained(small)}
-    copies, copied_parts = [], []
-    for stage in stages:
-        copied = copy.deepcopy(stage)
-        pairs = zip(stage.modules(), copied.modules(), strict=True)
-        copied_parts += [(names[module], twin) for module, twin in pairs if module in names]
+    copies = [copy.deepcopy(stage) for stage in stages]
+    for stage, copied in zip(stages, copies, strict=True):
         for parameter, twin in zip(stage.parameters(), copied.parameters(), strict=True):
             if parameter in parameters:
                 parameters[parameter].append(twin)
-        copies.append(copied)
 
     def forward(input_ids: Tensor, **named: Tensor) -> Tensor:
         value = input_ids
@@ -129,7 +112,7 @@ def _row(small: Any, parts: Mapping[str, nn.Module], stages: Sequence[Part]) -> 
             value = stage(value, **named)
         return value
 
-    return Side(forward, [*copies], copied_parts, {name: parameters[parameter] for name, parameter in _trained(small)})
+    return Side(forward, [*copies], {name: parameters[parameter] for name, parameter in _trained(small)})
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -139,7 +122,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _run_of_the_whole(whole: Side, case: Case) -> Run | None:
     """None if the model does not take what the case gives it beside the tokens."""
     try:
-        return _run(whole, case, [])
+        return _run(whole, case)
     except TypeError as error:
         if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
             raise
@@ -162,12 +145,12 @@ def _cases(embedding: Any, config: Any) -> Iterator[Case]:
     yield Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
 
 
-def _run(side: Side, case: Case, calls: list[Call]) -> Run:
-    """A forward, whose calls of parts are noted, and a backward from random weights on what comes out."""
+def _run(side: Side, case: Case) -> Run:
+    """A forward, and a backward from random weights on what comes out."""
     for module in side.modules:
         module.train(case.training)
     copies = [twin for twins in side.parameters.values() for twin in twins]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _noted(side.parts, calls):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(2)
         output = side.forward(**{name: value.clone() for name, value in case.given.items()})
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
@@ -179,40 +162,19 @@ def _run(side: Side, case: Case, calls: list[Call]) -> Run:
         gradients[name] = torch.stack(there).sum(0) if there else torch.zeros(())
     if not all(tensor.isfinite().all() for tensor in (output, *gradients.values())):
         raise InputError("with random weights not all numbers of a small run are finite")
-    return Run(calls, output.detach(), gradients)
-
-
-@contextmanager
-def _noted(parts: Sequence[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
-    """Notes the calls of these parts, in order."""
-
-    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = [*inspect.signature(module.forward).parameters][: len(args)]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        calls.append(Call(name, {key: _tensors(value) for key, value in given.items()}))
-
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: note(name, module, args, kwargs), with_kwargs=True
-        )
-        for name, part in parts
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return Run(output.detach(), gradients)
 
 
 def _difference(whole: Run, row: Side, case: Case) -> str | None:
-    """The first difference between a run of the model and one of its stages."""
-    calls: list[Call] = []
+    """What a run of its stages does otherwise than one of the model."""
     try:
-        run = _run(row, case, calls)
+        run = _run(row, case)
     except Exception as error:
-        return f"as a row of stages it fails{f' in or after its {calls[-1].part}' if calls else ''}: {_told(error)}"
+        return f"as a row of stages it fails with {_told(error)}"
     if whole.output.shape != run.output.shape or not _equal(whole.output, run.output, OUTPUT_TOLERANCE):
-        return _first_difference(whole.calls, run.calls)
+        return (
+            "as a row of stages it has other logits, so its forward does more than pass hidden states on"
+        )
     largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
     for name, gradient in whole.gradients.items():
         if not _equal(gradient, run.gradients[name], GRADIENT_TOLERANCE, 1e-6 * largest):
@@ -220,45 +182,7 @@ def _difference(whole: Run, row: Side, case: Case) -> str | None:
     return None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Copies of the tensors in a value."""
-    if isinstance(value, Tensor):
-        return [value.detach().clone()]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _first_difference(whole: Sequence[Call], row: Sequence[Call]) -> str:
-    for k, (one, other) in enumerate(zip_longest(whole, row)):
-        before = f"after {whole[k - 1].part}" if k else "first"
-        if one is None:
-            return f"its forward ends {before}, where a row of stages calls {other.part}"
-        if other is None or one.part != other.part:
-            there = f"calls {other.part}" if other else "ends"
-            return f"its forward calls {one.part} {before}, where a row of stages {there}"
-        for number, name in enumerate(one.given):
-            if not _all_equal(one.given[name], other.given.get(name, [])):
-                if number == 0:
-                    return f"its forward changes hidden states outside of its layers, before {one.part}"
-                return (
-                    f"its {one.part} gets {name}, which a row of stages, where only hidden states pass, does not have"
-                )
-    return (
-        f"what it makes of the result of its {whole[-1].part} needs what a row of stages does not have there, such as "
-        "the tokens that tell where padding begins"
-    )
-
-
-def _all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        one.shape == other.shape and _equal(one, other, OUTPUT_TOLERANCE)
-        for one, other in zip(some, others, strict=True)
-    )
-
-
 def _equal(one: Tensor, other: Tensor, relative: float, absolute: float = 0.0) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
     difference, largest = (one - other).abs().nan_to_num(), one.abs().nan_to_num(posinf=0.0)
     return bool(difference.max() <= relative * largest.max() + absolute) if one.numel() else True
 
