@@ -19,9 +19,9 @@ import torch.distributed as dist
 from optpipe.schedule import Schedule
 from optpipe_cli import demo_packed
 from optpipe_runtime import Pipeline, PlannedSteps
+from optpipe_runtime.demo.on_ranks import measure_on_ranks
 from optpipe_runtime.demo.text import corpus, documents, packed
 from optpipe_runtime.fidelity import paced
-from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.fidelity.packed import Given, Task, features, given
 
 TASK = demo_packed.tasks()[1]  # of the stages that sleep

@@ -15,6 +15,7 @@ from optpipe.options import SolveOptions
 from optpipe_cli.gain import gain_of, rounds
 from optpipe_cli.launch import measured_on_ranks
 from optpipe_cli.options import with_options
+from optpipe_runtime.demo.on_ranks import save
 from optpipe_runtime.demo.train import DemoResult, Step
 
 RANKS = 2
@@ -31,7 +32,7 @@ def run(settings: ProtocolSettings) -> dict[str, Any]:
     """Run the protocol on two ranks of this machine; return what was offered, and what the best schedule gains."""
     with tempfile.TemporaryDirectory(prefix="optpipe-protocol-") as folder:
         asked = Path(folder) / "settings.json"
-        settings.save(asked)
+        save(settings, asked)
         content: dict[str, Any] = measured_on_ranks(RANKS, "benchmarks.training.protocol_ranks", asked)
     training = content.pop("training")
     result = DemoResult(training["problem"], training["schedules"], [Step(**step) for step in training["steps"]])

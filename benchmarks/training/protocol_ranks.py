@@ -6,7 +6,6 @@ Afterwards, with the machine quiet, the first and the best schedule alternate, a
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import threading
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from optpipe import Result, Schedule, improve, solve
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, alternate
-from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.lowering.plain import one_at_a_time
 
 FIRST = "po-f"  # "for these estimation runs, we adopt PipeOffload due to its minimal memory footprint"
@@ -32,16 +31,6 @@ class ProtocolSettings:
     solver: str = "auto"
     threads: int = 1
     training: DemoSettings = field(default_factory=DemoSettings)
-
-    @classmethod
-    def load(cls, path: Path) -> ProtocolSettings:
-        content = json.loads(path.read_text())
-        folder = path.with_suffix(".training.json")
-        return cls(**{**content, "training": DemoSettings.load(folder)})
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({**asdict(self), "training": None}))
-        self.training.save(path.with_suffix(".training.json"))
 
 
 @dataclass(frozen=True)
@@ -133,7 +122,7 @@ def run(settings: ProtocolSettings) -> dict[str, Any]:
 
 def main() -> None:
     """`python -m benchmarks.training.protocol_ranks SETTINGS ANSWER`, under torchrun."""
-    settings = ProtocolSettings.load(Path(sys.argv[1]))
+    settings = load(ProtocolSettings, Path(sys.argv[1]))
     measure_on_ranks(lambda: run(settings), Path(sys.argv[2]))
 
 

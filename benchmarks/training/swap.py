@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from optpipe.anytime import solve
+from optpipe_runtime.demo.on_ranks import measure_on_ranks
 from optpipe_runtime.fidelity import paced
-from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.pipeline import Pipeline
 
 WARM_UP, BETWEEN, SWAPS = 3, 3, 15

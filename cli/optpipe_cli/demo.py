@@ -53,6 +53,7 @@ def demo(
         raise typer.Exit(0 if sound else 1)
     need("server")
     from optpipe_runtime.demo.gpt import Size
+    from optpipe_runtime.demo.on_ranks import load
     from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
     settings = DemoSettings(
@@ -60,7 +61,7 @@ def demo(
         budget=1.35,  # of two that 1F1B needs: it fits only if it recomputes
         chunks=1,
         start="1f1b-recompute",
-        options=options.arguments(),
+        options=dict(options.arguments()),
         block=3,
         rounds=6,
         most_live_steps=40,
@@ -68,7 +69,7 @@ def demo(
     )
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
         outcome = run(settings, Path(folder))
-        told = DemoResult.load(Path(folder) / "told.json")
+        told = load(DemoResult, Path(folder) / "told.json")
     paced_html = html.with_stem(f"{html.stem}-paced")
     paced = demo_paced.run(paced_html)
     before, after = (told.schedules[version]["file"] for version in (0, _best(told)))
@@ -102,10 +103,11 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
     """Run the demo in `folder` and print its table."""
     from optpipe.model.problem import Problem
     from optpipe_runtime.demo import reference
+    from optpipe_runtime.demo.on_ranks import load, save
     from optpipe_runtime.demo.train import DemoResult
 
     ranks = max(2, min(4, os.cpu_count() or 1))
-    plan.save(folder / "plan.json")
+    save(plan, folder / "plan.json")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -118,7 +120,7 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         files = (folder / "plan.json", url, folder / "told.json")
         torchrun(ranks, "optpipe_runtime.demo.train", *files, environment=environment)
         adopted = _adopted(url)
-    told = DemoResult.load(folder / "told.json")
+    told = load(DemoResult, folder / "told.json")
     problem = Problem.from_dict(told.problem)
     method, name = ("interleaved", "interleaved 1F1B") if plan.chunks > 1 else ("1f1b", "1F1B")
     echo(whether_it_fits(problem, method, name))

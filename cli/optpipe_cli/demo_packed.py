@@ -70,12 +70,16 @@ def tasks() -> tuple[Task, Task]:
 
 def measured(task: Task, ranks: int) -> Result:
     """Start the ranks; return what they measured."""
+    from pydantic import TypeAdapter
+
+    from optpipe_runtime.demo.on_ranks import save
     from optpipe_runtime.fidelity.packed import Result
 
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
         asked = Path(folder) / "task.json"
-        task.save(asked)
-        return Result.from_dict(measured_on_ranks(ranks, "optpipe_runtime.fidelity.packed", asked))
+        save(task, asked)
+        result = measured_on_ranks(ranks, "optpipe_runtime.fidelity.packed", asked)
+    return TypeAdapter(Result).validate_python(result)
 
 
 def rows(result: Result) -> list[list[str]]:

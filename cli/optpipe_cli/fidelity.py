@@ -18,12 +18,16 @@ COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predic
 
 def measured(task: Task, ranks: int) -> list[Row]:
     """Start the ranks; return the cases for which a schedule was found."""
+    from pydantic import TypeAdapter
+
+    from optpipe_runtime.demo.on_ranks import save
     from optpipe_runtime.fidelity.cases import Row
 
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         asked = Path(folder) / "task.json"
-        task.save(asked)
-        return [Row.from_dict(row) for row in measured_on_ranks(ranks, "optpipe_runtime.fidelity.cases", asked)]
+        save(task, asked)
+        rows = measured_on_ranks(ranks, "optpipe_runtime.fidelity.cases", asked)
+    return TypeAdapter(list[Row]).validate_python(rows)
 
 
 def difference(losses: Sequence[float], plain: Sequence[float]) -> float:

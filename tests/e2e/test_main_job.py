@@ -19,6 +19,7 @@ from optpipe_cli import demo
 from optpipe_cli.fidelity import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
+from optpipe_runtime.demo.on_ranks import load
 from optpipe_runtime.demo.train import DemoResult, DemoSettings
 from optpipe_solver.bounds import lower_bound
 
@@ -55,7 +56,7 @@ def test_the_main_job(ranks, tmp_path, capsys, monkeypatch, torchrun):
         monkeypatch.setattr(demo, "torchrun", torchrun_on(ranks))
         monkeypatch.setattr(demo, "_service", first_better)
     outcome = demo.run(SMALL, tmp_path)
-    told = DemoResult.load(tmp_path / "told.json")
+    told = load(DemoResult, tmp_path / "told.json")
     assert outcome.sound
     assert outcome.loss_difference <= 1e-5
     assert told.schedules[0]["method"] == "po-f"

@@ -39,6 +39,7 @@ from optpipe_cli import main as cli
 from optpipe_cli.app import app
 from optpipe_cli.options import flag
 from optpipe_runtime import follow
+from optpipe_runtime.demo.on_ranks import load, save
 from optpipe_runtime.demo.train import DemoSettings
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import compare_process
@@ -206,8 +207,9 @@ def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     plans: list[DemoSettings] = []
     monkeypatch.setattr(optpipe_cli.demo, "run", lambda plan, folder: plans.append(plan) or SimpleNamespace(sound=True))
     run("demo", options={"time_limit_s": 7.0}, folder=tmp_path)
-    plans[0].save(tmp_path / "plan.json")
-    assert DemoSettings.load(tmp_path / "plan.json").options["time_limit_s"] == 7.0
+    save(plans[0], tmp_path / "plan.json")
+    assert load(DemoSettings, tmp_path / "plan.json") == plans[0]
+    assert plans[0].options["time_limit_s"] == 7.0
 
 
 @pytest.mark.parametrize("options", [{"placements": "all"}, {"jitter": 0.1, "seed": 3}, {"objective": "span"}], ids=str)

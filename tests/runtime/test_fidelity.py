@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.problems import pipeline, stage
@@ -16,6 +16,7 @@ from optpipe_cli.bench import messages_in_a_row
 from optpipe_cli.fidelity import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
+from optpipe_runtime.demo.on_ranks import load, save
 from optpipe_runtime.demo.train import DemoResult, Step
 from optpipe_runtime.fidelity import cases, packed
 from optpipe_runtime.fidelity.cases import Case, Row, Task
@@ -25,11 +26,14 @@ from optpipe_solver import systems
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
 
+def require_kept(record: Any, folder: Path) -> None:
+    save(record, folder / "record.json")
+    assert load(type(record), folder / "record.json") == record
+
+
 def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: Ranks, tmp_path: Path) -> None:
     nothing_fits = Case("1f1b", memory=0.5)
     task = Task([Case("1f1b"), nothing_fits, Case("po-f", 2, memory=1.8)], 4, 3, Times(4.0, 3.0, 2.0, 1.0))
-    task.save(tmp_path / "task.json")
-    assert Task.load(tmp_path / "task.json") == task
     (first, interleaved), _ = ranks(cases.run, task=task)
     assert (first.found_by, interleaved.found_by) == ("1f1b", "po-f")
     for row, least in ((first, 4 * 9 + 4 + 3), (interleaved, 2 * 4 * 9)):
@@ -38,7 +42,8 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
             "who sleeps is never early: all micro-batches, one F and B on the other rank"
         )
         assert row.measured_peak == row.predicted_peak
-    assert Row.from_dict(json.loads(json.dumps(asdict(first)))) == first
+    for record in (task, first):
+        require_kept(record, tmp_path)
 
 
 def test_a_step_waits_for_the_messages_of_its_longest_path() -> None:
@@ -68,12 +73,11 @@ def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
 
 def test_all_ways_to_run_packed_documents_train_as_a_plain_run(three_ranks: Ranks, tmp_path: Path) -> None:
     task = packed.Task(4, 2, rounds=2, size=SMALL)
-    task.save(tmp_path / "task.json")
-    assert packed.Task.load(tmp_path / "task.json") == task
+    require_kept(task, tmp_path)
     result = three_ranks(packed.run, task=task)[0]
     assert difference(result.losses, list(reference.trained(SMALL, 3, task.steps()))) < 1e-5
     assert result.within_memory
-    assert packed.Result.from_dict(json.loads(json.dumps(asdict(result)))) == result
+    require_kept(result, tmp_path)
 
 
 def test_packed_documents_sleep_as_long_as_predicted_or_longer(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from optpipe import Problem, Schedule, ScheduleFile, certify
 from optpipe.model.placement import Placement
-from optpipe.options import SolveArguments
 from optpipe_runtime.demo import gpt
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.pipeline import Pipeline
@@ -39,20 +39,12 @@ class DemoSettings:
     chunks: int = 2
     start: str = "po-f"
     first_s: float = 20.0  # how long to wait for a first schedule of the service
-    options: SolveArguments = field(default_factory=lambda: SolveArguments(time_limit_s=20.0))  # of the search
+    options: dict[str, Any] = field(default_factory=lambda: {"time_limit_s": 20.0})  # of the search
     block: int = 5  # steps that a schedule runs before another is swapped in
     rounds: int = 10  # of the quiet phase
     turn: int = 2  # measured steps of each of the two schedules in a round
     most_live_steps: int = 60
     size: gpt.Size = field(default_factory=gpt.Size)
-
-    @classmethod
-    def load(cls, path: Path) -> DemoSettings:
-        content = json.loads(path.read_text())
-        return cls(**{**content, "size": gpt.Size(**content["size"])})
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -79,14 +71,6 @@ class DemoResult:
     @classmethod
     def from_training(cls, training: Training, problem: Problem) -> DemoResult:
         return cls(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
-
-    @classmethod
-    def load(cls, path: Path) -> DemoResult:
-        content = json.loads(path.read_text())
-        return cls(content["problem"], content["schedules"], [Step(**step) for step in content["steps"]])
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 class Training:
@@ -234,13 +218,9 @@ def _row(schedule: Schedule) -> dict[str, Any]:
 
 
 def main() -> None:
-    plan, url, out = DemoSettings.load(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
-    torch.set_num_threads(1)  # the ranks share the cores
-    dist.init_process_group("gloo")
-    result = train(plan, url)
-    if dist.get_rank() == 0:
-        result.save(out)
-    dist.destroy_process_group()
+    """`python -m optpipe_runtime.demo.train SETTINGS URL RESULT`, under torchrun."""
+    plan, url = load(DemoSettings, Path(sys.argv[1])), sys.argv[2]
+    measure_on_ranks(lambda: train(plan, url), Path(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,10 +23,10 @@ from optpipe.model.placement import Placement, Shape
 from optpipe.model.records import one_for_all
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_runtime.demo import gpt
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.fidelity import paced
-from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.measure.trial import Spread
 from optpipe_runtime.pipeline import Pipeline
 
@@ -47,10 +47,6 @@ class Case:
     memory: float | None = None
     recompute: tuple[str, ...] = ("full",)
     offloads: bool = True
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Case:
-        return cls(**content | {"recompute": tuple(content["recompute"])})
 
     @property
     def stages(self) -> str:
@@ -76,23 +72,6 @@ class Task:
     solve_s: float = 10.0  # for the methods that search
     size: gpt.Size = field(default_factory=gpt.Size)
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Task:
-        fields = read_task(path)
-        fields["cases"] = [Case.from_dict(case) for case in fields["cases"]]
-        return cls(**fields)
-
-
-def read_task(path: Path) -> dict[str, Any]:
-    """The fields of a task in a file, with those that all tasks have as records."""
-    fields: dict[str, Any] = json.loads(path.read_text())
-    fields["size"] = gpt.Size(**fields["size"])
-    fields["paced_ms"] = fields["paced_ms"] and paced.Times(*fields["paced_ms"])
-    return fields
-
 
 @dataclass(frozen=True)
 class Row:
@@ -106,10 +85,6 @@ class Row:
     measured_peak: list[int]
     losses: list[float]
     file: dict[str, Any] = field(repr=False)
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Row:
-        return cls(**{**content, "case": Case.from_dict(content["case"])})
 
     @property
     def measured_ms(self) -> float:
@@ -205,8 +180,8 @@ def _measured(
 def main() -> None:
     """`python -m optpipe_runtime.fidelity.cases TASK ROWS`, under torchrun."""
     logging.basicConfig(level=logging.WARNING)
-    task = Task.load(Path(sys.argv[1]))
-    measure_on_ranks(lambda: [asdict(row) for row in run(task)], Path(sys.argv[2]))
+    task = load(Task, Path(sys.argv[1]))
+    measure_on_ranks(lambda: run(task), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

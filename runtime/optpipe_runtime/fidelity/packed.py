@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -27,11 +27,10 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_runtime.demo import gpt
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import Microbatch, corpus, documents, packed
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.fidelity import paced
-from optpipe_runtime.fidelity.cases import read_task
-from optpipe_runtime.fidelity.on_ranks import measure_on_ranks
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.steps.ahead import Told, Unmeasured
 from optpipe_runtime.steps.planned import PlannedSteps
@@ -62,13 +61,6 @@ class Task:
     paced_ms: paced.Times | None = None
     solve_s: float = 10.0
     size: gpt.Size = field(default_factory=gpt.Size)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Task:
-        return cls(**read_task(path))
 
     @property
     def longest(self) -> int:
@@ -107,10 +99,6 @@ class Result:
     ways: list[Way]
     losses: list[float]
     within_memory: bool
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        return cls(**{**content, "ways": [Way(**way) for way in content["ways"]]})
 
 
 def features(inputs: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:
@@ -214,8 +202,8 @@ def given(step: Sequence[Microbatch], sleeping: bool) -> Given:
 
 def main() -> None:
     """`python -m optpipe_runtime.fidelity.packed TASK RESULT`, under torchrun."""
-    task = Task.load(Path(sys.argv[1]))
-    measure_on_ranks(lambda: asdict(run(task)), Path(sys.argv[2]))
+    task = load(Task, Path(sys.argv[1]))
+    measure_on_ranks(lambda: run(task), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

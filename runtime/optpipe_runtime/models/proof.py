@@ -172,9 +172,7 @@ def _difference(whole: Run, row: Side, case: Case) -> str | None:
     except Exception as error:
         return f"as a row of stages it fails with {_told(error)}"
     if whole.output.shape != run.output.shape or not _equal(whole.output, run.output, OUTPUT_TOLERANCE):
-        return (
-            "as a row of stages it has other logits, so its forward does more than pass hidden states on"
-        )
+        return "as a row of stages it has other logits, so its forward does more than pass hidden states on"
     largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
     for name, gradient in whole.gradients.items():
         if not _equal(gradient, run.gradients[name], GRADIENT_TOLERANCE, 1e-6 * largest):
