@@ -4,7 +4,6 @@ whether memory suffices."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +11,8 @@ import numpy as np
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import MOST_MS, Level, Stage, StageCosts, of_microbatch
+from optpipe.model.records import MOST_MS, Stage, StageCosts, of_microbatch
 from optpipe.sizes import told_apart
-from optpipe_solver.bounds.choices import all_weights
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
@@ -26,8 +24,7 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops
     after the first, and after its last input gradient as much is still to come. All micro-batches pass each layer,
     after the layers before it. One micro-batch passes all layers and all devices there and back. What layers hold over
-    time has to fit into all devices' memory, each left to its own best choice (`_held`, 0 where activations do not
-    leave in equally many parts).
+    time has to fit into all devices' memory (`_held`).
     """
     problem = without_evictions(problem)
     layers = problem.layers or ()
@@ -74,46 +71,20 @@ def _layer_times(problem: Problem, microbatch: int) -> _LayerTimes:
 
 
 def _held(problem: Problem, layers: Sequence[StageCosts], microbatch: int, ms: _LayerTimes) -> float:
-    """The time that one micro-batch needs of all devices together so that memory, link and compute suffice.
+    """The time that all devices together need for what one micro-batch's activations hold over time.
 
-    A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three,
-    adding up to one, make of this one sum over all layers, each with the cheapest of its choices (`memory_bound` has
-    the same of one device's stages). An activation is held from its stage's forward, which begins no later than the
-    layer's own, to the stage's input gradient. Where stages leave in n parts, the largest k parts of a stage are no
-    more than those of its layers, each cut into n.
+    An activation that can only stay is held from its stage's forward, which begins no later than the layer's own, to
+    the stage's input gradient. One that can leave or be recomputed counts during its ops alone.
     """
-    parts = {layer.offload_parts for layer in layers if layer.can_offload or layer.can_offload_checkpoints} or {1}
     roomiest = max(1, *(problem.devices[stage.device].activation_budget_bytes for stage in problem.stages))
-    if len(parts) > 1:
-        return 0.0
-    (n,) = parts
-    memory, link, compute = all_weights()
-    byte = memory / roomiest  # of a byte for a ms
-    duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
-    forward, backward, weight = ms
-    trips = (forward + backward)[::-1].cumsum()[::-1]
-    needed = compute * (forward + backward + weight).sum()
-    times = zip(forward, backward, weight, trips, strict=True)
+    trips = (ms.forward + ms.backward)[::-1].cumsum()[::-1]
+    area = 0.0
+    times = zip(*ms, trips, strict=True)
     for layer, held, (f_ms, b_ms, w_ms, trip_ms) in zip(layers, _layer_bytes(problem, microbatch), times, strict=True):
-        between = trip_ms - f_ms - b_ms
-        ends = held.forward * f_ms + held.backward * b_ms
-        choices = []
-        # What stays, the parts of it that can leave, the bytes while it is recomputed, how long that takes, the copies.
-        ways = [(held.stays, held.parts if layer.can_offload else [], held.stays, 0.0, _carry_ms(layer, microbatch))]
-        for level, each in zip(layer.all_levels, held.levels, strict=True):
-            again = of_microbatch(level.recompute_ms, microbatch)
-            ways.append((each.checkpoint, each.parts, each.recompute, again, _carry_ms(level, microbatch)))
-        for stays, sizes, recompute, again, carry in ways:
-            for k, gone in enumerate(accumulate(sorted(sizes, reverse=True), initial=0)):
-                area = ends + (stays - gone) * between + gone * carry / n + (recompute - stays + gone) * again
-                choices.append(byte * area + duplex * link * carry * k / n + compute * again)
-        needed = needed + np.minimum.reduce(choices) + byte * held.weight * w_ms
-    return float(needed.max())
-
-
-def _carry_ms(costs: StageCosts | Level, microbatch: int) -> float:
-    """How long the copies take that offload all of it and bring it back; 0 where it cannot leave."""
-    return sum(of_microbatch(each or 0.0, microbatch) for each in (costs.offload_ms, costs.reload_ms))
+        area += held.forward * f_ms + held.backward * b_ms + held.weight * w_ms
+        if not (layer.can_offload or layer.all_levels):
+            area += held.stays * (trip_ms - f_ms - b_ms)
+    return float(area / roomiest)
 
 
 def _layer_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:

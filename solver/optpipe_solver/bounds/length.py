@@ -6,7 +6,8 @@ for a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from math import ceil, inf
 
@@ -17,11 +18,12 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
-from optpipe_solver.bounds.choices import all_weights, least_of_all
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.one_machine import one_machine_bound
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+
+MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 
 
 def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -73,30 +75,27 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # micro-batch and stage
     for j, s in paths.round_trip:
         passes_on[problem.stages[s].device].append((j, s))
-    memory, link, compute = all_weights()
+    weights = _weights()
     for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[j][s], ms[j][:, s]) for j, s in passes_on[d]]
-        idle, once = _idle(problem, [(s, ms[j][:, s]) for j, s in passes_on[d]])
         for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
-            groups = [
-                (paths.passing[j], _choices(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure))
-                for j, s in passes_on[d]
-            ]
-            needed = work[d] * compute + sum(count * _cheapest(choices) for count, choices in groups)
+            needed = work[d] * weights[COMPUTE]
+            for j, s in passes_on[d]:
+                costs = _choices(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure)
+                needed = needed + paths.passing[j] * (costs @ weights).min(axis=0)
             unused = _unused(measure, stages, float(needed.max()) / 2)
-            longest = float((needed + unused * memory + idle * link).max())
-            longest = max(longest, least_of_all(groups, np.array([unused, idle, idle, work[d]]), once))
+            longest = float((needed + unused * weights[MEMORY]).max())
             bounds.append(longest + (float(paths.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
 def _choices(problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
-    """Return (choices, 4) what becomes of one activation, and its cost: the columns of `choices`, in ms of the device.
+    """Return (choices, 3) what becomes of one activation, and its cost: ms of all memory, of the link, of compute.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
     computing it again by each level. Its parts, or those of the level's checkpoint, leave one after the other and come
     back so: while the n-th of them moves, all but n - 1 are there. Links of two ways may carry them there and back at
-    once. Then fewer are away at a time, which is the choice of those only.
+    once. Then fewer are away at a time, which is the choice of those only; each way counts half.
     """
     stage = problem.stages[s]
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
@@ -111,48 +110,23 @@ def _choices(problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, tri
     costs = []
     for stays, parts, out, back, recompute, again in ways:
         computed, rest = measure(recompute) * again, max(0.0, between - again)
-        busy = (out + back,) * 2 if problem.transfer_mode == "half_duplex" else (out, back)
+        busy = (out + back) * (1.0 if problem.transfer_mode == "half_duplex" else 0.5)
         there = [measure(stays - gone) for gone in accumulate(sorted(parts, reverse=True), initial=0)]
         for n in range(len(there)):
             moves = sum(there[:n]) * (out + back)
             area = ends + computed + moves + there[n] * max(0.0, rest - n * (out + back))
-            costs.append((area, n * busy[0], n * busy[1], again))
+            costs.append((area, n * busy, again))
     return np.array(costs)
 
 
-def _cheapest(choices: Floats) -> Floats:
-    """Return the least weighted cost of one activation for `all_weights`; a link each way counts half."""
-    memory, link, compute = all_weights()
-    cost = choices @ np.array([memory, link / 2, link / 2, compute])
-    least: Floats = cost.min(axis=0)
-    return least
+@cache
+def _weights() -> Floats:
+    """Return (3, ways) all ways to split one over memory, link and compute, in `plan.WEIGHT_STEPS` steps.
 
-
-def _idle(problem: Problem, passes: Sequence[tuple[int, Floats]]) -> tuple[float, Floats]:
-    """Return how long a device's link is of no use, and (4,) how much longer in a column if anything leaves.
-
-    The first transfer follows a forward, the last one comes before a backward and its weight gradient. Of two links,
-    that out is of no use during the last reload, that back during the first offload.
+    Each makes one bound of three limits.
     """
-    costs = problem.costs
-    able = costs.can_offload | costs.levels.can_offload.any(axis=0)
-    leaving = [times for s, times in passes if able[s]]
-    if not leaving:
-        return 0.0, np.zeros(4)
-    ms = np.array(leaving).T
-    idle = float(ms[Kind.F].min() + ms[[Kind.B, Kind.W]].sum(axis=0).min())
-    stages = sorted({s for s, _ in passes})
-    out, back = (
-        min(
-            float(whole[stages][costs.can_offload[stages]].min(initial=np.inf)),
-            float(by_level[:, stages][costs.levels.can_offload[:, stages]].min(initial=np.inf)),
-        )
-        for whole, by_level in (
-            (costs.ms[Kind.O], costs.levels.offload_ms),
-            (costs.ms[Kind.R], costs.levels.reload_ms),
-        )
-    )
-    return idle, np.array([0.0, back, out, 0.0] if problem.transfer_mode == "full_duplex" else [0.0] * 4)
+    n = plan.WEIGHT_STEPS
+    return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n
 
 
 Measure = Callable[[int], float]

@@ -27,7 +27,6 @@ class Paths(NamedTuple):
     after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
     back: dict[tuple[int, int], float]  # from an input gradient's end to the end of the first stage
     one_entry: bool  # whether all routes begin on one device
-    longest: float  # of one micro-batch through all stages and back
 
 
 def shortest_times(problem: Problem, microbatch: int) -> Floats:
@@ -47,7 +46,6 @@ def shortest_paths(problem: Problem) -> Paths:
     round_trip: dict[tuple[int, int], float] = {}
     after: dict[tuple[int, int], float] = {}
     home: dict[tuple[int, int], float] = {}
-    longest = 0.0
     one_entry = len({int(device[problem.route(j)[0]]) for j in examples}) == 1
     for j in examples:
         route, ms = problem.route(j), shortest_times(problem, j)
@@ -65,7 +63,6 @@ def shortest_paths(problem: Problem) -> Paths:
             home[j, s] = back[k] + ms[Kind.W, route[0]]
             returns[device[s]] = min(returns[device[s]], home[j, s])
             round_trip[j, s] = on[-1] - on[k] + last + back[-1] - back[k]
-        longest = max(longest, on[-1] + last + rest)
     passing = dict(zip(examples, np.bincount(costs.alike).tolist(), strict=True))
     used = np.isfinite(arrives)
-    return Paths(passing, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry, longest)
+    return Paths(passing, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry)
