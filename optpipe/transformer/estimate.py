@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -14,7 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage, StageCosts, one_for_all
 from optpipe.transformer.pieces import Pieces
 from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
-from optpipe.transformer.times import Clock, Times
+from optpipe.transformer.times import Clock, Times, total
 from optpipe.transformer.work import Piece
 
 MESSAGES = 4  # two on the way in, two on the way out
@@ -63,9 +63,7 @@ class Estimate:
     @cached_property
     def pieces(self) -> list[Piece]:
         """Embedding, layers and head, as one GPU has them."""
-        complaint = self._complaint()
-        if complaint:
-            raise InputError(complaint)
+        self._require_division()
         return self._pieces.all()
 
     @cached_property
@@ -106,7 +104,7 @@ class Estimate:
     @cached_property
     def devices(self) -> list[DeviceMemory]:
         """What each device holds."""
-        return [self._memory([self.pieces[i] for i in held]) for held in self._held]
+        return [self._memory(pieces) for pieces in self._of_device]
 
     @cached_property
     def _held(self) -> list[list[int]]:
@@ -115,6 +113,10 @@ class Estimate:
         for device, pieces in zip(self.order, self.stages, strict=True):
             held[device] += pieces
         return held
+
+    @cached_property
+    def _of_device(self) -> list[list[Piece]]:
+        return [[self.pieces[i] for i in held] for held in self._held]
 
     @cached_property
     def problem(self) -> Problem:
@@ -171,7 +173,7 @@ class Estimate:
     def device_times(self) -> list[Times]:
         """Where the time of one micro-batch goes, on each device."""
         of_piece = {piece: self.clock.all_ops(piece) for piece in set(self.pieces)}
-        return [reduce(Times.plus, (of_piece[self.pieces[i]] for i in held)) for held in self._held]
+        return [total(of_piece[piece] for piece in pieces) for pieces in self._of_device]
 
     @cached_property
     def busy_ms(self) -> list[float]:
@@ -198,27 +200,14 @@ class Estimate:
 
         Data-parallel ranks do, then the first and the last stage where their matrices are tied.
         """
-        pieces = [[self.pieces[i] for i in held] for held in self._held]
-        longest = max(
-            self.clock.reduction_ms(self._dense_weights(of_device), sum(piece.expert_weights for piece in of_device))
-            for of_device in pieces
-        )
+        longest = max(self.clock.reduction_ms(*self._weights(pieces)) for pieces in self._of_device)
         is_copied = self.shape.tied and self.order[0] != self.order[-1]
         return longest + is_copied * self.clock.tied_ms(self.shape.embedding_matrix / self.parallelism.tp)
 
     @cached_property
     def optimizer_ms(self) -> float:
         """The longest time that a device's optimizer takes for its step."""
-        replicas = self.parallelism.dp * self.parallelism.cp if self.parallelism.zero else 1
-        expert_replicas = self._expert_replicas if self.parallelism.zero else 1
-        pieces = [[self.pieces[i] for i in held] for held in self._held]
-        return max(
-            self.clock.optimizer_ms(
-                self._dense_weights(of_device) / replicas
-                + sum(piece.expert_weights for piece in of_device) / expert_replicas
-            )
-            for of_device in pieces
-        )
+        return max(self.clock.optimizer_ms(self._share(pieces, zero=1)) for pieces in self._of_device)
 
     @property
     def after_ms(self) -> float:
@@ -253,44 +242,40 @@ class Estimate:
     def _pieces(self) -> Pieces:
         return Pieces(self.shape, self.parallelism, self.run, self.sequence)
 
-    def _complaint(self) -> str | None:
-        """What of the parallelism does not divide the model."""
+    def _require_division(self) -> None:
+        """Raises InputError if the parallelism does not divide the model."""
         shape, parallelism = self.shape, self.parallelism
         if shape.heads % parallelism.tp:
-            return f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads"
+            raise InputError(f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads")
         if self.sequence % parallelism.cp:
-            return f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens"
+            raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
         if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
-            return f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts"
-        return None
+            raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
 
-    def _dense_weights(self, pieces: Sequence[Piece]) -> float:
-        """Of the device that has these pieces, those of experts aside."""
+    def _weights(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """Of the device that has these pieces: those of experts apart."""
         dense = sum(piece.weights for piece in pieces)
         if self.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
             dense -= self.shape.embedding_matrix / self.parallelism.tp
-        return dense
+        return dense, sum(piece.expert_weights for piece in pieces)
+
+    def _share(self, pieces: Sequence[Piece], zero: int) -> float:
+        """Of how many weights a rank keeps what ZeRO divides from this stage on (Rajbhandari et al. 2020, figure 1)."""
+        dense, experts = self._weights(pieces)
+        if self.parallelism.zero < zero:
+            return dense + experts
+        replicas = self.parallelism.dp * self.parallelism.cp
+        return dense / replicas + experts / (replicas / self.parallelism.ep)
 
     def _memory(self, pieces: Sequence[Piece]) -> DeviceMemory:
-        """Of the device that has these pieces. ZeRO divides as in Rajbhandari et al. 2020, figure 1."""
-        parallelism, run, dense = self.parallelism, self.run, self._dense_weights(pieces)
-        experts = sum(piece.expert_weights for piece in pieces)
-        replicas = parallelism.dp * parallelism.cp
-
-        def size(each: int, zero: int) -> int:
-            divided = parallelism.zero >= zero
-            return ceil(
-                each * (dense / (replicas if divided else 1) + experts / (self._expert_replicas if divided else 1))
-            )
-
-        state = (size(run.value_bytes, 3), size(run.gradient_bytes, 2), size(run.state_bytes, 1))
+        """Of the device that has these pieces."""
+        run = self.run
+        sizes = ((run.value_bytes, 3), (run.gradient_bytes, 2), (run.state_bytes, 1))
+        weights, gradients, optimizer = (ceil(each * self._share(pieces, zero)) for each, zero in sizes)
         workspace = self._workspace(pieces)
-        left = self.gpu.memory_bytes - self.gpu.reserved_bytes - sum(state) - workspace
-        return DeviceMemory(*state, workspace, self.gpu.reserved_bytes, left)
-
-    @property
-    def _expert_replicas(self) -> float:
-        return self.parallelism.dp * self.parallelism.cp / self.parallelism.ep
+        state = weights + gradients + optimizer
+        left = self.gpu.memory_bytes - self.gpu.reserved_bytes - state - workspace
+        return DeviceMemory(weights, gradients, optimizer, workspace, self.gpu.reserved_bytes, left)
 
     def _workspace(self, pieces: Sequence[Piece]) -> int:
         """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""

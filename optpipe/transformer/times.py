@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
-from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run
+from optpipe.transformer.records import Gpu, Parallelism, Precision, Recompute, Run
 from optpipe.transformer.work import LEVELS, Matmul, Piece, Work
 
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
@@ -37,12 +37,14 @@ class Times(NamedTuple):
     messages: float = 0.0
     recomputing: float = 0.0
 
-    def plus(self, other: Times) -> Times:
-        return Times(*(a + b for a, b in zip(self, other, strict=True)))
-
     @property
     def ms(self) -> float:
         return sum(self)
+
+
+def total(times: Iterable[Times]) -> Times:
+    """Where the time of several ops goes."""
+    return Times(*map(sum, zip(*times, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,14 @@ class Clock:
                 before = kept
 
     def forward(self, piece: Piece) -> Times:
-        return self._computed_forward(piece)._replace(messages=self._sent(piece.work) + self._gathered(piece))
+        work = piece.work
+        flash = self._flash(work)
+        launched = len(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
+        attention = self._products_ms(work.products) + flash
+        computed = self._overlapped(
+            sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched
+        )
+        return computed._replace(messages=self._sent(work) + self._gathered(piece))
 
     def backward_input(self, piece: Piece) -> Times:
         """A matmul's input gradient is one matmul of the same operations; keys and values come around again."""
@@ -132,7 +141,7 @@ class Clock:
 
     def all_ops(self, piece: Piece) -> Times:
         """F, B and W together."""
-        return self.forward(piece).plus(self.backward_input(piece)).plus(self.backward_weight(piece))
+        return total((self.forward(piece), self.backward_input(piece), self.backward_weight(piece)))
 
     def matmul_ms(self, matmul: Matmul, peak: float | None = None) -> float:
         """How long one kernel of matmuls takes: its operations at the speed of its depth, or its bytes.
@@ -230,12 +239,11 @@ class Clock:
         """Whether neighbours in the pipeline share host links."""
         return self.gpu.gpus_per_host_link > 1 and self.parallelism.gpus == self.parallelism.pp
 
-    def peak(self, precision: str) -> float:
+    def peak(self, precision: Precision) -> float:
         """The GPU's peak at this precision. Raises InputError if it has none."""
-        for name, flops in self.gpu.flops.items():
-            if name == precision:
-                return flops
-        raise InputError(f"precision = {precision}: {self.gpu.name or 'the GPU'} has {', '.join(self.gpu.flops)}")
+        if precision not in self.gpu.flops:
+            raise InputError(f"precision = {precision}: {self.gpu.name or 'the GPU'} has {', '.join(self.gpu.flops)}")
+        return self.gpu.flops[precision]
 
     @cached_property
     def _peak(self) -> float:
@@ -255,13 +263,6 @@ class Clock:
         gpu, host = matmuls + attention + passes, launched * self.gpu.host_us * US
         both = (gpu**HOST_AND_GPU + host**HOST_AND_GPU) ** (1 / HOST_AND_GPU)
         return Times(matmuls, attention, passes, both - gpu)
-
-    def _computed_forward(self, piece: Piece) -> Times:
-        work = piece.work
-        flash = self._flash(work)
-        launched = len(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
-        attention = self._products_ms(work.products) + flash
-        return self._overlapped(sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched)
 
     def _flash(self, work: Work) -> float:
         return 0.0 if work.products else self.flash_ms(work.scores)
