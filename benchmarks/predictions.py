@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
-from optpipe.model.problem import read_file, write_file
+from optpipe.model.problem import read_text, write_file
 from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ratio_variances
 from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
 from optpipe.transformer.presets import GPUS
@@ -119,7 +119,7 @@ def read_tables(folder: Path) -> dict[str, list[Iteration]]:
         raise InputError(
             f"{folder}: no {missing[0]}; expected {' and '.join(FILES.values())}, as vTrain publishes them"
         )
-    return {name: read_iterations(read_file(folder / file), file) for name, file in FILES.items()}
+    return {name: read_iterations(read_text(folder / file), file) for name, file in FILES.items()}
 
 
 def predicted(gpu: Gpu, rows: Sequence[Iteration]) -> list[float]:

@@ -12,7 +12,6 @@ import typer
 from optpipe.errors import InputError
 from optpipe_cli.extras import need
 from optpipe_cli.model import read_gpu
-from optpipe_cli.options import with_flag
 from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
@@ -44,10 +43,7 @@ def calibrate(
     from optpipe.transformer.iterations import errors, iteration_ms
 
     require_writable(output)
-    try:
-        before = read_gpu(gpu)
-    except InputError as error:
-        raise with_flag(error, {"gpu"}) from None
+    before = read_gpu(gpu)
     rows = [row for path in measured or () for row in _read(path, vocabulary)]
     tables = {str(path): _read(path, vocabulary) for path in check or ()}
     after = learn(before, rows) if rows else before if tables else _measured(before, device)
@@ -75,10 +71,10 @@ def calibrate(
 
 
 def _read(path: Path, vocabulary: int) -> list[Iteration]:
-    from optpipe.model.problem import read_file
+    from optpipe.model.problem import read_text
     from optpipe.transformer.iterations import read_iterations
 
-    return read_iterations(read_file(path), str(path), vocabulary)
+    return read_iterations(read_text(path), str(path), vocabulary)
 
 
 def _measured(gpu: Gpu, device: str) -> Gpu:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.options import numbers, with_flag
+from optpipe_cli.measured import Chunks, Devices, Microbatches, Shape, WeightShare
+from optpipe_cli.options import numbers
 from optpipe_cli.output import Json, echo, print_json, print_table, require_folder, require_writable
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 
     from optpipe.diagnose import Diagnosis
 
-OPTIONS = (
-    *("form", "stack", "layers", "memory", "weight_share", "time_limit_s"),
-    *("microbatches", "devices", "chunks", "shape"),
-)
 BAR = 24  # characters of the whole step
 MOST_SAID = 4  # sentences of a kind
 
@@ -45,20 +42,14 @@ def diagnose(
         float | None,
         typer.Option(help="How many activations of a stage a device may hold. Default: as many as the fullest held."),
     ] = None,
-    weight_share: Annotated[
-        float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")
-    ] = None,
+    weight_share: WeightShare = None,
     time_limit_s: Annotated[
         float, typer.Option("--time-limit", min=0, help="Seconds for the search of a schedule; 0: none.")
     ] = 10.0,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers.")
-    ] = None,
-    chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
-    shape: Annotated[str | None, typer.Option(help="How the stages of a device are placed: looped or v.")] = None,
+    microbatches: Microbatches = None,
+    devices: Devices = None,
+    chunks: Chunks = 1,
+    shape: Shape = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the files of cures here.")
@@ -67,28 +58,24 @@ def diagnose(
 ) -> None:
     """Say where the time of the steps in a trace goes, why, and what to change in the stack that ran them."""
     from optpipe.diagnose import diagnose as find
-    from optpipe.errors import InputError
     from optpipe.measured.convert import Run
 
     require_writable(html)
     require_folder(output)
     counts = numbers("layers", layers, "layers of all stages, or of each with commas between") or []
     with _progress(files) as (read, told):
-        try:
-            diagnosis = find(
-                *files,
-                form=form,
-                stack=stack,
-                layers=counts,
-                memory=memory,
-                weight_share=weight_share,
-                time_limit_s=time_limit_s,
-                run=Run(microbatches, devices, chunks, shape),
-                progress=read,
-                told=told,
-            )
-        except InputError as error:
-            raise with_flag(error, OPTIONS) from None
+        diagnosis = find(
+            *files,
+            form=form,
+            stack=stack,
+            layers=counts,
+            memory=memory,
+            weight_share=weight_share,
+            time_limit_s=time_limit_s,
+            run=Run(microbatches, devices, chunks, shape),
+            progress=read,
+            told=told,
+        )
     if html:
         from optpipe.diagnose.page import picture
 

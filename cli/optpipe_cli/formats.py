@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from optpipe_cli.output import Json, SchedulePath, echo, require_writable
 from optpipe_cli.schedule_commands import tell
-
-if TYPE_CHECKING:
-    pass
 
 
 def export(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.options import numbers, with_flag
+from optpipe_cli.options import numbers, register
 from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
@@ -16,10 +16,18 @@ if TYPE_CHECKING:
 
     from optpipe.measured.estimate import Measurements
 
-OPTIONS = (
-    *("activation_bytes", "activation_budget_bytes", "weight_share", "microbatches", "devices", "chunks", "shape"),
-    *("step", "replica"),
-)
+WeightShare = Annotated[float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")]
+Microbatches = Annotated[
+    int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks.")
+]
+Chunks = Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="How the stages of a device are placed: looped or v. Default: as the times of primus tell."),
+]
 app = typer.Typer(help="Make a problem of what another program has measured.", no_args_is_help=True)
 
 
@@ -28,7 +36,6 @@ def problem() -> None:
     """Make a problem of what another program has measured."""
 
 
-@app.command(name="from")
 def from_(
     form: Annotated[
         str,
@@ -51,21 +58,11 @@ def from_(
     activation_budget_bytes: Annotated[
         int | None, typer.Option(min=0, help="A device's budget. Default: what the measured order holds at most.")
     ] = None,
-    weight_share: Annotated[
-        float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks."),
-    ] = None,
-    chunks: Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")] = 1,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="How the stages of a device are placed: looped or v. Default: as the times of primus tell."),
-    ] = None,
+    weight_share: WeightShare = None,
+    microbatches: Microbatches = None,
+    devices: Devices = None,
+    chunks: Chunks = 1,
+    shape: Shape = None,
     step: Annotated[
         int | None,
         typer.Option(min=0, help="Take one step, with each micro-batch's own times; straggler: the last."),
@@ -83,28 +80,24 @@ def from_(
 
     Exit code 1: no order is known that --schedule could write.
     """
-    from optpipe.errors import InputError
     from optpipe.measured.convert import problem_from
 
     require_writable(output)
     require_writable(schedule)
     sizes = numbers("activation_bytes", activation_bytes, "bytes of all stages, or of each with commas between")
-    try:
-        measurements = problem_from(
-            form,
-            *files,
-            activation_bytes=sizes,
-            activation_budget_bytes=activation_budget_bytes,
-            weight_share=weight_share,
-            microbatches=microbatches,
-            devices=devices,
-            chunks=chunks,
-            shape=shape,
-            step=step,
-            replica=replica,
-        )
-    except InputError as error:
-        raise with_flag(error, OPTIONS) from None
+    measurements = problem_from(
+        form,
+        *files,
+        activation_bytes=sizes,
+        activation_budget_bytes=activation_budget_bytes,
+        weight_share=weight_share,
+        microbatches=microbatches,
+        devices=devices,
+        chunks=chunks,
+        shape=shape,
+        step=step,
+        replica=replica,
+    )
     if output:
         measurements.problem.save(output)
     if schedule and measurements.schedule:
@@ -121,6 +114,9 @@ def from_(
     if schedule and not measurements.schedule:
         echo(f"{schedule}: not written, as the measured order is not used", err=True)
         raise typer.Exit(1)
+
+
+register(app, None, from_)
 
 
 def _table(measurements: Measurements) -> Table:

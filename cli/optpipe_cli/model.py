@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe_cli.options import flag, numbers, with_flag
+from optpipe_cli.options import flag, numbers
 from optpipe_cli.output import Json, ProblemOutput, echo, print_json, require_writable
 
 if TYPE_CHECKING:
@@ -66,42 +66,22 @@ def model(
     from optpipe.transformer.estimate import estimate
     from optpipe.transformer.records import Parallelism, Run
 
+    given: dict[str, Any] = dict(locals())
     if presets:
         _list_presets(json)
         return
     if name is None:
         raise InputError("MODEL is missing: a preset, which --presets lists, or a config.json")
     require_writable(output)
-    division: dict[str, Any] = {
-        "pp": pp,
-        "tp": tp,
-        "cp": cp,
-        "ep": ep,
-        "dp": dp,
-        "zero": zero,
-        "chunks": chunks,
-        "shape": shape,
-    }
-    division |= {
-        "sequence_parallel": sequence_parallel,
+    given |= {
         "layers": numbers("layers", layers, "layers of each stage with commas between, such as 9,10,10,9"),
+        "microbatches": 4 * max(pp, 1) if microbatches is None else microbatches,
+        "host_memory_bytes": host_bytes(host_memory_gb),
     }
-    run: dict[str, Any] = {"microbatch_size": microbatch_size}
-    run |= {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches}
-    run |= {"sequence": sequence, "precision": precision, "attention": attention, "fused": fused}
-    run |= {
-        "recompute": recompute,
-        "levels": levels,
-        "gradient_bytes": gradient_bytes,
-        "optimizer_bytes": optimizer_bytes,
-    }
-    run |= {"expert_load": expert_load, "host_memory_bytes": host_bytes(host_memory_gb)}
-    try:
-        answer = estimate(
-            read_model(name), Parallelism.from_dict(division, "options"), read_gpu(gpu), Run.from_dict(run, "options")
-        )
-    except InputError as error:
-        raise with_flag(error, {"gpu", *division, *run}) from None
+    division, run = ({field: given[field] for field in record.model_fields} for record in (Parallelism, Run))
+    answer = estimate(
+        read_model(name), Parallelism.from_dict(division, "options"), read_gpu(gpu), Run.from_dict(run, "options")
+    )
     if json:
         print_json(figures(answer))
     else:

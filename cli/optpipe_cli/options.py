@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from optpipe.errors import InputError
+
 if TYPE_CHECKING:
-    from optpipe.errors import InputError
     from optpipe.options import Option, SearchOptions
 
 Command = Callable[..., None]
@@ -44,18 +45,24 @@ PANELS = {
 
 
 class InPanels(TyperCommand):
-    """A command whose help lists its options under headings if there are many, and that takes no empty file name."""
+    """A command whose help lists its options under headings if there are many, that takes no empty file name, and whose
+    errors name the flag that the user knows."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_empty = any(not arg or arg.endswith("=") for arg in args)
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx) if is_empty else ():
             if ctx.params.get(param.name) in (Path(), *([""] if param.name in FILES_OR_NAMES else [])):
-                from optpipe.errors import InputError
-
                 named = param.opts[0] if isinstance(param, TyperOption) else param.metavar or param.name.upper()
                 raise InputError(f"{named} is empty: the name of a file or a folder was expected")
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            options = [param.name for param in self.get_params(ctx) if isinstance(param, TyperOption) and param.name]
+            raise with_flag(error, options) from None
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)
@@ -125,8 +132,6 @@ def flag(name: str) -> str:
 
 def numbers(name: str, text: str | None, expected: str) -> list[int] | None:
     """The numbers of an option such as `9,10,10,9`."""
-    from optpipe.errors import InputError
-
     try:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
@@ -194,8 +199,6 @@ def _parameter(option: Option, defaults: dict[str, Any]) -> inspect.Parameter:
 
 def _read(kind: type[Any], name: str, given: Any) -> Any:
     """A default, or what a text says."""
-    from optpipe.errors import InputError
-
     try:
         return kind(given) if isinstance(given, str) else given
     except ValueError:
@@ -204,15 +207,10 @@ def _read(kind: type[Any], name: str, given: Any) -> Any:
 
 
 def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOptions:
-    """The record. An error names the flag that the user knows."""
-    from optpipe.errors import InputError
-
+    """The record."""
     if given.get("methods") is not None:
         given["methods"] = at_commas(given["methods"])
-    try:
-        return record.from_arguments("options", given)
-    except InputError as error:
-        raise with_flag(error, given) from None
+    return record.from_arguments("options", given)
 
 
 def with_flag(error: InputError, names: Collection[str]) -> InputError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe_cli.model import host_bytes, read_gpu, read_model
-from optpipe_cli.options import with_flag, with_options
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, echo, print_json, require_folder
 from optpipe_cli.solve import usable_cache
 
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from optpipe_solver.planner.candidates import Question
     from optpipe_solver.planner.search import Plan
     from optpipe_solver.planner.today import Today
-
-OPTIONS = (
-    *("gpus", "batch", "gpu", "sequence", "precision", "attention", "offload", "stack", "today", "margin"),
-    *("time_limit_s", "gap", "threads", "seed"),
-)
 
 
 @with_options("SearchOptions", only=("time_limit_s", "gap", "threads", "seed"), gap=0.005)
@@ -62,7 +57,6 @@ def plan(
 ) -> None:
     """Plan how to train a model: divide it over GPUs, and schedule it, as fast as their memory allows. Ctrl-C ends the
     search and keeps the best so far."""
-    from optpipe.errors import InputError
     from optpipe.transformer.records import Run
     from optpipe_cli.plan_report import figures, lines, write
     from optpipe_solver.planner.candidates import Question
@@ -70,24 +64,21 @@ def plan(
 
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
     run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
-    try:
-        question = Question.from_dict(
-            {
-                "model": read_model(name),
-                "gpu": _with_margin(read_gpu(gpu), margin),
-                "gpus": gpus,
-                "batch": batch,
-                "run": Run.from_dict(run, "options"),
-                "offload": offload,
-                "stack": stack,
-            },
-            "options",
-        )
-        require_folder(output)
-        start = Today.read(today) if today is not None else None
-        answer = _search(question, options, no_cache, json, start)
-    except InputError as error:
-        raise with_flag(error, OPTIONS) from None
+    question = Question.from_dict(
+        {
+            "model": read_model(name),
+            "gpu": _with_margin(read_gpu(gpu), margin),
+            "gpus": gpus,
+            "batch": batch,
+            "run": Run.from_dict(run, "options"),
+            "offload": offload,
+            "stack": stack,
+        },
+        "options",
+    )
+    require_folder(output)
+    start = Today.read(today) if today is not None else None
+    answer = _search(question, options, no_cache, json, start)
     if json:
         print_json(figures(answer))
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.printable import printable
-from optpipe_cli.options import flag, with_flag
+from optpipe_cli.options import flag
 from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
@@ -73,11 +73,7 @@ def profile(
         "repeats": repeats,
     }
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        try:
-            measured = _measure(**asked)
-        except InputError as error:
-            raise with_flag(error, asked) from None
-        if measured is not None:
+        if (measured := _measure(**asked)) is not None:
             _tell(measured, output, json)
         return
     if ranks is None or ranks < 1:

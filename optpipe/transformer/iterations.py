@@ -118,7 +118,7 @@ def _simulate(forward: Floats, backward: Floats, message: float, m: int) -> floa
 _makespan = LazyJit(_simulate)
 
 
-def read_iterations(text: str | bytes, what: str = "rows", vocabulary: int = GPT_VOCABULARY) -> list[Iteration]:
+def read_iterations(text: str, what: str = "rows", vocabulary: int = GPT_VOCABULARY) -> list[Iteration]:
     """Read a table of measured iterations: CSV with the names of `COLUMNS` and `MEASURED` in its first line.
 
     Each row is a GPT of Megatron-LM, with learned positions, one matrix for embedding and head, dropout, unfused
@@ -138,11 +138,7 @@ def read_iterations(text: str | bytes, what: str = "rows", vocabulary: int = GPT
     InputError
         If a column is missing, or a row has no such number, or its numbers do not belong together.
     """
-    try:
-        content = text if isinstance(text, str) else text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what}: expected text in UTF-8: {error.reason} at byte {error.start}") from None
-    reader = csv.DictReader(StringIO(content, newline=None), skipinitialspace=True)
+    reader = csv.DictReader(StringIO(text, newline=None), skipinitialspace=True)
     try:
         names = reader.fieldnames or ()
         for name in (*COLUMNS.values(), MEASURED):

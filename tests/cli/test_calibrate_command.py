@@ -70,7 +70,7 @@ def test_a_wrong_table_is_one_sentence(monkeypatch, capsys, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"\xff")
     _, error = run(monkeypatch, capsys, "--gpu", "A100", "--from", str(path))
-    assert error.startswith(f"error: {path}: expected text in UTF-8")
+    assert error.startswith(f"error: {path}: no text in UTF-8")
     assert error.count("\n") == 1
     _, error = run(monkeypatch, capsys, "--gpu", "A1000")
     assert error.startswith("error: --gpu = A1000: neither a file nor a preset")
