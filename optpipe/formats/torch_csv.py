@@ -108,21 +108,7 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
             f"{what}: {len(lines)} rows, the problem has {len(problem.devices)} devices: one row is expected for each"
         )
     rows = [_items(line, f"{what}, line {n}") for n, line in enumerate(lines, 1)]
-    for n, row in enumerate(rows, 1):
-        _require_current_letters(row, f"{what}, line {n}")
     return Schedule(problem, tuple(map(Program.from_items, rows)))
-
-
-def _require_current_letters(row: Iterable[Op | Pair], what: str) -> None:
-    """Older versions of PyTorch call the gradient of the inputs B."""
-    ops = {op for item in row for op in (item if isinstance(item, Pair) else (item,))}
-    for op in sorted(ops):
-        whole, inputs = op._replace(kind=Kind.BW), op._replace(kind=Kind.B)
-        if op.kind is Kind.W and whole in ops and inputs not in ops:
-            raise InputError(
-                f"{what}: {_text(op)} stands beside {_text(whole)}, which is the whole backward: older versions of "
-                f"PyTorch call the gradient of the inputs B; write {_text(inputs)}"
-            )
 
 
 def _require_sayable(schedule: Schedule, offloads: bool) -> None:

@@ -152,6 +152,12 @@ def _require_possible(ops: Sequence[MeasuredOp]) -> None:
                 f"{each.op} is there twice in step {each.step}: an op runs once a step, so number the steps"
             )
         seen.add((each.step, each.op))
+    for step, op in seen:
+        if op.kind is Kind.W and (step, whole := op._replace(kind=Kind.BW)) in seen:
+            raise InputError(
+                f"{op} is there beside {whole} in step {step}, which is the whole backward: older versions of PyTorch "
+                "call the gradient of the inputs B, which is I in later ones"
+            )
     measured = {(each.op.kind, each.op.stage) for each in ops}
     for s in range(stages):
         if (Kind.F, s) not in measured:

@@ -20,12 +20,10 @@ from optpipe.model.ops import Kind, Op
 DEVICE, HOST = "gpu_user_annotation", "user_annotation"
 _RANGE = re.compile(rf"PP:{ACTION.pattern}")
 _PAIR = re.compile(rf"PP:\({ACTION.pattern};{ACTION.pattern}\)OVERLAP_F_B")
-_GPIPE = re.compile(r"(Forward|Backward) (\d{1,9})")  # ScheduleGPipe names no stage
 _MESSAGE = re.compile(r"PP:(\d{1,9})(SEND_F|RECV_B|SEND_B|RECV_F)\d{1,9}")
 _NEIGHBOUR = {"SEND_F": 1, "RECV_B": 1, "SEND_B": -1, "RECV_F": -1}
 _COMMUNICATION = ("c10d::", "nccl:", "gloo:", "record_param_comms")
 _AUTOGRAD = "autograd::engine::evaluate_function"
-NO_STAGE = 0
 
 
 class RanOp(NamedTuple):
@@ -42,7 +40,6 @@ class Ranges(NamedTuple):
 
     ops: Sequence[RanOp]
     neighbours: set[int]  # the stages that messages went to or came from
-    stage_unnamed: bool  # by ScheduleGPipe: the one stage of each rank has no number, and is 0 here
     on_host: bool
     unused: tuple[str, ...]
 
@@ -58,15 +55,13 @@ class _Range(NamedTuple):
 
 
 class _Thread(NamedTuple):
-    """What a thread of the host ran: its operators by start, without communication; when its communication, its
-    sends, its receives and its ranges started."""
+    """What a thread of the host ran: its operators by start, without communication; when its communication and its
+    ranges started."""
 
     begins: Sequence[float] = ()
     ends: Sequence[float] = ()
     autograd: Sequence[bool] = ()
     communication: Sequence[float] = ()
-    sends: Sequence[float] = ()
-    receives: Sequence[float] = ()
     ranges: Sequence[float] = ()
 
     def operators(self, begin: float, end: float) -> range:
@@ -81,46 +76,18 @@ def find_ranges(events: Sequence[Any], path: str) -> dict[Any, Ranges]:
     """
     spans = [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each]
     named = [each for each in spans if each.get("cat") in (DEVICE, HOST) and _ops_named(str(each.get("name")))]
-    unnamed = not any(str(each["name"]).startswith("PP:") for each in named)
-    named = [each for each in named if unnamed or str(each["name"]).startswith("PP:")]
     on_device = _by_process(each for each in named if each["cat"] == DEVICE)
     on_host = _by_process(each for each in named if each["cat"] == HOST)
     threads = _threads(spans)
     messages = [match.groups() for each in spans if (match := _MESSAGE.fullmatch(str(each.get("name"))))]
     neighbours = {int(stage) + _NEIGHBOUR[way] for stage, way in messages}
-    if unnamed:
-        neighbours = _neighbours_in_gpipe(on_host, threads)
     if on_device:
         _require_device_ranges(on_device, on_host, path)
         host_ops = {op for ranges in on_host.values() for each in ranges for op in each.ops}
-        found = {process: _of_device(ranges, host_ops) for process, ranges in on_device.items()}
+        ran = {process: _of_device(ranges, host_ops) for process, ranges in on_device.items()}
     else:
-        found = {
-            process: _of_host(
-                ranges, {thread: each for (owner, thread), each in threads.items() if owner == process}, path
-            )
-            for process, ranges in on_host.items()
-        }
-    told = {process: (*_as_now_lettered(ops), unused) for process, (ops, unused) in found.items()}
-    return {
-        process: Ranges(
-            ops, neighbours, unnamed, not on_device, (*unused, *letters, *_loss(unnamed and bool(on_device)))
-        )
-        for process, (ops, letters, unused) in told.items()
-    }
-
-
-def _neighbours_in_gpipe(on_host: dict[Any, list[_Range]], threads: dict[tuple[Any, Any], _Thread]) -> set[int]:
-    """A forward that sends has a stage behind it, one that receives a stage before it."""
-    forwards = [
-        (each, threads[process, each.thread])
-        for process, ranges in on_host.items()
-        for each in ranges
-        if each.ops[0].kind is Kind.F
-    ]
-    sends = any(_first_from(thread.sends, each.begin) < each.end for each, thread in forwards)
-    receives = any(_first_from(thread.receives, each.begin) < each.end for each, thread in forwards)
-    return {1 for _ in range(sends)} | {-1 for _ in range(receives)}
+        ran = {process: _of_host(ranges, threads[process], path) for process, ranges in on_host.items()}
+    return {process: Ranges(ops, neighbours, not on_device, unused) for process, (ops, unused) in ran.items()}
 
 
 def _ops_named(name: str) -> tuple[Op, ...]:
@@ -129,8 +96,6 @@ def _ops_named(name: str) -> tuple[Op, ...]:
         return (_op(*match.groups()),)
     if match := _PAIR.fullmatch(name):
         return _op(*match.groups()[:3]), _op(*match.groups()[3:])
-    if match := _GPIPE.fullmatch(name):
-        return (Op(Kind.F if match[1] == "Forward" else Kind.BW, NO_STAGE, int(match[2])),)
     return ()
 
 
@@ -184,7 +149,7 @@ def _of_device(ranges: Sequence[_Range], host_ops: set[Op]) -> tuple[list[RanOp]
     return ran, _without_b(idle)
 
 
-def _threads(spans: Iterable[dict[str, Any]]) -> dict[tuple[Any, Any], _Thread]:
+def _threads(spans: Iterable[dict[str, Any]]) -> dict[Any, dict[Any, _Thread]]:
     """By process and thread."""
     listed: dict[tuple[Any, Any], list[tuple[float, float, str]]] = defaultdict(list)
     ranges: dict[tuple[Any, Any], list[float]] = defaultdict(list)
@@ -192,20 +157,18 @@ def _threads(spans: Iterable[dict[str, Any]]) -> dict[tuple[Any, Any], _Thread]:
         thread, begin, name = (each.get("pid"), each.get("tid")), float(each["ts"]), str(each.get("name"))
         if each.get("cat") == "cpu_op":
             listed[thread].append((begin, begin + each["dur"], name))
-        elif each.get("cat") == HOST and (name.startswith("PP:") or _GPIPE.fullmatch(name)):
+        elif each.get("cat") == HOST and name.startswith("PP:"):
             ranges[thread].append(begin)
-    threads = {}
-    for thread in {*listed, *ranges}:
-        operators = sorted(listed[thread])
+    threads: dict[Any, dict[Any, _Thread]] = defaultdict(dict)
+    for process, number in {*listed, *ranges}:
+        operators = sorted(listed[process, number])
         compute = [each for each in operators if not each[2].startswith(_COMMUNICATION)]
-        threads[thread] = _Thread(
+        threads[process][number] = _Thread(
             [begin for begin, _, _ in compute],
             [end for _, end, _ in compute],
             [name.startswith(_AUTOGRAD) for *_, name in compute],
             [begin for begin, _, name in operators if name.startswith(_COMMUNICATION)],
-            [begin for begin, _, name in operators if name == "c10d::send"],
-            [begin for begin, _, name in operators if name == "c10d::recv_"],
-            sorted(ranges[thread]),
+            sorted(ranges[process, number]),
         )
     return threads
 
@@ -224,7 +187,7 @@ def _of_host(ranges: Sequence[_Range], threads: dict[Any, _Thread], path: str) -
             ran += _of_pair(each, operators, thread, path)
         elif _worked(each, threads):
             begin = thread.begins[operators.start] if operators else each.begin
-            ran.append(RanOp(each.ops[0], begin / 1e3, (_end(each, begin, thread) - begin) / 1e3))
+            ran.append(RanOp(each.ops[0], begin / 1e3, (_end(each, thread) - begin) / 1e3))
         else:
             ran.append(RanOp(each.ops[0], each.end / 1e3, 0.0, worked=False))
     working = {(each.op.kind, each.op.stage) for each in ran if each.worked}
@@ -243,17 +206,13 @@ def _worked(each: _Range, threads: dict[Any, _Thread]) -> bool:
     )
 
 
-def _end(each: _Range, begin: float, thread: _Thread) -> float:
-    """The end of an op: of one of torch's GPipe where it sends, inside its range; of a forward behind its range, if the
-    loss is computed there."""
-    end = each.end
-    if _GPIPE.fullmatch(each.name):
-        end = min(end, _first_from(thread.sends, begin))
-    if each.ops[0].kind is Kind.F:
-        following = min(_first_from(thread.ranges, each.end), _first_from(thread.communication, each.end))
-        loss = thread.operators(each.end, following) if following < inf else range(0)
-        end = max([end, *(thread.ends[n] for n in loss)])
-    return end
+def _end(each: _Range, thread: _Thread) -> float:
+    """The end of an op: of a forward behind its range, if the loss is computed there."""
+    if each.ops[0].kind is not Kind.F:
+        return each.end
+    following = min(_first_from(thread.ranges, each.end), _first_from(thread.communication, each.end))
+    loss = thread.operators(each.end, following) if following < inf else range(0)
+    return max([each.end, *(thread.ends[n] for n in loss)])
 
 
 def _first_from(times: Sequence[float], begin: float) -> float:
@@ -273,21 +232,3 @@ def _of_pair(each: _Range, operators: range, thread: _Thread, path: str) -> list
         RanOp(forward, begin / 1e3, (end - begin) / 1e3),
         RanOp(backward, middle / 1e3, (each.end - middle) / 1e3),
     ]
-
-
-def _as_now_lettered(ops: Sequence[RanOp]) -> tuple[list[RanOp], tuple[str, ...]]:
-    """Older versions of torch call the gradient of the inputs B: there it stands beside a W of its micro-batch."""
-    present = {each.op for each in ops}
-    older = {
-        op
-        for op in present
-        if op.kind is Kind.BW and op._replace(kind=Kind.W) in present and op._replace(kind=Kind.B) not in present
-    }
-    if not older:
-        return list(ops), ()
-    renamed = [each._replace(op=each.op._replace(kind=Kind.B)) if each.op in older else each for each in ops]
-    return renamed, ("the letter B of older versions of PyTorch: beside a W it is the gradient of the inputs only",)
-
-
-def _loss(left_out: bool) -> tuple[str, ...]:
-    return ("the time of the loss: ScheduleGPipe computes it outside its ranges",) if left_out else ()

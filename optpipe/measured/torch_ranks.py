@@ -112,11 +112,8 @@ def pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
         pipelines = _divided(processes, lambda process: process.group(_PIPELINE))
     else:
         pipelines = _divided(processes, lambda process: process.folder)
-        if processes[0].ranges.stage_unnamed:
-            is_one = any(len(pipeline) == 1 for pipeline in pipelines.values())
-        else:
-            is_one = not _stage_twice(processes)
-        if is_one or not all(isinstance(process.distributed.get("rank"), int) for process in processes):
+        ranked = all(isinstance(process.distributed.get("rank"), int) for process in processes)
+        if not (ranked and _stage_twice(processes)):
             pipelines = {"": list(processes)}
     for pipeline in pipelines.values():
         if twice := _stage_twice(pipeline):
@@ -130,10 +127,10 @@ def pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
 
 
 def _stage_twice(pipeline: Iterable[Process]) -> tuple[int, str, str] | None:
-    """A stage, and two processes that both have it; None if there is none, or stages have no numbers."""
+    """A stage, and two processes that both have it; None if there is none."""
     where: dict[int, Process] = {}
     for process in pipeline:
-        for stage in {each.op.stage for each in process.ranges.ops} if not process.ranges.stage_unnamed else ():
+        for stage in {each.op.stage for each in process.ranges.ops}:
             if (other := where.setdefault(stage, process)) is not process:
                 return stage, other.name, process.name
     return None
@@ -142,15 +139,12 @@ def _stage_twice(pipeline: Iterable[Process]) -> tuple[int, str, str] | None:
 def _require_all_ranks(pipeline: Sequence[Process]) -> None:
     """Raises InputError if a stage has a neighbour, or the group of the pipeline a rank, whose trace is not given."""
     given = {process.rank for process in pipeline}
-    unnamed = pipeline[0].ranges.stage_unnamed
-    stages = set(range(len(pipeline))) if unnamed else {each.op.stage for one in pipeline for each in one.ranges.ops}
-    for device, process in enumerate(pipeline):
-        first = device if unnamed else 0
-        if missing := {first + s for s in process.ranges.neighbours} - stages:
-            other = f"stage {min(missing)}" if min(missing) >= 0 else "a stage before it"
+    stages = {each.op.stage for process in pipeline for each in process.ranges.ops}
+    for process in pipeline:
+        if missing := process.ranges.neighbours - stages:
             raise InputError(
-                f"the trace of a rank is missing: a stage in {process.name} exchanges messages with {other}; give the "
-                "traces of all ranks of the pipeline"
+                f"the trace of a rank is missing: a stage in {process.name} exchanges messages with stage "
+                f"{min(missing)}; give the traces of all ranks of the pipeline"
             )
         if others := process.group(_PIPELINE) - given:
             raise InputError(

@@ -2,7 +2,7 @@
 of one process in them, `torch_ranks` the pipelines; here the processes of all files become one recording.
 
 torch's runtime opens a range such as `PP:0F3` for every action (`torch.distributed.pipelining.schedules.
-_PipelineScheduleRuntime`), `ScheduleGPipe` opens `Forward 3` and `Backward 3`, and `Schedule1F1B` none.
+_PipelineScheduleRuntime`); `Schedule1F1B` and `ScheduleGPipe` open none.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.measured.events import Events
-from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording
-from optpipe.measured.steps import BACKWARDS, divided_by_step, match_steps, number_steps
+from optpipe.measured.steps import BACKWARDS, match_steps, number_steps
 from optpipe.measured.torch_ranges import DEVICE, HOST, RanOp, find_ranges
 from optpipe.measured.torch_ranks import Process, one_of_equals, parts_of_run, pipelines_of
 from optpipe.model.ops import Kind
 
 NO_RANGE = (
     "{}: no range such as PP:0F3: a step by one of PyTorch's pipeline schedules is expected, profiled with "
-    "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B opens no ranges: call optpipe_runtime.name_ranges(stage) "
-    "before the profile"
+    "ProfilerActivity.CPU, and CUDA on a GPU; Schedule1F1B and ScheduleGPipe open no ranges: call "
+    "optpipe_runtime.name_ranges(stage) before the profile"
 )
 CATEGORIES = (DEVICE, HOST, "cpu_op")  # of the events that are used
 FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
@@ -37,9 +36,6 @@ def read(files: Sequence[tuple[str, Iterable[str]]]) -> Recording:
     """
     processes = [process for n, (path, text) in enumerate(files) for process in _processes(_load(text, path), n, path)]
     processes.sort(key=lambda process: (process.rank, process.ranges.ops[0].op.stage))
-    unnamed = [process.name for process in processes if process.ranges.stage_unnamed]
-    if unnamed and len(unnamed) < len(processes):
-        raise InputError(f"{unnamed[0]}: its ranges name no stage, those of other files do")
     told = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
     kept, left_out = one_of_equals(processes)
     ops = list[MeasuredOp]()
@@ -56,11 +52,7 @@ def _ops_of_part(part: Sequence[Process]) -> list[MeasuredOp]:
     for replica, pipeline in enumerate(pipelines_of(part)):
         ranks += [_measured_ops(process, device, replica) for device, process in enumerate(pipeline)]
         names += [process.name for process in pipeline]
-    ops = [each for rank in match_steps(ranks, names) for each in rank]
-    for replica in {each.replica for each in ops} if part[0].ranges.stage_unnamed else ():
-        if reason := impossible(divided_by_step(each for each in ops if each.replica == replica).values()):
-            raise InputError(f"the ranks do not follow each other as stages of one GPipe pipeline do: {reason}")
-    return ops
+    return [each for rank in match_steps(ranks, names) for each in rank]
 
 
 def is_torchs(event: Mapping[str, Any]) -> bool:
@@ -100,8 +92,6 @@ def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Proce
 def _measured_ops(process: Process, device: int, replica: int) -> list[MeasuredOp]:
     """The ops of a rank with their steps, without the backwards that do nothing in an evaluation on a CPU."""
     ran = process.ranges.ops
-    if process.ranges.stage_unnamed:
-        ran = [each._replace(op=each.op._replace(stage=device)) for each in ran]
     steps: dict[int, list[RanOp]] = defaultdict(list)
     for each, step in zip(ran, number_steps([each.op for each in ran], process.name), strict=True):
         steps[step].append(each)
