@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.messages import impossible
-from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.measured.recording import SHAPES, ChunkOp, Recording, require_sizes
 from optpipe.measured.steps import divided_by_step
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import Kind
 from optpipe.model.problem import parse_json
 
 
@@ -25,18 +25,6 @@ class Sizes(NamedTuple):
     devices: int
     chunks: int
     microbatches: int
-
-
-class ChunkOp(NamedTuple):
-    """An op of a rank's chunk, whose stage depends on how chunks lie."""
-
-    kind: Kind
-    rank: int
-    chunk: int
-    microbatch: int
-    step: int
-    start_ms: float
-    ms: float
 
 
 def read(files: Mapping[str, str], shape: str | None = None) -> Recording:
@@ -90,7 +78,7 @@ def read(files: Mapping[str, str], shape: str | None = None) -> Recording:
 def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:
     """The ops on their stages; where no shape is given, on those that wait for each other."""
     shapes = SHAPES if sizes.chunks > 1 else SHAPES[:1]
-    placed = {name: [_on_stage(op, sizes.devices, name) for op in ops] for name in shapes}
+    placed = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in shapes}
     wrong = {name: impossible(divided_by_step(placed[name]).values()) for name in shapes}
     fitting = [name for name in shapes if wrong[name] is None]
     if sizes.chunks == 1:
@@ -106,11 +94,6 @@ def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording
     if wrong[shape] and fitting:
         raise InputError(f"shape = {shape!r}: {wrong[shape]}; by their times the chunks lie in the shape {fitting[0]}")
     return Recording(placed[shape])
-
-
-def _on_stage(op: ChunkOp, devices: int, shape: str) -> MeasuredOp:
-    stage = stage_of(op.rank, op.chunk, devices, shape)
-    return MeasuredOp(Op(op.kind, stage, op.microbatch), op.rank, op.step, op.ms, op.start_ms, op.rank)
 
 
 def _iteration(lists: dict[str, Any], rank: int, step: int, sizes: Sizes) -> Iterator[ChunkOp]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.model.ops import Op
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import MAX_DEVICES, MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES
 
 SHAPES = ("looped", "v")
@@ -45,6 +45,23 @@ class MeasuredOp(NamedTuple):
     def end_ms(self) -> float:
         """When it ended, by the clock of its rank; NaN where that was not measured."""
         return float("nan") if self.start_ms is None else self.start_ms + self.ms
+
+
+class ChunkOp(NamedTuple):
+    """An op of a rank's chunk, whose stage depends on how many ranks there are, and on how chunks lie."""
+
+    kind: Kind
+    rank: int  # of the pipeline
+    chunk: int
+    microbatch: int
+    step: int
+    start_ms: float
+    ms: float
+    replica: int = 0
+
+    def on_stage(self, devices: int, shape: str) -> MeasuredOp:
+        op = Op(self.kind, stage_of(self.rank, self.chunk, devices, shape), self.microbatch)
+        return MeasuredOp(op, self.rank, self.step, self.ms, self.start_ms, self.rank, self.replica)
 
 
 class Recording(NamedTuple):

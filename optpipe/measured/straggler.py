@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.events import Events
-from optpipe.measured.recording import MeasuredOp, Recording, joined, require_sizes, stage_of
-from optpipe.model.ops import Kind, Op
+from optpipe.measured.recording import ChunkOp, Recording, joined, require_sizes
+from optpipe.model.ops import Kind
 
 KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 MOST = 10**9  # no step, rank or micro-batch has a larger number
 _REPLICA, _RANK = re.compile(r"DP rank \[?(\d{1,9})\]?"), re.compile(r"PP rank (\d{1,9}), TP rank (\d{1,9})")
+
+
+Thread = tuple[str, str]  # and its process before it
 
 
 class Rank(NamedTuple):
@@ -32,16 +35,12 @@ class Rank(NamedTuple):
     tensor: int
 
 
-class ChunkOp(NamedTuple):
-    """An op of a rank's chunk, whose stage depends on how many ranks there are."""
+class _File(NamedTuple):
+    """What a file has: its ops, each with its tensor parallel rank, and whether its processes have names."""
 
-    kind: Kind
-    thread: tuple[str, str]  # and its process before it
-    step: int
-    chunk: int
-    microbatch: int
-    start_ms: float
-    ms: float
+    path: str
+    ops: list[tuple[int, ChunkOp]]
+    named: bool
 
 
 def read(files: Iterable[tuple[str, Iterable[str]]]) -> Recording:
@@ -51,36 +50,33 @@ def read(files: Iterable[tuple[str, Iterable[str]]]) -> Recording:
     Raises InputError that names the event, its field, and what would be right.
     """
     others = Counter[str]()
-    by_file = [_File(path, *_ops_of_file(pieces, path, others)) for path, pieces in files]
+    by_file = [_read_file(pieces, path, others) for path, pieces in files]
     for before, after in pairwise(by_file):
         if before.named != after.named:
             one, other = (before, after) if after.named else (after, before)
             raise InputError(f"{one.path}: no process has a name such as 'DP rank [0]', those of {other.path} have one")
-    ops = [each for file in by_file for each in file.ops]
-    first = min(rank.tensor for rank, _ in ops)
+    tensors = [tensor for file in by_file for tensor, _ in file.ops]
+    first = min(tensors)
     unused = list(_unused(others))
-    if doubled := sum(rank.tensor != first for rank, _ in ops):
+    if doubled := len(tensors) - tensors.count(first):
         unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
-    kept = [(file.path, [(rank, op) for rank, op in file.ops if rank.tensor == first]) for file in by_file]
-    return Recording(_on_stages(kept), tuple(unused), steps_differ=True)
+    kept = [(file.path, [op for tensor, op in file.ops if tensor == first]) for file in by_file]
+    ops = [op for _, of_file in kept for op in of_file]
+    devices, chunks = 1 + max(op.rank for op in ops), 1 + max(op.chunk for op in ops)
+    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
+    # Chunks lie looped, as Megatron's do.
+    placed = joined((path, [op.on_stage(devices, "looped") for op in of_file]) for path, of_file in kept)
+    return Recording(placed, tuple(unused), steps_differ=True)
 
 
-class _File(NamedTuple):
-    """What a file has: its ops, and whether its processes have names."""
-
-    path: str
-    ops: list[tuple[Rank, ChunkOp]]
-    named: bool
-
-
-def _ops_of_file(pieces: Iterable[str], path: str, others: Counter[str]) -> tuple[list[tuple[Rank, ChunkOp]], bool]:
-    """The ops of a file with their ranks, and whether processes are named; counts what else was measured."""
+def _read_file(pieces: Iterable[str], path: str, others: Counter[str]) -> _File:
+    """The ops of a file; counts what else was measured."""
     events = Events(pieces, path)
     names = list[Mapping[str, Any]]()
-    read_ops = list[tuple[str, ChunkOp]]()  # with the place of the event
+    read_ops = list[tuple[int, Thread, ChunkOp]]()  # with the place of the event
     for n, event in enumerate(events):
         if event.get("ph") == "X" and str(event.get("name")) in KINDS:
-            read_ops.append((f"event {n}", _chunk_op(event, f"{path}: event {n}")))
+            read_ops.append((n, _thread(event), _chunk_op(event, f"{path}: event {n}")))
         elif event.get("ph") == "X":
             others[str(event.get("name"))] += 1
         elif event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name"):
@@ -88,30 +84,35 @@ def _ops_of_file(pieces: Iterable[str], path: str, others: Counter[str]) -> tupl
     if not events.listed or events.others:
         raise InputError(f"{path}: no timeline: a list of events, or an object with traceEvents, is expected")
     ranks, named = _ranks(names, path)
-    for place, op in read_ops:
-        if op.thread not in ranks:
-            process, thread = op.thread
-            name = "PP rank 0, TP rank 0, compute"
+    ops = list[tuple[int, ChunkOp]]()
+    for n, thread, op in read_ops:
+        if thread not in ranks:
             raise InputError(
-                f"{path}: {place}: thread {thread:.40} of process {process:.40} has no name such as {name!r}"
+                f"{path}: event {n}: thread {thread[1]:.40} of process {thread[0]:.40} has no name such as 'PP rank 0, "
+                "TP rank 0, compute'"
             )
-    if not read_ops:
+        replica, pipeline, tensor = ranks[thread]
+        ops.append((tensor, op._replace(rank=pipeline, replica=replica)))
+    if not ops:
         raise InputError(f"{path}: no op: events of the name forward-compute and backward-compute are expected")
-    return [(ranks[op.thread], op) for _, op in read_ops], named
+    return _File(path, ops, named)
 
 
-def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[tuple[Any, Any], Rank], bool]:
+def _thread(event: Mapping[str, Any]) -> Thread:
+    return str(event.get("pid")), str(event.get("tid"))
+
+
+def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[Thread, Rank], bool]:
     """The rank of each process and thread that has a name, and whether processes have one."""
-    replicas: dict[Any, int] = {}
-    threads: dict[tuple[Any, Any], tuple[int, int]] = {}
+    replicas: dict[str, int] = {}
+    threads: dict[Thread, tuple[int, int]] = {}
     for event in events:
         args = event.get("args")
-        name = str(args.get("name", "")) if event.get("ph") == "M" and isinstance(args, dict) else ""
-        process, thread = str(event.get("pid")), str(event.get("tid"))
+        name = str(args.get("name", "")) if isinstance(args, dict) else ""
         if event.get("name") == "process_name" and (match := _REPLICA.search(name)):
-            replicas[process] = int(match[1])
+            replicas[_thread(event)[0]] = int(match[1])
         elif event.get("name") == "thread_name" and (match := _RANK.search(name)):
-            threads[process, thread] = int(match[1]), int(match[2])
+            threads[_thread(event)] = int(match[1]), int(match[2])
     if not threads:
         raise InputError(f"{path}: no thread has a rank: names such as 'PP rank 0, TP rank 0, compute' are expected")
     unnamed = sorted({process for process, _ in threads} - replicas.keys())
@@ -125,7 +126,7 @@ def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[tuple[A
 
 
 def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
-    thread = str(event.get("pid")), str(event.get("tid"))
+    """The op of an event; whoever knows the name of its thread puts in the rank."""
     args = event.get("args")
     if not isinstance(args, dict):
         raise InputError(f"{what}: args is missing: step and mb_id are expected in it")
@@ -134,7 +135,7 @@ def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
         raise InputError(f"{what}: dur = {us:g}: no less than 0 is expected")
     chunk = _count(args, "model_chunk", what) if "model_chunk" in args else 0
     step, microbatch = _count(args, "step", what), _count(args, "mb_id", what)
-    return ChunkOp(KINDS[event["name"]], thread, step, chunk, microbatch, start_us / 1e3, us / 1e3)
+    return ChunkOp(KINDS[event["name"]], 0, chunk, microbatch, step, start_us / 1e3, us / 1e3)
 
 
 def _count(args: Mapping[str, Any], name: str, what: str) -> int:
@@ -149,20 +150,6 @@ def _time(event: Mapping[str, Any], name: str, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         raise InputError(f"{what}: {name} = {value!r:.40}: a time in us is expected")
     return float(value)
-
-
-def _on_stages(files: Sequence[tuple[str, Sequence[tuple[Rank, ChunkOp]]]]) -> list[MeasuredOp]:
-    """The ops on their stages: chunks lie looped, as Megatron's do."""
-    ops = [each for _, of_file in files for each in of_file]
-    devices, chunks = 1 + max(rank.pipeline for rank, _ in ops), 1 + max(op.chunk for _, op in ops)
-    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for _, op in ops))
-
-    def on_stage(rank: Rank, op: ChunkOp) -> MeasuredOp:
-        stage = stage_of(rank.pipeline, op.chunk, devices, "looped")
-        of_rank = {"device": rank.pipeline, "rank": rank.pipeline, "replica": rank.replica}
-        return MeasuredOp(Op(op.kind, stage, op.microbatch), step=op.step, ms=op.ms, start_ms=op.start_ms, **of_rank)
-
-    return joined((path, [on_stage(*each) for each in of_file]) for path, of_file in files)
 
 
 def _unused(others: Counter[str]) -> Iterator[str]:

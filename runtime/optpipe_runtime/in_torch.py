@@ -41,7 +41,7 @@ from optpipe_runtime.torch_private.trees import tree_leaves
 def name_ranges(*stages: PipelineStage) -> None:
     """Opens a range such as `PP:0F3` around every forward and backward of these stages, as torch's runtime does.
 
-    `Schedule1F1B` opens none: with these `optpipe problem from torch-trace` reads its traces, too.
+    `Schedule1F1B` and `ScheduleGPipe` open none: with these `optpipe problem from torch-trace` reads their traces, too.
 
     Parameters
     ----------
