@@ -18,7 +18,7 @@ from typing import Any
 from optpipe import Result, Schedule, improve, solve
 from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, alternate
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 
 FIRST = "po-f"  # "for these estimation runs, we adopt PipeOffload due to its minimal memory footprint"
 

@@ -2,7 +2,7 @@
 training runs.
 
 - `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `record`, `megatron`: what users call;
-- `options`, `arguments`, `build`, `collective`, `step_runner`, `updates`: the parts of `Pipeline`;
+- `arguments`, `build`, `step_runner`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;

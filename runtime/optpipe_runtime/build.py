@@ -12,6 +12,7 @@ import torch.distributed as dist
 from optpipe.errors import InputError
 from optpipe_runtime import features
 from optpipe_runtime.arguments import (
+    Options,
     both_ways,
     compute_device,
     device_of,
@@ -28,9 +29,8 @@ from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.shared_link import channel_tokens, require_queues
-from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.cpu_group import CpuGroup
-from optpipe_runtime.ranks.inner import require_inner
+from optpipe_runtime.ranks.grid import require_inner
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import Team
@@ -89,7 +89,7 @@ def build(options: Options) -> Rank:
         link=link,
         levels=checked.levels,
     )
-    rank.features = features.make_features(rank, options, features.ROOMS)
+    rank.features = [make(rank, options) for make in features.ROOMS]
     return rank
 
 

@@ -31,7 +31,7 @@ from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.other_stages import OtherStages, layered
 from optpipe_runtime.pipeline import Pipeline

@@ -13,31 +13,50 @@ keep what they have and the log says why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_runtime.arguments import Factory, Options
 from optpipe_runtime.build import build
-from optpipe_runtime.collective import CollectiveCalls, collective
 from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer, HostUpdates
+from optpipe_runtime.features.post_validation import Counted, PostValidations
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured
-from optpipe_runtime.options import Factory, Options
+from optpipe_runtime.models.part import shared_parameters
+from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
 from optpipe_runtime.step_runner import StepRunner
-from optpipe_runtime.updates import Updates
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """Marks methods that all ranks call."""
+
+    @wraps(method)
+    def together(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
+        with self._call(method.__name__):
+            return method(self, *arguments, **options)
+
+    return together
 
 
 class Pipeline:
@@ -154,9 +173,25 @@ class Pipeline:
         self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
-        self._updates = Updates(self._rank, self._step_runner.ties, stages)
+        self._ties = self._step_runner.ties
         self.measured: Measured | None = None
-        self._calls = CollectiveCalls(self._rank.team, self._rank.cpu_group, self._step_runner.settle)
+        self._closed = False
+        shared = shared_parameters(stages)
+        for key in sorted({key for keys in self._rank.cpu_group.gather(list(shared)) for key in keys}):
+            self._add_tie(shared.get(key))
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        """Wraps one call that all ranks make: if one fails, all fail; if another has called another method, all are
+        told."""
+        if self._closed:
+            raise InputError(f"{name} was called after close: this pipeline has ended, make a new one")
+        with self._rank.team.collective():
+            self._rank.cpu_group.enter(name)
+            if name != "step":  # which votes itself
+                self._rank.cpu_group.minimum()
+                self._step_runner.settle()
+            yield
 
     # Training
 
@@ -251,7 +286,23 @@ class Pipeline:
             If there are `host_optimizers` without `clip_host_updates`, or if the gradients of a plain parameter differ
             between inner peers.
         """
-        return self._updates.clip(max_norm, norm_type)
+        norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
+        for feature in self._rank.features:
+            feature.after_clipping()
+        return norm
+
+    def _counted(self) -> Counted:
+        """The parameters here, by name, and those of them that another rank counts in a norm. For those that are
+        updated elsewhere, what has their gradients."""
+        elsewhere: dict[nn.Parameter, nn.Parameter] = {}
+        for feature in self._rank.features:
+            elsewhere |= feature.gradient_holders()
+        parameters = {
+            f"stage {s}: {name}": elsewhere.get(parameter, parameter)
+            for s, stage in self._rank.stages.items()
+            for name, parameter in stage.named_parameters().items()
+        }
+        return parameters, (parameter for tie in self._ties for parameter in tie.uncounted)
 
     @collective
     def post_validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> None:
@@ -280,7 +331,9 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-        self._updates.validate(optimizer, max_norm)
+        validations = find_feature(self._rank.features, PostValidations)
+        assert validations is not None
+        validations.add(optimizer, max_norm, self._counted)
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
@@ -289,7 +342,8 @@ class Pipeline:
         Call it before parameters are read, saved or changed, on any rank, when all have called `optimizer.step`.
         `evaluate` and all else that ranks do together, other than `step`, does so, too.
         """
-        self._updates.synchronize()
+        for feature in self._rank.features:
+            feature.synchronize()
 
     @property
     def host_optimizers(self) -> Mapping[int, HostOptimizer]:
@@ -312,7 +366,13 @@ class Pipeline:
             This rank's copy: a parameter (tied embeddings) or a module (a stage that serves two routes). None on a rank
             without one.
         """
-        self._updates.tie(copy)
+        tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
+        for feature in self._rank.features:
+            feature.require_tie(tied)
+        self._add_tie(copy)
+
+    def _add_tie(self, copy: nn.Parameter | nn.Module | None) -> None:
+        self._ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
 
     @collective
     def gather(self, value: Any) -> list[Any]:
@@ -445,8 +505,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the threads of this pipeline, which cannot be used any more."""
-        if not self._calls.closed:
-            self._calls.closed = True
+        if not self._closed:
+            self._closed = True
             self._step_runner.close()
 
     def __enter__(self) -> Pipeline:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError
 from optpipe.measured.torch_ranges import DEVICE, HOST
 from optpipe_runtime.clock import Clock
-from optpipe_runtime.ranks import clocks
 from optpipe_runtime.torch_private.groups import described_groups
 from optpipe_runtime.torch_private.pipelining import (
     COMPUTE_LOSS,
@@ -90,6 +91,48 @@ class Meeting(NamedTuple):
     within_ms: float
 
 
+ROUNDS = 20  # of comparing clocks
+
+
+class Ahead(NamedTuple):
+    """How far the clock of this rank is ahead of the first rank's: `ms`, off by at most `within_ms`."""
+
+    ms: float
+    within_ms: float
+
+
+def now_ms() -> float:
+    """The clock that is compared."""
+    return time.perf_counter() * 1e3
+
+
+def compare_clocks(group: dist.ProcessGroup | None, device: torch.device) -> Ahead:
+    """All ranks of the group call this, between two steps: it waits for the others, and for the device.
+
+    Nobody leaves a gathering before everybody has entered it. So a rank leaves it, by its own clock, no earlier than
+    the first rank enters it, by that one's clock, plus what its clock is ahead; and the other way round. What the clock
+    is ahead lies between the tightest bounds of some rounds.
+    """
+    entered, left, entered_first = list[float](), list[float](), list[float]()
+    for _ in range(ROUNDS):
+        entered.append(now_ms())
+        entered_first.append(_gather([entered[-1]], group, device)[0])
+        left.append(now_ms())
+    left_first = _gather(left, group, device)
+    most = min(mine - first for mine, first in zip(left, entered_first, strict=True))
+    least = max(mine - first for mine, first in zip(entered, left_first, strict=True))
+    return Ahead((most + least) / 2, (most - least) / 2)
+
+
+def _gather(times: list[float], group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """The first rank's times, after all ranks have told theirs."""
+    mine = torch.tensor(times, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    first: list[float] = gathered[0].tolist()  # waits for the device, too
+    return first
+
+
 class Recorder:
     """Stands in the place of the schedule's `step` until the last recorded step has run."""
 
@@ -153,9 +196,9 @@ class Recorder:
 
     def _meet(self) -> Meeting:
         """Outside of a step: waits for all ranks, and for the device."""
-        ahead = clocks.compare_clocks(self._stages[0].group, self._stages[0].device)
+        ahead = compare_clocks(self._stages[0].group, self._stages[0].device)
         self._clock.settle()
-        before, mark, behind = clocks.now_ms(), self._clock.mark(), clocks.now_ms()
+        before, mark, behind = now_ms(), self._clock.mark(), now_ms()
         return Meeting(mark, (before + behind) / 2 - ahead.ms, ahead.within_ms + (behind - before) / 2)
 
     def _write(self, last: Meeting) -> None:

@@ -1,10 +1,10 @@
 """`StepRunner`: training steps, evaluations and profiles of one rank, with what comes before and after them: learning
 the stages, swapping schedules, replicas, ties, and repeating a step that must not count.
 
-No rank waits for the others between two steps. What ranks have to tell each other (their votes) they send when they
-begin a step, and read when they end it: then all have begun it, because a rank's last op needs ops of all others. So a
-vote decides about the step that it was sent with, which may have to be undone, and about the one after. Only where a
-swap is due, or nothing can be undone, do the ranks meet before a step. Inner peers agree before each whether to run it.
+No rank waits for the others between two steps. Their votes they send when they begin a step, and read when they end it:
+then all have begun it, because a rank's last op needs ops of all others. So a vote decides about the step that it was
+sent with, which may have to be undone, and about the one after. Only where a swap is due, or nothing can be undone, do
+the ranks meet before a step. Inner peers agree before each whether to run it.
 
 The life of a step (`_attempt`): **vote**; **meet**, if the ranks must; **run**, or leave it out; then it counts, or all
 ranks **undo** it and **repeat** it. It does not count if
@@ -27,23 +27,21 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
-from optpipe.model.problem import Problem
 from optpipe_runtime.arguments import require_bytes, require_equal
 from optpipe_runtime.execute.batch import Batch, require_weights
 from optpipe_runtime.execute.executor import Executor
-from optpipe_runtime.execute.handler import Feature, overridden
-from optpipe_runtime.execute.learner import Given, Learner
+from optpipe_runtime.execute.handler import Feature
+from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.lowering.plain import forwards_in_order
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import forwards_in_order
 from optpipe_runtime.measure.profiler import Measured, by_microbatch, profile, require_budget
 from optpipe_runtime.ranks.cpu_group import Shared
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.ties import Tie
-from optpipe_runtime.swap.planned_step import PlannedStep, PlannedTrials
 from optpipe_runtime.swap.schedules import Schedules
-from optpipe_runtime.swap.undo import ran_out, snapshot
+from optpipe_runtime.swap.trials import PlannedStep, PlannedTrials, ran_out, snapshot
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -62,10 +60,9 @@ class StepRunner:
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._replicas, self._features = rank, rank.replicas, rank.features
-        self._learner, self.executor = Learner(rank, self.gather_all), Executor(rank)
-        self.schedules = Schedules(rank, self._learner, self.executor)
+        self.learner, self.executor = Learner(rank, self.gather_all), Executor(rank)
+        self.schedules = Schedules(rank, self.learner, self.executor)
         self.ties: list[Tie] = []
-        self._is_wrong = overridden(rank.features, Feature.is_wrong)
         self._can_undo = not any(feature.irreversible for feature in rank.features)
         # Inner peers leave a step out together, but one that stops within an op would leave the others in a collective
         # of the user's.
@@ -76,17 +73,9 @@ class StepRunner:
         self._planned: PlannedStep | None = None  # this step, if it is one
         self._trials = PlannedTrials(rank.cpu_group)
 
-    def step(self, batch: Batch) -> StepReport:
-        report = self._step(batch, None)
-        assert isinstance(report, StepReport)
-        return report
-
-    def planned_step(self, batch: Batch, plan: Callable[[], PlannedStep]) -> StepReport | OptPipeError:
-        """A step by a schedule of its own, which `plan` waits for, the same on all ranks. It may use `profile_in_step`.
-        What it raises because there is no schedule is returned: nothing has begun then."""
-        return self._step(batch, plan)
-
-    def _step(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
+    def step(self, batch: Batch, plan: Callable[[], PlannedStep] | None = None) -> StepReport:
+        """A step by the loaded schedule, or by one of its own, which `plan` waits for, the same on all ranks. It may
+        use `profile_in_step`, and raise `InputError` or `ScheduleError` if there is no schedule."""
         self._planned = self.schedules.plan_of_step = None
         self._rank.reductions.start_step()
         self._weigh(batch)
@@ -101,7 +90,7 @@ class StepRunner:
         finally:
             self._planned = self.schedules.plan_of_step = None
         if isinstance(report, OptPipeError):
-            return report
+            raise report
         self._rank.team.steps += 1
         for tie in self.ties:
             tie.end_step()
@@ -111,9 +100,9 @@ class StepRunner:
         return replace(report, version=self._last_version, **fields)
 
     def evaluate(self, batch: Batch) -> StepReport:
-        with self._learner.aside(), self._replicas.gathering():
-            if not self._rank.cpu_group.minimum(self._learner.knows_batch(batch))[0]:
-                self.executor.forget_sizes(self._learner.learn(batch, evaluating=True))
+        with self.learner.aside(), self._replicas.gathering():
+            if not self._rank.cpu_group.minimum(self.learner.knows_batch(batch))[0]:
+                self.executor.forget_sizes(self.learner.learn(batch, evaluating=True))
             plan = self._plan_of_evaluation()
             with self._rank.team.local():
                 report = self.executor.run(plan, batch, evaluating=True)
@@ -127,18 +116,13 @@ class StepRunner:
     def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         """As `Pipeline.profile`."""
         with self._replicas.gathering():
-            measured = self._profile(batch, activation_budget_bytes, parts, repeats)
+            measured = self.profile_in_step(batch, activation_budget_bytes, parts, repeats)
         self.schedules.problem = measured.problem
         return measured
 
-    def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Problem:
+    def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         """The same before a planned step, so that other replicas need not do it, too. The step's schedules need not fit
         this problem."""
-        measured = self._profile(batch, activation_budget_bytes, parts, repeats)
-        self._replicas.forget()
-        return measured.problem
-
-    def _profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         if not self.executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
@@ -152,32 +136,30 @@ class StepRunner:
                 require_budget(rank)
 
         self.gather_all()
-        if not rank.cpu_group.minimum(self._learner.knows(batch))[0]:
+        if not rank.cpu_group.minimum(self.learner.knows(batch))[0]:
             self.learn(batch)
         rank.cpu_group.on_each_rank(require_arguments)
-        return self._measure(batch, activation_budget_bytes, parts, repeats)
+        measured = self._measure(batch, activation_budget_bytes, parts, repeats)
+        self._replicas.forget()
+        return measured
 
     def _measure(self, batch: Batch, *arguments: Any) -> Measured:
         """Profiles micro-batches that are cut already once for each form, one after the other."""
         rank = self._rank
-        if not self._learner.varies:
+        if not self.learner.varies:
             with rank.team.local():
                 return profile(rank, batch, *arguments)
         forms, m = rank.forms, rank.layout.microbatches
         if len(rank.layout.routes) > 1:
             raise InputError("profile was given Microbatches: with several routes give whole batches of equal ones")
         profiles = []
-        with self._learner.aside():
+        with self.learner.aside():
             for form in range(max(forms) + 1):
                 one = batch.only([forms.index(form)], m)
-                self._learner.learn(one)
+                self.learner.learn(one)
                 with rank.team.local():
                     profiles.append(profile(rank, one, *arguments))
         return by_microbatch(profiles, forms)
-
-    def describe(self, batch: Batch) -> Given:
-        """What this rank has of the batch's micro-batches. Not collective."""
-        return self._learner.describe(batch)
 
     def close(self) -> None:
         """Ends the threads of the pipeline."""
@@ -196,9 +178,9 @@ class StepRunner:
 
     def learn(self, batch: Batch) -> None:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
-        varied, known = self._learner.varies, self._learner.done
+        varied, known = self.learner.varies, self.learner.done
         learned = self._learn(batch)
-        if known and learned and self.schedules.problem is not None and not (varied or self._learner.varies):
+        if known and learned and self.schedules.problem is not None and not (varied or self.learner.varies):
             log.warning(
                 "the batch or the stages differ from the profiled ones: the time and memory that the "
                 "schedule needs are not known"
@@ -214,33 +196,28 @@ class StepRunner:
         self._replicas.gather_all()
 
     def _learn(self, batch: Batch) -> bool:
-        learned = self._learner.learn(batch)
+        learned = self.learner.learn(batch)
         self.executor.forget_sizes(learned)
         return learned
 
     def _learn_first(self, batch: Batch) -> None:
         """If nothing was learned yet, or for another number of micro-batches."""
-        while not self._learner.done:
-            plan = self.schedules.plan
+        while not self.learner.done:
+            plan, complaint = self.schedules.plan, ""
             self._learn(batch)
-            complaint = self._memory_complaint(plan)
+            try:
+                self.schedules.reserve(plan)
+            except OptPipeError as error:  # too little host memory
+                complaint = self._rank.team.describe(error)
             if not self._rank.cpu_group.minimum(not complaint)[0]:
                 self._swap_back(complaint)
-
-    def _memory_complaint(self, plan: Plan) -> str:
-        """Why this rank lacks host memory for a plan; empty if it does not."""
-        try:
-            self.schedules.reserve(plan)
-        except OptPipeError as error:
-            return self._rank.team.describe(error)
-        return ""
 
     # The life of a step
 
     def _agree(self, may_know: bool) -> None:
         """Before the first vote: what features agree on if the schedule cannot change in this step."""
         running = self.schedules.running
-        is_sure = may_know and self._learner.done and not self.schedules.swap_due
+        is_sure = may_know and self.learner.done and not self.schedules.swap_due
         for feature in self._features:
             feature.agree_on_step(running.plan if is_sure else None, may_know and running.on_trial)
 
@@ -262,7 +239,7 @@ class StepRunner:
                     except (InputError, ScheduleError) as error:
                         return error
                     self.schedules.plan_of_step = self._planned.plan
-                    self.executor.forget_sizes(self._learner.take(self._planned.given, batch))
+                    self.executor.forget_sizes(self.learner.take(self._planned.given, batch))
                 while (result := self._attempt(batch)) is Repeat.AS_IT_IS:
                     pass
                 if isinstance(result, StepReport):
@@ -304,14 +281,14 @@ class StepRunner:
 
     def _vote(self, batch: Batch) -> _Attempt:
         """Tells the others what they must know of this rank, without waiting."""
-        is_known = self._learner.knows(batch)
+        is_known = self.learner.knows(batch)
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
         self._last_ms = 0.0
         shared = self._rank.cpu_group.share(is_known, *self.schedules.votes(), -microseconds)
         # `share` comes first: it waits for nobody, and tells inner peers that are in another method, before
         # `peers_agree` waits for them.
         is_known = self._rank.cpu_group.peers_agree(is_known) if self._can_undo else is_known
-        return _Attempt(is_known, shared, self.schedules.heard, self._is_wrong)
+        return _Attempt(is_known, shared, self.schedules.heard, self._features)
 
     def _must_meet(self) -> bool:
         """Whether all ranks read the votes before the step."""
@@ -319,14 +296,14 @@ class StepRunner:
         could_stop_one = not self._can_stop and any(feature.may_correct for feature in self._features)
         if self._planned is not None:
             return not self._can_undo or could_stop_one
-        ready = self._learner.done and self.schedules.running.plan is not None and not self._learner.varies
+        ready = self.learner.done and self.schedules.running.plan is not None and not self.learner.varies
         return not ready or not self._can_undo or could_stop_one or self.schedules.swap_due
 
     def _meet(self, all_know: bool, batch: Batch) -> bool:
         """All ranks, before a step: does what the votes ask for. Returns whether parameters were corrected."""
         if self._correct():
             return True
-        if not all_know and self._learner.done:
+        if not all_know and self.learner.done:
             self.learn(batch)
         if not self._is_fixed and self._planned is None:
             self.schedules.swap_if_due(batch)
@@ -377,7 +354,7 @@ class StepRunner:
         """The loaded one. If it is for another number of micro-batches than were cut already, or if there is none for
         these, forwards in order."""
         running, layout = self.schedules.running.plan, self._rank.layout
-        if self._learner.varies and (running is None or running.problem.microbatches != layout.microbatches):
+        if self.learner.varies and (running is None or running.problem.microbatches != layout.microbatches):
             return forwards_in_order(self._rank.number, layout)
         return self.schedules.plan
 
@@ -409,7 +386,7 @@ class _Attempt:
     is_known: bool  # whether batch and modules are as they were, here and on all inner peers
     shared: Shared  # what all ranks tell, on its way
     hear: Callable[[Sequence[int], float | None, bool], None]  # takes what they have told
-    is_wrong: Sequence[Callable[[], bool]]  # of the features
+    features: Sequence[Feature]
     met: bool = False  # the ranks have met before the step, so no vote undoes it
     is_trial: bool = False  # it is the first by its schedule, and undone if a rank runs out of memory
 
@@ -423,7 +400,7 @@ class _Attempt:
     @property
     def is_doomed(self) -> bool:
         """Whether the step must be undone. Waits for the votes, unless the ranks have met."""
-        return not self.met and (not self.all_know or any(is_wrong() for is_wrong in self.is_wrong))
+        return not self.met and (not self.all_know or any(feature.is_wrong() for feature in self.features))
 
     @property
     def is_known_to_be_doomed(self) -> bool:

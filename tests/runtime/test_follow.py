@@ -24,7 +24,7 @@ from optpipe.schedule import Schedule, certify, check
 from optpipe_runtime import Follower, Microbatches, StepReport
 from optpipe_runtime.execute.report import OpTime
 from optpipe_runtime.follow import THRESHOLD
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import drift
 
 M = 4

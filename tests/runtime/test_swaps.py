@@ -20,7 +20,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.swap.step_times import StepTimes
+from optpipe_runtime.swap.running import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}

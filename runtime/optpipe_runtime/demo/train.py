@@ -24,7 +24,7 @@ from optpipe.model.placement import Placement
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import batch, corpus
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.client import Offer, ScheduleClient
 

@@ -8,7 +8,7 @@ import torch
 
 from optpipe.model.ops import Op
 from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.handler import Feature, Handler, overridden
+from optpipe_runtime.execute.handler import Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan
@@ -21,7 +21,6 @@ class ByteCounts:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._reduced_before = overridden(rank.features, Feature.reduced_before)
         self._counted: Plan | None = None  # the last one whose bytes were counted
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, reduced
@@ -68,7 +67,9 @@ class ByteCounts:
     def _certified_peaks(self, step: StepRecord) -> tuple[int, int]:
         """Of messages, and of gathered parameters with their gradients. How large these are, a counted step finds."""
         plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
-        reduced = {} if evaluating else {op: s for hook in self._reduced_before for op, s in hook(plan).items()}
+        reduced: dict[Op, int] = {}
+        for feature in self._rank.features if not evaluating else ():
+            reduced |= feature.reduced_before(plan)
         key = plan.digest, evaluating, bool(reduced)
         if step.counting or key not in self._certified:
             self._certified[key] = (

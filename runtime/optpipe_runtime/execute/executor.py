@@ -1,8 +1,5 @@
-"""`Executor`: runs one step of this rank, op by op in program order.
-
-It gathers parameters, posts and takes messages, and sends what ops make. What an op does is its handler's; what else
-happens beside it is a feature's, by its hooks (`execute.handler`).
-"""
+"""`Executor`: runs one step of this rank, op by op in program order. What an op does is its handler's; what happens
+beside it is a feature's (`execute.handler`)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.byte_counts import ByteCounts
-from optpipe_runtime.execute.handler import Feature, Handler, overridden
+from optpipe_runtime.execute.handler import Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
 from optpipe_runtime.execute.stage_ops import StageOps
@@ -29,29 +26,21 @@ class Executor:
     """Runs plans on what this rank has."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rank, self._stages, self._messages = rank, rank.stages, rank.messages
+        self._rank, self._stages, self._messages, self._features = rank, rank.stages, rank.messages, rank.features
         self._replicas, self._reductions = rank.replicas, rank.reductions
         self._clock = Clock(rank.device, rank.team.require_alive)
         self._bytes = ByteCounts(rank)
         self._handlers: dict[Kind, Handler] = StageOps(rank).handlers
         for feature in rank.features:
             self._handlers |= feature.handlers
-        self._start_plan = overridden(rank.features, Feature.start_plan)
-        self._start_step = overridden(rank.features, Feature.start_step)
-        self._before_gather = overridden(rank.features, Feature.before_gather)
-        self._before_op = overridden(rank.features, Feature.before_op)
-        self._before_forward = overridden(rank.features, Feature.before_forward)
-        self._after_op = overridden(rank.features, Feature.after_op)
-        self._end_step = overridden(rank.features, Feature.end_step)
         self._unfinished: Sequence[Action] = ()  # of a step that failed here, or is left out
         self._failed: Op | None = None
 
     @property
     def idle(self) -> bool:
         """Whether nothing of a step is left. Only then another plan may run."""
-        rank = self._rank
-        features_idle = all(feature.idle for feature in rank.features)
-        return rank.messages.idle and features_idle and all(stage.idle for stage in rank.stages.values())
+        features_idle = all(feature.idle for feature in self._features)
+        return self._messages.idle and features_idle and all(stage.idle for stage in self._stages.values())
 
     def run(
         self, plan: Plan, batch: Batch, evaluating: bool = False, counts: Callable[[], bool] = lambda: False
@@ -74,8 +63,8 @@ class Executor:
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
         try:
-            for start in self._start_step:
-                start(step)
+            for feature in self._features:
+                feature.start_step(step)
             for action, certified in zip(actions, plan.certified_bytes, strict=False):
                 at = action.op
                 self._begin(action)
@@ -84,8 +73,8 @@ class Executor:
                 done += 1
                 self._end(step, action.op)
             at = "the end of the step"
-            for end in self._end_step:
-                end(step)
+            for feature in self._features:
+                feature.end_step(step)
         except BaseException as error:
             error.add_note(self._where(step, at, error))
             self._unfinished = actions[done:]
@@ -157,8 +146,8 @@ class Executor:
         self._messages.start_step()
         self._rank.pool.start_step()
         if not evaluating:
-            for start_plan in self._start_plan:
-                start_plan(plan)
+            for feature in self._features:
+                feature.start_plan(plan)
             self._rank.link.start_step(plan.link_orders)
 
     # Phases of an op
@@ -168,25 +157,27 @@ class Executor:
         for message, source in action.post:
             self._messages.post(message, source, self._specs(message))
         for s in action.gathers:
-            for before_gather in self._before_gather:
-                before_gather(s)
+            for feature in self._features:
+                feature.before_gather(s)
             self._replicas.gather(s)
 
     def _run(self, step: StepRecord, action: Action) -> None:
         """Runs one op. It takes what it needs before its time starts, and sends its result before its time ends."""
         op, handler = action.op, self._handlers[action.op.kind]
-        for before_op in self._before_op:
-            before_op(step, op)
+        for feature in self._features:
+            feature.before_op(step, op)
         if op.kind == Kind.F and op.stage not in step.begun:
             self._begin_stage(step, op.stage)
         received: Tensors = ()
         if action.receives:
-            received = self._take(step, action.receives)
+            step.awaited = action.receives
+            received = self._messages.take(action.receives)
+            step.awaited = None
         elif op.kind == Kind.F:
             received = step.inputs[op.microbatch]
         if op.kind == Kind.F:
-            for before_forward in self._before_forward:
-                before_forward(op.stage)
+            for feature in self._features:
+                feature.before_forward(op.stage)
         handler.wait(op)
         if action.to is not None:
             self._messages.make_room(action.to)
@@ -206,8 +197,8 @@ class Executor:
                 self._reductions.complete(op.stage)
         elif step.evaluating and op in step.plan.closing:
             self._replicas.shard(op.stage)
-        for after_op in self._after_op:
-            after_op(step, op)
+        for feature in self._features:
+            feature.after_op(step, op)
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
         """Before the first F of a stage: waits until its parameters are whole, and tells the stage which tensors are no
@@ -220,12 +211,6 @@ class Executor:
         kwargs = step.kwargs[s] if step.kwargs else []
         parts = step.plan.problem.stages[s].offload_parts
         self._stages[s].start_step(tensors_in((inputs, targets, kwargs)), parts)
-
-    def _take(self, step: StepRecord, message: Message) -> Tensors:
-        step.awaited = message
-        received = self._messages.take(message)
-        step.awaited = None
-        return received
 
     def _where(self, step: StepRecord, at: Op | str, error: BaseException) -> str:
         """Says at which op the host was, and which op's copy failed, if one did."""

@@ -1,9 +1,5 @@
-"""The seam of the runtime. A kind of op is one `Handler`: what it waits for, what it does, what it owes other ranks if
-the step fails. A `Feature` adds handlers and changes steps by hooks; the rooms of `optpipe_runtime.features` are those.
-
-The executor runs a plan's actions by their handlers and calls the features' hooks, and the step runner calls those of
-whole steps. Neither knows a feature by name.
-"""
+"""The seam of the runtime: a kind of op is one `Handler`, and a `Feature` adds handlers and changes steps by hooks. Who
+calls them knows no feature by name."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
 
-R = TypeVar("R")
 F = TypeVar("F", bound="Feature")
 
 
@@ -152,12 +147,6 @@ class Feature:
 
     def close(self) -> None:
         """Ends its threads."""
-
-
-def overridden(features: Sequence[Feature], hook: Callable[..., R]) -> list[Callable[..., R]]:
-    """The versions of a hook of those features that have one. Others cost a step nothing."""
-    name = hook.__name__
-    return [getattr(feature, name) for feature in features if getattr(type(feature), name) is not hook]
 
 
 def find_feature(features: Sequence[Feature], kind: type[F]) -> F | None:

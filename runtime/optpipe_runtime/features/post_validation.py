@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import require_equal
+from optpipe_runtime.arguments import Options, require_equal
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.clipping import exceeds, own_norm, scale, total_norm
 from optpipe_runtime.ranks.cpu_group import CpuGroup, Shared
 from optpipe_runtime.ranks.team import Team

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Op
+from optpipe_runtime.arguments import Options
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import WEIGHT, Plan
-from optpipe_runtime.options import Options
 
 
 class Windows(NamedTuple):

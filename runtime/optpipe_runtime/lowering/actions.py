@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.model.ops import BACKWARD, Kind, Op
-from optpipe_runtime.lowering.gathers import gathers
 from optpipe_runtime.lowering.plan import Action, Message
 from optpipe_runtime.ranks.layout import Layout
 
@@ -114,3 +114,31 @@ def _require_matched(sent: Mapping[int, Mapping[Message, int]], senders: Mapping
                 f"rank {sender} sends {len(messages)} messages, {len(expected)} are expected: "
                 f"{', '.join(map(str, odd[:3]))}"
             )
+
+
+def gathers(programs: Programs, rank: int, layout: Layout) -> list[tuple[int, ...]]:
+    """For each op of a rank, the stages whose sharded parameters begin to be gathered before it, in order.
+
+    Replicas may run different schedules, and communicate in one process group for all stages. So all gather in one
+    order, that of the route, and a gather waits for other replicas. It begins where the receive of the stage's first
+    input is posted: before the first own op that comes later, in the order of all ranks' ops, than the first forward of
+    the stage before it, whose rank has issued its own gather by then. What comes before a stage's first forward on its
+    rank, and all that this needs, are forwards of earlier stages, which come before that forward in the order. So
+    whatever a replica needs to begin its gathers has been issued before it waits in a later one: none waits for ever,
+    even if hosts wait for their whole device. With several routes first forwards have no order that holds in every
+    schedule, so all stages are gathered when the step begins.
+    """
+    places = list(programs(rank).values())
+    begun_before: list[tuple[int, ...]] = [() for _ in places]
+    before = {after: s for s, after in pairwise(layout.in_order)} if len(layout.routes) == 1 else {}
+    for s in layout.in_order:
+        if layout.placement[s] == rank and _first(programs(rank), s) is not None:
+            ready = _first(programs(layout.placement[before[s]]), before[s]) if s in before else None
+            begins = 0 if ready is None else next(i for i, place in enumerate(places) if place > ready)
+            begun_before[begins] += (s,)
+    return begun_before
+
+
+def _first(program: Mapping[Op, int], stage: int) -> int | None:
+    """The place of a stage's first forward."""
+    return next((place for op, place in program.items() if op.kind == Kind.F and op.stage == stage), None)

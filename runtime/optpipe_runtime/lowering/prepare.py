@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -170,3 +170,20 @@ def _digest(schedule: Schedule, problem: Problem) -> str:
     for _, order in sorted(schedule.links.items()):
         content.update(len(order).to_bytes(8, "little") + order.table.astype("<i4").tobytes())
     return content.hexdigest()
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """The schedule that needs the least memory: each micro-batch forward and back before the next."""
+    programs: list[list[str]] = [[] for _ in problem.devices]
+    for j in range(problem.microbatches):
+        route = problem.route(j)
+        for kind, stages in (("F", route), ("BW", tuple(reversed(route)))):
+            for s in stages:
+                programs[problem.stages[s].device].append(f"{s}{kind}{j}")
+    return Schedule.parse(problem, programs, method="one at a time")
+
+
+@lru_cache(maxsize=64)
+def forwards_in_order(rank: int, layout: Layout) -> Plan:
+    """For an evaluation: the micro-batches' forwards, one after the other, on each stage."""
+    return lower(one_at_a_time(layout.unmeasured()), rank, layout)

@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.ranks.inner import Told
+from optpipe_runtime.ranks.grid import Told
 from optpipe_runtime.stage.split import weight_grads
 from optpipe_runtime.torch_private.trees import tree_leaves
 

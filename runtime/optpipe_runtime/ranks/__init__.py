@@ -1,9 +1,9 @@
 """The ranks of one pipeline and their inner peers: who they are, how they reach each other, and how they agree.
 
-- `grid`: the ranks of all pipelines, and which of them compute the same stages together;
+- `grid`: the ranks of all pipelines, which of them compute the same stages together, and by what;
 - `team`: the ranks that train one model, and how they fail together; `subgroup`: their connections;
 - `cpu_group`: small collectives over CPU tensors and Python objects, with which ranks agree;
 - `layout`: which rank has which stage, which stages each micro-batch passes, who shares a host link;
-- `inner`: what a stage communicates with inside its ops; `parts`: tensors of which each rank has a part;
+- `parts`: tensors of which each rank has a part;
 - `replicas`, `ties`, `clipping`: gradients that more than one rank has a part in.
 """

@@ -19,14 +19,13 @@ from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.learner import Given
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.lowering.plain import one_at_a_time
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.lowering.prepare import lower, require_valid
+from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.steps.costs import Features, Seen
-from optpipe_runtime.swap.planned_step import PlannedStep
+from optpipe_runtime.swap.trials import PlannedStep
 
 log = logging.getLogger("optpipe.runtime")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
@@ -36,7 +36,7 @@ from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
 from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
 from optpipe_runtime.steps.costs import Features, Seen, StepCosts, seen
-from optpipe_runtime.swap.planned_step import PlannedStep
+from optpipe_runtime.swap.trials import PlannedStep
 
 REPEATS = 3  # of each measurement of a profile
 IMPROVE_SHARE = 0.33  # of a step's time, until the next one's schedule is sent: more gains little
@@ -160,7 +160,7 @@ class PlannedSteps:
         may still be filled, but keep their shapes."""
         batch, features = self._pipe._batch(inputs, targets, kwargs), None
         try:
-            given: Given | InputError = self._runner.describe(batch)
+            given: Given | InputError = self._runner.learner.describe(batch)
             if self._plans:
                 features = self._features_of(batch)
         except InputError as error:
@@ -207,10 +207,8 @@ class PlannedSteps:
                 planned = self._prepare(told._replace(seen=())).wait()
             return planned
 
-        with self._pipe._calls.wrap("step"):
-            report = self._runner.planned_step(batch, plan)
-        if isinstance(report, OptPipeError):
-            raise report
+        with self._pipe._call("step"):
+            report = self._runner.step(batch, plan)
         assert isinstance(planned, PlannedStep)
         self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
         if self._stream is not None:
@@ -220,7 +218,7 @@ class PlannedSteps:
 
     def _require_announced(self, announced: Given | InputError, batch: Batch) -> None:
         """Raises `InputError` if the step has other micro-batches on this rank than its schedule is for."""
-        given = self._runner.describe(batch)
+        given = self._runner.learner.describe(batch)
         assert isinstance(announced, Given)  # else there is no schedule
         if (given.microbatches, given.shapes) != (announced.microbatches, announced.shapes):
             raise InputError(
@@ -257,7 +255,7 @@ class PlannedSteps:
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
         """Profiles some micro-batches."""
         some = batch.only(*unmeasured)
-        problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS)
+        problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS).problem
         if not self._plans:
             return
         is_first = self._costs.template is None

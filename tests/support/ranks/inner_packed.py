@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe_runtime import PlannedSteps
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from support.ranks import cases
 from support.ranks.cases import Gradients
 from support.ranks.inner import make_stages, mesh, parallel, two_stages

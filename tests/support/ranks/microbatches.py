@@ -21,7 +21,7 @@ from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler, 
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from optpipe_runtime.execute.executor import Executor
-from optpipe_runtime.lowering.plain import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.steps.planned import tokens_and_squares
 from support.device import device
 from support.following import until

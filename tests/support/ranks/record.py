@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from optpipe.errors import InputError
 from optpipe_runtime import record, record_trace
-from optpipe_runtime.ranks import clocks
 from optpipe_runtime.record import Recorder
 from support.device import device
 
@@ -72,7 +71,7 @@ def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[s
     """Records two steps, from the second on, of a plan: t a training step, e an evaluation. The clock of rank 1 is
     ahead. Returns the compute actions of this rank, which torch's `Schedule1F1B` tells wrongly."""
     schedule, step = prepared(case)
-    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
+    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
         record_trace(schedule, folder, after=1, steps=2)
         for letter in plan:
             step("step" if letter == "t" else "eval")
@@ -95,7 +94,7 @@ def run_replicas(case: Case, folder: Path, ahead_ms: float) -> None:
     path = folder / "profiled" / f"rank{dist.get_rank()}.json"
     path.parent.mkdir(exist_ok=True)
     profile.export_chrome_trace(str(path))
-    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
+    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
         record_trace(schedule, folder / "recorded", after=0, steps=2)
         step()
         step()
@@ -120,9 +119,9 @@ def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
     return said
 
 
-def compare_clocks(ahead_ms: float) -> clocks.Ahead:
-    with mock.patch.object(clocks, "now_ms", now_ms(ahead_ms)):
-        return clocks.compare_clocks(None, device())
+def compare_clocks(ahead_ms: float) -> record.Ahead:
+    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
+        return record.compare_clocks(None, device())
 
 
 class MeasuredRecorder(Recorder):

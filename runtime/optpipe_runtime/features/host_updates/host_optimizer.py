@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
+from optpipe_runtime.arguments import Factory, Options
 from optpipe_runtime.clock import Clock, wait_for
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.options import Factory, Options
 from optpipe_runtime.ranks.parts import local, placed
 from optpipe_runtime.torch_private.tensors import version
 

@@ -11,13 +11,13 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
+from optpipe_runtime.arguments import Options
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer, on_host
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory.engines import Handle
-from optpipe_runtime.options import Options
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
 
