@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from optpipe.anytime import solve
-from optpipe.evaluate.jitter import percentile_ms
+from optpipe.evaluate.jitter import Noise
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe_cli.options import with_options
@@ -36,7 +36,8 @@ def _searched(problem: Problem, options: SolveOptions, noise: float) -> tuple[fl
     result = solve(problem, **options.arguments())
     if result.schedule is None or result.objective_ms is None:
         return None
-    return result.objective_ms, percentile_ms(result.schedule, noise, options.objective, OTHER_NOISE)
+    other = Noise(result.schedule.problem, noise, OTHER_NOISE)
+    return result.objective_ms, other.percentile_ms(result.schedule.compiled, options.objective)
 
 
 def _gain(nominal: tuple[float, float] | None, robust: tuple[float, float] | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Self
 
-from optpipe.evaluate.jitter import percentile_ms
+from optpipe.evaluate.jitter import Noise
 from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
 from optpipe.options import Placements, SearchOptions
 from optpipe.schedule import Found, Schedule, Status
@@ -83,7 +83,8 @@ class Result:
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
         objective, jitter = options.objective, options.jitter
-        percentile = percentile_ms(schedule, jitter, objective, options.seed) if jitter else None
+        noise = Noise(schedule.problem, jitter, options.seed) if jitter else None
+        percentile = noise.percentile_ms(schedule.compiled, objective) if noise else None
         method = method or schedule.method
         result = cls(
             "feasible",

@@ -14,6 +14,7 @@ from benchmarks.papers import calibration, checks, costs
 from benchmarks.papers.calibration import PIPEOFFLOAD, most_held
 from benchmarks.papers.checks import Check
 from benchmarks.papers.costs import estimated
+from benchmarks.papers.curves import chart
 from benchmarks.problems import GB, all_kept, pipeline, stage_costs, with_budget
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
@@ -21,7 +22,6 @@ from optpipe.anytime import solve
 from optpipe.model.problem import Problem, write_file
 from optpipe.model.program import STAGE
 from optpipe.options import SolveOptions
-from optpipe.show.curves import chart
 from optpipe_cli.compare import waiting
 from optpipe_cli.options import with_options
 from optpipe_cli.output import require_folder

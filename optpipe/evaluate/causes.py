@@ -17,14 +17,11 @@ from functools import cached_property
 
 import numpy as np
 
-from optpipe.evaluate.effects import RowEffects
-from optpipe.evaluate.graph import ACROSS, ISSUED, OWN, RESTORED, Needs
-from optpipe.evaluate.memory import Held
+from optpipe.evaluate.compiled import CompiledSchedule
+from optpipe.evaluate.graph import ACROSS, ISSUED, OWN, RESTORED
 from optpipe.evaluate.objective import TOLERANCE
-from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
 from optpipe.model.ops import COMPUTE
-from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED
 
 
@@ -86,24 +83,15 @@ class Ready:
 
 
 class Causes:
-    """Why ops of a schedule start when they do. Made of what `CompiledSchedule` has of it under the same names."""
+    """Why ops of a schedule start when they do."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        timeline: Timeline,
-        needs: Needs,
-        waits: tuple[Ints, Floats],
-        effects: RowEffects,
-        held: Held,
-    ) -> None:
-        self._problem, self._timeline, self._needs, self._waits = problem, timeline, needs, waits
-        self._effects, self._held = effects, held
-        self._tolerance = TOLERANCE * (1.0 + timeline.makespan_ms)
+    def __init__(self, compiled: CompiledSchedule) -> None:
+        self._compiled, self._timeline = compiled, compiled.timeline
+        self._tolerance = TOLERANCE * (1.0 + self._timeline.makespan_ms)
 
     @cached_property
     def _binding(self) -> tuple[Ints, Ints]:
-        timeline, (waits, delays) = self._timeline, self._waits
+        timeline, (waits, delays) = self._timeline, self._compiled.waits
         n, columns = waits.shape
         ended = np.where(waits >= 0, timeline.end[waits] + delays, -np.inf)
         kinds = [_OF_COLUMN[column % 4] for column in range(columns - 1)] + [Cause.STREAM]
@@ -176,7 +164,7 @@ class Causes:
         which, ready = np.array(pairs, np.int64).reshape(-1, 2).T
         begin = np.maximum(since[ready], gaps.begin_ms[which])
         held = np.array([self._held_if_moved(row, int(gaps.place[gap])) for gap, row in pairs], np.int64)
-        limits = np.array([device.activation_budget_bytes for device in self._problem.devices])
+        limits = self._compiled.problem.costs.activation_budget
         lasts = self._timeline.end[ready] - self._timeline.start[ready]
         long = lasts > gaps.end_ms[which] - begin + self._tolerance
         hindrance = np.where(long, int(Hindrance.LENGTH), int(Hindrance.ORDER))
@@ -202,7 +190,7 @@ class Causes:
 
     def _inputs_ready(self) -> Floats:
         """(n,) when all that an op needs has ended, its place in the program apart."""
-        needs, timeline = self._needs, self._timeline
+        needs, timeline = self._compiled.needs, self._timeline
         ended = np.where(needs.rows >= 0, timeline.end[needs.rows], -np.inf)
         ended[:, ACROSS] += needs.delay_ms
         ready: Floats = np.maximum(ended[:, [OWN, ACROSS, RESTORED]].max(axis=1), timeline.start.min())
@@ -210,7 +198,7 @@ class Causes:
 
     def _held_if_moved(self, row: int, place: int) -> int:
         """The most bytes that the device holds if `row` runs at `place`, from then until it has its old place."""
-        effects, held = self._effects, self._held
+        effects, held = self._compiled.effects, self._compiled.held
         takes, frees = int(effects.takes[row]), int(effects.frees[row])
         before = int(held.during[place] - effects.takes[place])
         return max(before + takes, int(held.during[place:row].max(initial=0)) + takes - frees)

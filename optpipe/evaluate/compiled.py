@@ -11,7 +11,6 @@ from functools import cached_property
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate import graph, memory, timeline, validity
-from optpipe.evaluate.causes import Causes
 from optpipe.evaluate.effects import Effects, RowEffects
 from optpipe.evaluate.graph import Needs, Streams
 from optpipe.evaluate.memory import Certificate, Held
@@ -82,11 +81,6 @@ class CompiledSchedule:
         """(n,) each op's place in one order of all ops, in which none comes before what it waits for
         (`places_by_end`)."""
         return timeline.places_by_end(self.timeline, self.waits[0])
-
-    @cached_property
-    def causes(self) -> Causes:
-        """Why ops start when they do, and why devices wait."""
-        return Causes(self.problem, self.timeline, self.needs, self.waits, self.effects, self.held)
 
     @cached_property
     def effects(self) -> RowEffects:

@@ -9,7 +9,6 @@ programs alone, so noise does not change it.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -27,36 +26,6 @@ CUT = 3.0  # in standard deviations
 POSITIVE = 0.99  # noise shortens an op by no more than this share of its time
 MOST_SAMPLES, FEWEST_SAMPLES = 400, 50
 WORK = 2**20  # samples × passes of a micro-batch through a stage × parts of its activation: about a second
-
-
-class Compiled(Protocol):
-    """Anything that has been compiled, such as a `Schedule`."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def compiled(self) -> CompiledSchedule: ...
-
-
-def percentile_ms(schedule: Compiled, jitter: float, objective: Objective = "makespan", seed: int = 0) -> float:
-    """The 95th percentile of the objective, in ms.
-
-    For many schedules of one problem make one `Noise` and ask it.
-
-    Parameters
-    ----------
-    jitter
-        The standard deviation of an op's time, as a share of it.
-    seed
-        Of the random numbers.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule cannot be simulated; DeadlockError if ops wait for each other.
-    """
-    return Noise(schedule.problem, jitter, seed).percentile_ms(schedule, objective)
 
 
 class Noise:
@@ -77,13 +46,16 @@ class Noise:
         self.samples = min(MOST_SAMPLES, max(FEWEST_SAMPLES, WORK // drawn))
         self._factors = cache(self._draw)
 
-    def percentile_ms(self, schedule: Compiled, objective: Objective = "makespan") -> float:
-        """The 95th percentile of the objective over all samples, in ms."""
+    def percentile_ms(self, schedule: CompiledSchedule, objective: Objective = "makespan") -> float:
+        """The 95th percentile of the objective over all samples, in ms.
+
+        Raises ScheduleError if the schedule cannot be simulated, such as DeadlockError if ops wait for each other.
+        """
         return float(np.percentile(self.lengths_ms(schedule, objective), PERCENTILE))
 
-    def lengths_ms(self, schedule: Compiled, objective: Objective = "makespan") -> Floats:
+    def lengths_ms(self, schedule: CompiledSchedule, objective: Objective = "makespan") -> Floats:
         """(samples,) the objective under each sample of the noise, in ms."""
-        rows = schedule.compiled.timeline.rows  # raises for a schedule that cannot run
+        rows = schedule.timeline.rows  # raises for a schedule that cannot run
         start, end = self.times(schedule)
         lasting = ~rows.of_kinds(*MARKS)
         together = [slice(None)]
@@ -111,7 +83,7 @@ class Noise:
         factors: Floats = 1.0 + self.jitter * np.clip(z, -cut, cut)
         return factors
 
-    def times(self, schedule: Compiled) -> tuple[Floats, Floats]:
+    def times(self, schedule: CompiledSchedule) -> tuple[Floats, Floats]:
         """The start and the end of every op in ms, (n, samples) each. The schedule must be free of deadlocks."""
-        rows, (waits, delay) = schedule.compiled.rows, schedule.compiled.waits
+        rows, (waits, delay) = schedule.rows, schedule.waits
         return timed_samples(rows, waits, delay[:, :, None], self.durations_ms(rows))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import InputError
-from optpipe.evaluate.causes import Gaps, Ready
+from optpipe.evaluate.causes import Causes, Gaps, Ready
 from optpipe.evaluate.objective import gap
 from optpipe.model.ops import COMPUTE, INWARD, MARKS, Kind
 from optpipe.show.changes import changes
@@ -81,7 +81,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
 
 def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
     compiled, timeline, problem = schedule.compiled, schedule.timeline, schedule.problem
-    rows, causes, certificate = timeline.rows, compiled.causes, compiled.certificate
+    rows, causes, certificate = timeline.rows, Causes(compiled), compiled.certificate
     colours, of_row = _colours(schedule)
     busy = np.zeros(len(problem.devices))
     alone = rows.of_kinds(*COMPUTE) & ~rows.second

@@ -73,16 +73,16 @@ class LocalSearch:
         self.spent_s = 0.0
         self._take(schedule)
         pruned = prune(schedule)
-        if self.noise.percentile_ms(pruned, self.objective) <= self.ms:
+        if self.noise.percentile_ms(pruned.compiled, self.objective) <= self.ms:
             self._take(pruned)
         self.longest_ms = LONGER * length_ms(self.schedule, self.objective)
         self.best_ms = self.ms
 
     def _take(self, schedule: Schedule) -> None:
-        lengths = self.noise.lengths_ms(schedule, self.objective)
+        lengths = self.noise.lengths_ms(schedule.compiled, self.objective)
         self.schedule, self.ms = schedule, float(np.percentile(lengths, PERCENTILE))
         self.bad = np.flatnonzero(lengths >= np.percentile(lengths, 2 * PERCENTILE - 100)).tolist()
-        self.start, self.end = self.noise.times(schedule)
+        self.start, self.end = self.noise.times(schedule.compiled)
         self.arcs: list[tuple[int, int]] = []
 
     def step(self) -> bool:
@@ -102,7 +102,7 @@ class LocalSearch:
             if length_ms(neighbour, self.objective) > self.longest_ms:
                 return False
             self.spent_s += ops * self.noise.samples / OPS_PER_S
-            ms = self.noise.percentile_ms(neighbour, self.objective)
+            ms = self.noise.percentile_ms(neighbour.compiled, self.objective)
         except OptPipeError:  # ops wait for each other
             return False
         if ms > WORSE * self.best_ms or check(self.problem, neighbour):

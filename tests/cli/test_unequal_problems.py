@@ -19,7 +19,7 @@ from support.service import running, settings_in
 from support.timed_programs import op_ms
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
-from optpipe.evaluate.jitter import percentile_ms
+from optpipe.evaluate.jitter import Noise
 from optpipe.show.page import plot
 from optpipe_cli import main as cli
 from optpipe_solver.systems import generate
@@ -198,7 +198,7 @@ def after(words: str) -> Callable[[str], float]:
 
 DOORS: dict[str, Callable[[Doors], Answer]] = {
     "simulate": lambda _: (simulate(PACKED, SCHEDULE).makespan_ms, SCHEDULE),
-    "jitter": lambda _: (percentile_ms(SCHEDULE, 0.0), SCHEDULE),
+    "jitter": lambda _: (Noise(PACKED, 0.0).percentile_ms(SCHEDULE.compiled), SCHEDULE),
     "a notebook": lambda _: (in_page(plot(SCHEDULE)._repr_html_()), SCHEDULE),
     "optpipe simulate": telling("simulate p.json s.json --json", field),
     "optpipe check": telling("check p.json s.json", after("runs in")),

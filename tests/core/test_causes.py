@@ -8,7 +8,7 @@ from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems_with_schedules
 
 from optpipe import Schedule
-from optpipe.evaluate.causes import Cause, Hindrance
+from optpipe.evaluate.causes import Cause, Causes, Hindrance
 from optpipe.evaluate.memory import held_during
 from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE
@@ -19,51 +19,35 @@ def ops(schedule, rows):
 
 
 def named(schedule, gap):
-    causes = schedule.compiled.causes
+    causes = Causes(schedule.compiled)
     return ops(schedule, causes.chain(int(causes.gaps.row[gap]), causes.gaps.begin_ms[gap]))
 
 
 @given(problems_with_schedules(beyond=True))
 @settings(max_examples=examples(60))
 def test_every_start_is_the_end_of_its_cause(pair):
+    """From any op back; so along the critical path, and in the chain behind each gap."""
     problem, schedule = pair
-    timeline, causes = schedule.timeline, schedule.compiled.causes
+    timeline, rows, causes = schedule.timeline, schedule.compiled.rows, Causes(schedule.compiled)
+    lasts, late = timeline.end - timeline.start, np.zeros(len(rows))
     for row, (cause, why) in enumerate(zip(causes.row.tolist(), causes.why.tolist(), strict=True)):
         if cause == NONE:
             assert (why, timeline.start[row]) == (Cause.BEGIN, 0.0)
-        else:
-            op = timeline.rows.op(row)
-            message = nominal_message_ms(problem, op) if why == Cause.ACROSS and op.kind in COMPUTE else 0.0
-            late = timeline.start[row] - timeline.end[cause]
-            assert any(np.isclose(late, each) for each in {0.0, message})
+            continue
+        ops = [rows.op(each) for each in (row, row + 1)[: 1 + (row in rows.first)]]
+        messages = {nominal_message_ms(problem, op) for op in ops if why == Cause.ACROSS and op.kind in COMPUTE}
+        late[row] = timeline.start[row] - timeline.end[cause]
+        assert any(np.isclose(late[row], each) for each in {0.0, *messages})
+    path = causes.critical_path
+    assert (timeline.start[path[0]], timeline.end[path[-1]]) == (0, timeline.makespan_ms)
+    assert np.isclose(lasts[path].sum() + late[path].sum(), timeline.makespan_ms)
 
-
-@given(problems_with_schedules(beyond=True))
-@settings(max_examples=examples(60))
-def test_the_critical_path_has_no_slack_but_messages(pair):
-    problem, schedule = pair
-    timeline, path = schedule.timeline, schedule.compiled.causes.critical_path
-    lasts = sum(timeline.end[row] - timeline.start[row] for row in path)
-    ops = [timeline.rows.op(row) for row in path if schedule.compiled.causes.why[row] == Cause.ACROSS]
-    messages = sum(nominal_message_ms(problem, op) for op in ops if op.kind in COMPUTE)
-    assert lasts <= timeline.makespan_ms + 1e-9
-    assert lasts + messages >= timeline.makespan_ms - 1e-9
-    assert timeline.start[path[0]] == 0
-    assert timeline.end[path[-1]] == timeline.makespan_ms
-
-
-@given(problems_with_schedules(beyond=True))
-@settings(max_examples=examples(60))
-def test_gaps_and_compute_fill_every_device_that_computes(pair):
-    _, schedule = pair
-    timeline, gaps = schedule.timeline, schedule.compiled.causes.gaps
-    rows = timeline.rows
-    computing = rows.of_kinds(*COMPUTE) & ~rows.second
-    busy = (timeline.end - timeline.start)[computing].sum()
+    gaps, computing = causes.gaps, rows.of_kinds(*COMPUTE) & ~rows.second
     devices = len(np.unique(rows.device[computing]))
-    assert np.isclose(busy + (gaps.end_ms - gaps.begin_ms).sum(), devices * timeline.makespan_ms)
+    waits = (gaps.end_ms - gaps.begin_ms).sum()
+    assert np.isclose(lasts[computing].sum() + waits, devices * timeline.makespan_ms)
     for gap in range(len(gaps)):
-        chain = schedule.compiled.causes.chain(int(gaps.row[gap]), gaps.begin_ms[gap])
+        chain = causes.chain(int(gaps.row[gap]), gaps.begin_ms[gap])
         assert timeline.start[chain[-1]] <= gaps.begin_ms[gap] + 1e-6
 
 
@@ -71,7 +55,7 @@ def test_gaps_and_compute_fill_every_device_that_computes(pair):
 @settings(max_examples=examples(60))
 def test_what_stood_ready_holds_what_the_certificate_of_the_moved_op_says(pair):
     _, schedule = pair
-    compiled, causes = schedule.compiled, schedule.compiled.causes
+    compiled, causes = schedule.compiled, Causes(schedule.compiled)
     rows, effects = compiled.rows, compiled.effects
     for gap, row, since, held in zip(
         causes.ready.gap, causes.ready.row, causes.ready.since_ms, causes.ready.held_bytes, strict=True
@@ -86,7 +70,7 @@ def test_what_stood_ready_holds_what_the_certificate_of_the_moved_op_says(pair):
 def test_a_gap_tells_the_chain_that_made_it():
     problem = pipeline(2, 2, AMPLE, [stage((1, 1, 1)), stage((3, 3, 3))], p2p_ms=0.5)
     schedule = Schedule.parse(problem, [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
-    gaps = schedule.compiled.causes.gaps
+    gaps = Causes(schedule.compiled).gaps
     seen = [
         (int(d), float(begin), float(end), named(schedule, i))
         for i, (d, begin, end) in enumerate(zip(gaps.device, gaps.begin_ms, gaps.end_ms, strict=True))
@@ -98,7 +82,7 @@ def test_a_gap_tells_the_chain_that_made_it():
         (1, 19.5, 22.0, ["0BW1", "1BW1"]),
     ]
     assert gaps.last.tolist() == [False, False, False, True]
-    assert ops(schedule, schedule.compiled.causes.critical_path) == ["0F0", "1F0", "1BW0", "1F1", "1BW1", "0BW1"]
+    assert ops(schedule, Causes(schedule.compiled).critical_path) == ["0F0", "1F0", "1BW0", "1F1", "1BW1", "0BW1"]
 
 
 def test_a_gap_tells_what_stood_ready_and_what_spoke_against_it():
@@ -106,18 +90,18 @@ def test_a_gap_tells_what_stood_ready_and_what_spoke_against_it():
     programs = [["0F0", "0B0", "0F1", "0W0", "0B1", "0W1"], ["1F0", "1BW0", "1F1", "1BW1"]]
     for budget, hindrance in ((20, Hindrance.ORDER), (19, Hindrance.MEMORY)):
         schedule = Schedule.parse(pipeline(2, 2, budget, costs), programs)
-        ready = schedule.compiled.causes.ready
+        ready = Causes(schedule.compiled).ready
         first = list(np.flatnonzero(ready.gap == 0))
         assert ops(schedule, ready.row[first]) == ["0F1"]
         assert (ready.since_ms[first], ready.held_bytes[first], ready.hindrance[first]) == (1.0, 20, hindrance)
     long = Schedule.parse(pipeline(2, 2, 20, [stage((9, 1, 1), (10, 4)), stage((1, 1, 1), (10, 4))]), programs)
-    assert long.compiled.causes.ready.hindrance[0] == Hindrance.LENGTH
+    assert Causes(long.compiled).ready.hindrance[0] == Hindrance.LENGTH
 
 
 def test_a_drop_that_waits_for_its_offload_is_a_cause():
     costs = stage((1, 1, 1), (10, 4), offload=(5, 2, 10))
     schedule = Schedule.parse(pipeline(1, 2, 10, costs), [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])
-    causes = schedule.compiled.causes
+    causes = Causes(schedule.compiled)
     assert named(schedule, 0) == ["0F1", "0D0", "0O0"]
     assert [Cause(causes.why[row]) for row in (3, 2, 1)] == [Cause.STREAM, Cause.OWN, Cause.OWN]
     assert ops(schedule, causes.ready.row[:1]) == ["0F1"]

@@ -162,7 +162,7 @@ def test_a_device_that_only_accepts_has_no_span():
     assert check(problem, schedule) == []
     assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
     assert len(schedule.timeline.busy_ms()) == 1
-    assert Noise(problem, 0.0).percentile_ms(schedule, "span") == schedule.span_ms
+    assert Noise(problem, 0.0).percentile_ms(schedule.compiled, "span") == schedule.span_ms
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))

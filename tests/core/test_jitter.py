@@ -11,7 +11,7 @@ from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import DeadlockError, Op, Schedule
-from optpipe.evaluate.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise, percentile_ms
+from optpipe.evaluate.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise
 from optpipe.evaluate.rows import Rows
 from optpipe.model.ops import Kind
 from optpipe.model.program import JOINED
@@ -30,7 +30,7 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
     alone = rows.table.copy()
     alone[:, JOINED] = 0  # the time of each op alone: the clock joins pairs itself
     ops = all_ops(schedule)
-    makespans, spans = noise.lengths_ms(schedule), noise.lengths_ms(schedule, "span")
+    makespans, spans = noise.lengths_ms(schedule.compiled), noise.lengths_ms(schedule.compiled, "span")
     for sample in (0, noise.samples - 1):
         ms = dict(zip(ops, noise.durations_ms(Rows(alone, rows.device))[:, sample].tolist(), strict=True))
         seen = clock.run(problem, schedule, ms.__getitem__, lambda op: clock.nominal_message_ms(problem, op))
@@ -41,9 +41,9 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
 @given(problems_with_schedules(beyond=True))
 @settings(max_examples=examples(40))
 def test_without_noise_the_percentile_is_the_nominal_length(pair):
-    _, schedule = pair
-    assert percentile_ms(schedule, 0.0) == pytest.approx(schedule.makespan_ms)
-    assert percentile_ms(schedule, 0.0, "span") == pytest.approx(schedule.span_ms)
+    problem, schedule = pair
+    for objective, ms in (("makespan", schedule.makespan_ms), ("span", schedule.span_ms)):
+        assert Noise(problem, 0.0).percentile_ms(schedule.compiled, objective) == pytest.approx(ms)
 
 
 def test_the_time_of_an_op_is_normal_and_cut():
@@ -75,12 +75,9 @@ def test_the_noise_of_an_op_does_not_depend_on_its_place():
 
 
 def test_the_noise_depends_on_the_seed():
-    schedule = gpipe(chain(m=4))
-    assert (
-        percentile_ms(schedule, 0.1, seed=1)
-        == percentile_ms(schedule, 0.1, seed=1)
-        != percentile_ms(schedule, 0.1, seed=2)
-    )
+    compiled = gpipe(chain(m=4)).compiled
+    one, again, other = (Noise(compiled.problem, 0.1, seed).percentile_ms(compiled) for seed in (1, 1, 2))
+    assert one == again != other
 
 
 def test_the_percentile_of_a_sum_of_times():
@@ -89,7 +86,7 @@ def test_the_percentile_of_a_sum_of_times():
     schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1BW0"]])
     ms = [1.0, 1.0, 2.0, 2.0]  # F, F, BW, BW, and 0.1 ms twice in between
     expected = sum(ms) + 0.2 + 1.645 * 0.1 * np.sqrt(np.sum(np.square(ms)))
-    assert percentile_ms(schedule, 0.1) == pytest.approx(expected, rel=0.01)
+    assert Noise(problem, 0.1).percentile_ms(schedule.compiled) == pytest.approx(expected, rel=0.01)
 
 
 def test_huge_problems_get_fewer_samples():
@@ -100,4 +97,4 @@ def test_huge_problems_get_fewer_samples():
 def test_a_deadlock_is_raised():
     stuck = Schedule.parse(chain(m=1), [["0BW0", "0F0"], ["1F0", "1BW0"]])
     with pytest.raises(DeadlockError):
-        percentile_ms(stuck, 0.1)
+        Noise(stuck.problem, 0.1).percentile_ms(stuck.compiled)

@@ -12,7 +12,7 @@ from support.problems import pipeline, stage
 from support.units import units
 
 from optpipe import Schedule
-from optpipe.evaluate.causes import Cause
+from optpipe.evaluate.causes import Cause, Causes
 from optpipe.show.changes import Change, changes
 from optpipe.show.lanes import blocks
 from optpipe.show.page import plot
@@ -76,7 +76,7 @@ def test_the_bars_are_the_timeline(small):
     schedule, page = offloading(), small
     drawn = sorted(tuple(box) for box in page.page.evaluate(BOXES, "ops"))
     assert drawn == sorted((block.start, block.end, block.device, block.colour) for block in blocks(schedule))
-    gaps = schedule.compiled.causes.gaps
+    gaps = Causes(schedule.compiled).gaps
     waits = [box for name in ("start", "end", "device", "transfer") for box in page.page.evaluate(BOXES, name)]
     expected = zip(gaps.begin_ms.tolist(), gaps.end_ms.tolist(), gaps.device.tolist(), strict=True)
     assert sorted(tuple(box[:3]) for box in waits) == sorted(expected)
@@ -86,7 +86,7 @@ def test_the_bars_are_the_timeline(small):
 
 def test_a_click_on_a_gap_tells_the_chain_that_made_it(small):
     schedule, page = offloading(), small
-    causes = schedule.compiled.causes
+    causes = Causes(schedule.compiled)
     for gap in range(len(causes.gaps)):
         middle = (causes.gaps.begin_ms[gap] + causes.gaps.end_ms[gap]) / 2
         page.page.mouse.click(*point(page, schedule, int(causes.gaps.device[gap]), middle))
@@ -104,7 +104,7 @@ def test_a_click_on_a_gap_tells_the_chain_that_made_it(small):
 
 def test_the_pointer_tells_what_an_op_waited_for_and_what_it_starts(small):
     schedule, page = offloading(), small
-    causes = schedule.compiled.causes
+    causes = Causes(schedule.compiled)
     row = next(r for r in range(len(causes.row)) if str(schedule.compiled.rows.op(r)) == "1F0")
     assert causes.why[row] == Cause.ACROSS
     start, end = schedule.timeline.start[row], schedule.timeline.end[row]

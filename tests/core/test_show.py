@@ -5,7 +5,6 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
-import pytest
 from hypothesis import given, settings
 from support.examples import examples
 from support.problems import pipeline, stage
@@ -13,7 +12,6 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
-from optpipe.show import curves
 from optpipe.show.lanes import blocks, memory_over_time
 from optpipe.show.page import still
 from optpipe.show.svg import gantt
@@ -100,21 +98,3 @@ def test_the_chart_fits_the_window():
         assert sum(line.startswith("device") for line in lines) == devices
         assert ("▃" in "".join(lines)) is memory
         assert ("one device of 2 is shown" in lines[-1]) is (devices < 6)
-
-
-def test_curves_have_a_mark_at_each_size_and_points_in_their_place():
-    def across(logarithmic: bool) -> list[float]:
-        picture = ElementTree.fromstring(
-            curves.chart({"a": [(1, 0), (10, 5)], "b": [(100, 10)]}, "t", "x", "y", logarithmic)
-        )
-        points = picture.findall(".//{*}circle[{*}title]")
-        heights = [float(point.get("cy")) for point in points]
-        assert heights == sorted(heights, reverse=True)
-        marks = [text.text for text in picture.findall(".//{*}text[@text-anchor='middle']")]
-        assert marks == ["1", "10", "100"]
-        return [float(point.get("cx")) for point in points]
-
-    first, middle, last = across(True)
-    assert middle - first == pytest.approx(last - middle)
-    first, middle, last = across(False)
-    assert (middle - first) / (last - first) == pytest.approx(9 / 99, abs=1e-3)

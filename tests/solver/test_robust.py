@@ -10,7 +10,7 @@ import pytest
 
 import optpipe
 from optpipe import Problem, Schedule, check
-from optpipe.evaluate.jitter import Noise, percentile_ms
+from optpipe.evaluate.jitter import Noise
 from optpipe.process.protocol import Bound, Incumbent, Note, Programs, Request
 from optpipe_solver import plan, robust
 from optpipe_solver.heuristics import generate
@@ -34,7 +34,7 @@ def test_local_search_helps_under_noise_that_it_has_not_seen():
     assert all(later < earlier for earlier, later in pairwise([before, *values]))
     assert check(problem, search.schedule) == []
     judge = Noise(problem, 0.05, seed=77)
-    assert judge.percentile_ms(search.schedule) < judge.percentile_ms(start()) - 1.0
+    assert judge.percentile_ms(search.schedule.compiled) < judge.percentile_ms(start().compiled) - 1.0
 
 
 def test_the_engine_counts_its_work_with_one_thread():
@@ -58,7 +58,8 @@ def test_the_portfolio_goes_by_the_percentile(monkeypatch, objective):
         Request(problem=problem, jitter=0.05, objective=objective, time_limit_s=2.0, threads=2, seed=4), frames.append
     ).run()
     found = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
-    values = [percentile_ms(schedule, 0.05, objective, seed=4) for schedule in found]
+    noise = Noise(problem, 0.05, seed=4)
+    values = [noise.percentile_ms(schedule.compiled, objective) for schedule in found]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) == len(values)
     assert all(check(problem, schedule) == [] for schedule in found)
@@ -78,7 +79,8 @@ def test_nothing_is_optimal_by_a_bound_on_nominal_times():
     result = optpipe.solve(problem, time_limit_s=120.0, gap=1e-9, threads=2, jitter=0.05, seed=3)
     assert result.status == "feasible"
     assert result.gap == 0.0  # by nominal times
-    assert result.percentile_ms == result.value_ms == percentile_ms(result.schedule, 0.05, seed=3)
+    assert result.percentile_ms == result.value_ms
+    assert result.value_ms == Noise(problem, 0.05, seed=3).percentile_ms(result.schedule.compiled)
     assert result.percentile_ms > result.lower_bound_ms
     assert [step.value_ms for step in result.history][-1] == result.percentile_ms
     assert result.notes == ()

@@ -111,7 +111,7 @@ class SearchState:
             return nominal_ms
         if nominal_ms > self.shortest_ms * plan.JITTER_NEAR:
             return NEVER
-        return self._noise.percentile_ms(schedule, self._objective)
+        return self._noise.percentile_ms(schedule.compiled, self._objective)
 
     def start_for(self, run: EngineRun) -> Schedule | None:
         """The schedule that a run of an engine starts from: the best one that it knows all ops of, or of these the best
