@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,7 +22,7 @@ from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
 from optpipe_cli.options import with_options
-from optpipe_cli.output import echo, print_table, require_writable
+from optpipe_cli.output import echo, print_figures, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SolveOptions
@@ -84,13 +84,10 @@ def demo(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found: the largest relative difference of a loss, memory, and medians and spreads of the quiet
-    phase in ms."""
+    """What the demo found: the largest relative difference of a loss, memory, and the gain in time."""
 
     loss_difference: float
     within_memory: bool
-    start_ms: tuple[float, float]
-    best_ms: tuple[float, float]
     gain: Gain
     found_in_cache: bool
 
@@ -126,8 +123,8 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
     echo(whether_it_fits(problem, method, name))
     steps = len(told.steps)
     echo(f"the same {steps} steps in one plain process, to compare the losses")
-    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, steps, _every(steps // 4))
-    _print_table(told)
+    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, steps)
+    print_figures(TITLE, COLUMNS, rows(told))
     for line in adopted:
         echo(line)
     limits = _limits(told)
@@ -136,8 +133,6 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
     outcome = Outcome(
         loss_difference=difference([step.loss for step in told.steps], plain),
         within_memory=all(peak <= limit for peak, limit in peaks),
-        start_ms=_middle(told, 0),
-        best_ms=_middle(told, best),
         gain=gain_of(rounds(told, best, plan.rounds)),
         found_in_cache=_look_up(told, plan, folder),
     )
@@ -146,10 +141,9 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterator[tuple[str, int]]:
-    """Start the service as a process of its own, with a SQLite database; port 0 takes a free one. Ended after the
-    block."""
-    command = [sys.executable, "-m", "optpipe_cli", "serve", "--port", str(port)]
+def _service(folder: Path, environment: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Start the service as a process of its own, with a SQLite database, on a free port. Ended after the block."""
+    command = [sys.executable, "-m", "optpipe_cli", "serve", "--port", "0"]
     command += ["--database", f"sqlite:///{folder / 'optpipe.db'}"]
     with (
         (folder / "service.log").open("ab") as log,
@@ -184,16 +178,6 @@ def _adopted(url: str) -> list[str]:
                 says = f"predicted {told['predicted_ms']:.0f} ms, {took}"
                 lines.append(f"adoption: schedule {told['seq']} runs since step {told['step']}, {says}")
     return lines
-
-
-def _every(count: int) -> Callable[[int], None]:
-    """Say how far the plain run is, after so many steps each."""
-
-    def tell(step: int) -> None:
-        if step % max(1, count) == 0:
-            echo(f"plain run: step {step}")
-
-    return tell
 
 
 def _best(told: DemoResult) -> int:
@@ -248,31 +232,20 @@ def _megabytes(sizes: Sequence[int]) -> str:
     return " ".join(f"{size / 1e6:.1f}" for size in sizes)
 
 
-def _print_table(told: DemoResult) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, title=TITLE, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
-    for row in rows(told):
-        table.add_row(*row)
-    print_table(table)
-
-
 def _figure(middle: tuple[float, float]) -> str:
     return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
 
 
 def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
-    """Look the same problem up again, by the command line."""
+    """Look the same problem up again."""
     from optpipe.model.problem import Problem
+    from optpipe_cache import user_cache
 
-    Problem.from_dict(told.problem).save(folder / "problem.json")
-    command = [sys.executable, "-m", "optpipe_cli", "cache", "lookup", str(folder / "problem.json")]
-    command += ["--cache", str(folder / "cache.db"), "--objective", plan.options.get("objective", "makespan")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
-    return done.returncode == 0
+    hit = user_cache(folder / "cache.db").lookup(
+        Problem.from_dict(told.problem), plan.options.get("objective", "makespan")
+    )
+    echo(f"the same problem in the cache: {f'found, by {hit.schedule.method}' if hit else 'not found'}")
+    return hit is not None
 
 
 def _print_verdict(outcome: Outcome, ranks: int, predicted: float) -> None:

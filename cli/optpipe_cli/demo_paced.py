@@ -36,7 +36,7 @@ def run(html: Path) -> bool:
     rows = [row for task in tasks() for row in measured(task, RANKS)]
     show(rows, TITLE)
     if len(rows) < 2 or rows[-1].case.method != "auto":
-        echo("time: not every schedule was rows in its time, so nothing is compared")
+        echo("time: not every schedule was found in its time, so nothing is compared")
         return False
     *theirs, ours = rows
     echo(_shortest(published(ScheduleFile.model_validate(ours.file).problem)))

@@ -12,7 +12,7 @@ from optpipe_cli import demo_page
 from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import gain_of
 from optpipe_cli.launch import measured_on_ranks
-from optpipe_cli.output import echo, print_table
+from optpipe_cli.output import echo, print_figures
 
 if TYPE_CHECKING:
     from optpipe_runtime.fidelity.packed import Result, Task, Way
@@ -37,7 +37,7 @@ def run(html: Path, tolerance: float) -> bool:
     training, sleeping = tasks()
     echo(f"training a GPT: {RANKS} ranks")
     trained = measured(training, RANKS)
-    _show(trained, f"the GPT on {RANKS} ranks")
+    print_figures(f"the GPT on {RANKS} ranks; {TITLE}", COLUMNS, rows(trained))
     echo(f"the same {len(trained.losses)} steps in one plain process, to compare the losses")
     torch.set_num_threads(1)  # as ranks have
     plain = list(reference.trained(training.size, RANKS, training.steps()))
@@ -48,10 +48,10 @@ def run(html: Path, tolerance: float) -> bool:
     echo()
     echo(f"the same on {SLEEPING_RANKS} ranks whose stages sleep instead of computing")
     slept = measured(sleeping, SLEEPING_RANKS)
-    title = f"stages that sleep, {SLEEPING_RANKS} ranks"
-    _show(slept, title)
+    title = f"stages that sleep, {SLEEPING_RANKS} ranks; {TITLE}"
+    print_figures(title, COLUMNS, rows(slept))
     fixed, planned = slept.ways[1], slept.ways[-1]
-    demo_page.save(html, fixed.file, planned.file, (f"{title}; {TITLE}", COLUMNS, rows(slept)))
+    demo_page.save(html, fixed.file, planned.file, (title, COLUMNS, rows(slept)))
     return off <= tolerance and trained.within_memory and slept.within_memory
 
 
@@ -101,14 +101,3 @@ def _row(way: Way, planned: Way) -> list[str]:
 def _less(planned: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return how much less time each batch takes, as a share."""
     return [1 - ours / theirs for ours, theirs in zip(planned, other, strict=True)]
-
-
-def _show(result: Result, title: str) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, title=f"{title}; {TITLE}", title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
-    for row in rows(result):
-        table.add_row(*row)
-    print_table(table)

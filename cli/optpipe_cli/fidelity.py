@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optpipe_cli.launch import measured_on_ranks
-from optpipe_cli.output import print_table
+from optpipe_cli.output import print_figures
 
 if TYPE_CHECKING:
     from optpipe_runtime.fidelity.cases import Row, Task
@@ -37,14 +37,7 @@ def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
 
 def show(rows: Sequence[Row], title: str, plain: Sequence[float] | None = None) -> None:
     """Print a table of the rows; `plain` are the losses of the same steps in one plain process."""
-    from rich.table import Table
-
-    table = Table(box=None, title=f"{title}; ms a step: median ± interquartile range", title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "stages") else "right")
-    for row in rows:
-        table.add_row(*cells(row, plain))
-    print_table(table)
+    print_figures(f"{title}; ms a step: median ± interquartile range", COLUMNS, [cells(row, plain) for row in rows], 2)
 
 
 def cells(row: Row, plain: Sequence[float] | None = None) -> list[str]:

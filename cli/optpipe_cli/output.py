@@ -59,6 +59,18 @@ def print_rows(rows: Sequence[Mapping[str, Any]], empty: str) -> None:
     print_table(table)
 
 
+def print_figures(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> None:
+    """Print a table under its title. Figures stand on the right; the first `names` columns, which have none, left."""
+    from rich.table import Table
+
+    table = Table(box=None, title=title, title_justify="left")
+    for k, column in enumerate(columns):
+        table.add_column(column, no_wrap=True, justify="left" if k < names else "right")
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
+
+
 def require_writable(path: Path | None) -> None:
     """Raise `InputError` if the file cannot be written, before a long search whose answer would be lost."""
     if path is None:
