@@ -36,17 +36,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
-    code, out, err = run(
-        PROBLEM,
-        "--methods",
-        "gpipe,1f1b-recompute,naive,zb-v,auto",
-        "--placements",
-        "all",
-        "--time-limit",
-        "100",
-        "--gap",
-        "0.2",
-    )
+    words = "--methods gpipe,1f1b-recompute,naive,zb-v,auto --placements all --time-limit 100 --gap 0.2"
+    code, out, err = run(PROBLEM, *words.split())
     assert code == 0
     assert all(line.startswith("note: auto: dispatch and relax ") for line in err.splitlines())  # compiled beside
     head, columns, *rows = out.splitlines()
@@ -71,19 +62,16 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut(run, monkeypatch):
     assert "updates stages 4 to 7 on the host" in " ".join(" ".join(plain).split())  # the end of a reason
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_what_a_search_notes_is_told(run, monkeypatch, words):
+def test_what_a_search_notes_is_told(run, monkeypatch):
     ended = "milp: HiGHS: optimal after 0.1 s"
 
     def solve(problem: Problem, **options: object) -> Result:
         return replace(Result.from_schedule(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
 
     monkeypatch.setattr(comparison, "solve", solve)
-    _, out, err = run(PROBLEM, "--methods", "milp", "--placements", "keep", *words)
-    if words:
-        assert json.loads(out)["rows"][0]["notes"] == [ended]
-    else:
-        assert err == f"note: milp: {ended}\n"
+    words = (PROBLEM, "--methods", "milp", "--placements", "keep")
+    assert run(*words)[2] == f"note: milp: {ended}\n"
+    assert json.loads(run(*words, "--json")[1])["rows"][0]["notes"] == [ended]
 
 
 def test_as_json_with_pictures(run, tmp_path):
@@ -135,14 +123,8 @@ def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
 
 
 def test_the_frontier_has_no_dominated_points():
-    points = [
-        Point("a", 10, 5.0),
-        Point("b", 5, 9.0),
-        Point("c", 7, 9.0),
-        Point("d", 20, 5.0),
-        Point("e", 3, 20.0),
-        Point("f", 10, 6.0),
-    ]
+    places = {"a": (10, 5.0), "b": (5, 9.0), "c": (7, 9.0), "d": (20, 5.0), "e": (3, 20.0), "f": (10, 6.0)}
+    points = [Point(name, *place) for name, place in places.items()]
     assert [point.name for point in frontier(points)] == ["e", "b", "a"]
     drawn = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t")
     assert "ours &amp; theirs" in drawn

@@ -79,14 +79,6 @@ def test_a_gain_is_told_only_beyond_the_spread(
     assert "1060.0 ± " in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_without_a_schedule_nothing_is_compared(
-    schedules: tuple[Schedule, Schedule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_paced, "measured", lambda task, ranks: [])
-    assert not demo_paced.run(tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_a_page_has_the_losses_the_swaps_and_the_table_as_text(
     schedules: tuple[Schedule, Schedule], tmp_path: Path
 ) -> None:

@@ -17,24 +17,12 @@ from benchmarks.progress import Progress, chart
 from optpipe import ScheduleFile, check
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-HEURISTIC = ("--method", "adaoffload", "--time-limit", "200")  # which ends on its own
 CLI = "from optpipe_cli.main import main; main()"
 
 
 def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
-    words = [
-        "solve",
-        str(EXAMPLES / "fastlink-8x16.json"),
-        "--method",
-        "lns",
-        "--time-limit",
-        "600",
-        "--threads",
-        "1",
-        "--no-cache",
-        "-o",
-        "s.json",
-    ]
+    words = ["solve", str(EXAMPLES / "fastlink-8x16.json")]
+    words += ["--method", "lns", "--time-limit", "600", "--threads", "1", "--no-cache", "-o", "s.json"]
     with subprocess.Popen(
         [sys.executable, "-c", CLI, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -38,17 +38,6 @@ def problem():
     return pipeline(2, 3, 10, stage(sizes=(1, 1)))
 
 
-def test_results_get_better_until_proven(problem):
-    results = list(improve(problem, method="good", time_limit_s=LIMIT_S))
-    assert [result.method for result in results] == ["slow", "fast", "fast"]
-    assert [result.status for result in results] == ["feasible", "feasible", "optimal"]
-    slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
-    assert [result.makespan_ms for result in results] == [slow, fast, fast]
-    assert results[1].gap == pytest.approx(1 - 1.0 / fast)
-    assert results[-1].gap == 0.0
-    assert results[-1].schedule.problem == problem
-
-
 class Kept:
     """A cache that keeps what it is given, and has what a test puts there; or one that cannot be used."""
 
@@ -66,12 +55,42 @@ class Kept:
         self.added.append((schedule.makespan_ms, status, lower_bound_ms))
 
 
-def test_every_better_schedule_is_kept_in_the_cache(problem):
+def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
     cache = Kept()
-    last = solve(problem, cache=cache, method="good", time_limit_s=LIMIT_S)
+    search = improve(problem, method="good", cache=cache, time_limit_s=LIMIT_S)
+    assert (search.known.status, search.known.lower_bound_ms) == ("unknown", None)
+    results = list(search)
     slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
+    seen = [(result.method, result.status, result.makespan_ms) for result in results]
+    assert seen == [("slow", "feasible", slow), ("fast", "feasible", fast), ("fast", "optimal", fast)]
+    assert [results[1].gap, results[2].gap] == [pytest.approx(1 - 1.0 / fast), 0.0]
+    assert results[-1].schedule.problem == problem
     assert cache.added == [(slow, "feasible", None), (fast, "feasible", 1.0), (fast, "optimal", fast)]
-    assert last.status == "optimal"
+    assert (search.known.status, search.known.lower_bound_ms) == ("optimal", results[-1].lower_bound_ms)
+    last = solve(problem, cache=Kept(broken=True), method="worse", time_limit_s=LIMIT_S)
+    assert (last.method, last.notes[-1]) == ("fast", "the cache cannot be used")
+    assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "told"),
+    [
+        ("infeasible", "infeasible", "device 0 needs 2 bytes and has 1"),
+        ("crash", "feasible", "something broke"),
+        ("crash at once", "unknown", "exit code 7"),
+        ("garbage", "feasible", "the solver's answer"),
+        ("half a frame", "feasible", "ended"),
+        ("close", "feasible", "support.scripted_solver closed its output and did not end"),
+        ("long", "unknown", "support.scripted_solver wrote a line of more than 60 bytes"),
+    ],
+)
+def test_a_search_that_ends_early_says_why_and_keeps_the_best(problem, monkeypatch, method, status, told):
+    monkeypatch.setattr(child, "ENDING_S", 0.1 if method == "close" else 60)
+    if method == "long":
+        monkeypatch.setattr(child, "LONGEST_LINE", 60)
+    result = solve(problem, method="sleep" if method == "long" else method, time_limit_s=LIMIT_S)
+    assert (result.status, result.method) == (status, "slow" if status == "feasible" else "")
+    assert told in (result.reason or result.notes[-1])
 
 
 def test_a_proven_schedule_of_the_cache_is_the_answer(problem):
@@ -95,60 +114,11 @@ def test_a_search_starts_from_the_shorter_of_what_is_known(problem):
     assert better_start(problem, other, SimpleNamespace(schedule=slow), "makespan") is slow
 
 
-def test_a_cache_that_cannot_be_used_is_a_note(problem):
-    last = solve(problem, cache=Kept(broken=True), method="good", time_limit_s=LIMIT_S)
-    assert (last.status, last.notes[-1]) == ("optimal", "the cache cannot be used")
-
-
-def test_what_is_known_has_bounds_as_they_come(problem):
-    search = improve(problem, method="good", time_limit_s=LIMIT_S)
-    assert (search.known.status, search.known.lower_bound_ms) == ("unknown", None)
-    *_, last = search
-    assert (search.known.status, search.known.lower_bound_ms) == ("optimal", last.lower_bound_ms)
-
-
-def test_a_schedule_that_is_no_better_is_not_shown(problem):
-    assert [result.method for result in improve(problem, method="worse", time_limit_s=LIMIT_S)] == ["fast", "fast"]
-
-
-def test_infeasible_says_why(problem):
-    result = solve(problem, method="infeasible", time_limit_s=LIMIT_S)
-    assert (result.status, result.schedule, result.reason) == ("infeasible", None, "device 0 needs 2 bytes and has 1")
-
-
 def test_an_invalid_schedule_is_never_seen(problem):
     results = list(improve(problem, method="invalid", time_limit_s=LIMIT_S))
     assert {result.method for result in results} == {"slow"}
     assert any("a schedule of liar was rejected" in note for note in results[-1].notes)
     assert "still here" in results[-1].notes
-
-
-@pytest.mark.parametrize(
-    ("method", "note"), [("crash", "something broke"), ("garbage", "the solver's answer"), ("half a frame", "ended")]
-)
-def test_a_broken_solver_leaves_the_best_so_far(problem, method, note):
-    result = solve(problem, method=method, time_limit_s=LIMIT_S)
-    assert (result.status, result.method) == ("feasible", "slow")
-    assert note in result.notes[-1]
-
-
-def test_a_solver_that_closes_its_output_and_does_not_end_leaves_the_best_so_far(problem, monkeypatch):
-    monkeypatch.setattr(child, "ENDING_S", 0.1)
-    result = solve(problem, method="close", time_limit_s=LIMIT_S)
-    assert (result.status, result.method) == ("feasible", "slow")
-    assert result.notes == ("support.scripted_solver closed its output and did not end",)
-
-
-def test_a_line_that_is_too_long_is_not_read(problem, monkeypatch):
-    monkeypatch.setattr(child, "LONGEST_LINE", 60)
-    result = solve(problem, method="sleep", time_limit_s=LIMIT_S)
-    assert (result.status, result.reason) == ("unknown", "support.scripted_solver wrote a line of more than 60 bytes")
-
-
-def test_a_solver_that_crashes_at_once_is_the_reason(problem):
-    result = solve(problem, method="crash at once", time_limit_s=LIMIT_S)
-    assert (result.status, result.schedule) == ("unknown", None)
-    assert "exit code 7" in result.reason
 
 
 def test_a_refused_request_raises_input_error(problem):
@@ -195,17 +165,6 @@ def test_cancel_keeps_the_best_so_far(problem):
     assert time.monotonic() - began < SLEEP_S
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_a_dropped_search_leaves_no_process(problem, started):
-    search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
-    if started:
-        next(search)
-    pid = search._child._process.pid
-    del search
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(problem):
     search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     next(search)
@@ -250,7 +209,3 @@ def test_the_solver_dies_with_its_parent(problem, tmp_path):
             return
         time.sleep(0.05)
     pytest.fail("the solver outlived its parent")
-
-
-def test_a_warm_start_reaches_the_solver(problem):
-    assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"

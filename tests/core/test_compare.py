@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from support.problems import pipeline, stage
 
 import optpipe
 from optpipe import InputError, Problem, check, comparison
-from optpipe.model.placement import rechunk
 from optpipe.options import CompareOptions
 from optpipe.results import Result
 from optpipe_solver.portfolio.compare_methods import EVERY
@@ -32,11 +30,6 @@ def found() -> optpipe.Comparison:
     return optpipe.compare(problem(), time_limit_s=100, gap=0.2)
 
 
-def test_every_method_has_one_row_and_the_solver_has_two(found):
-    names = [(row.method, row.placements) for row in found.rows]
-    assert sorted(names) == sorted([*((name, "all") for name in EVERY), ("auto", "keep"), ("auto", "all")])
-
-
 def test_the_shortest_that_fits_comes_first_and_nothing_is_ahead_of_the_solver(found):
     ranks = [0 if row.fits else 1 if row.schedule else 2 for row in found.rows]
     assert ranks == sorted(ranks)
@@ -45,12 +38,13 @@ def test_the_shortest_that_fits_comes_first_and_nothing_is_ahead_of_the_solver(f
         values = [row.makespan_ms for row, own in zip(found.rows, ranks, strict=True) if own == rank]
         assert values == sorted(values)
     assert found.rows[0].method == "auto"
-    kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
-    assert all(
-        kept.makespan_ms <= row.makespan_ms
-        for row in found.rows
-        if row.fits and row.schedule.placement is None and row is not kept
-    )
+    names = [(row.method, row.placements) for row in found.rows]
+    assert sorted(names) == sorted([*((name, "all") for name in EVERY), ("auto", "keep"), ("auto", "all")])
+    kept = found.rows[names.index(("auto", "keep"))]
+    for row in found.rows:
+        if row.fits and row.schedule.placement is None and row.method != "auto":
+            assert row.makespan_ms >= kept.makespan_ms
+            assert row.lower_bound_ms >= kept.lower_bound_ms
 
 
 def test_each_row_agrees_with_its_schedule(found):
@@ -74,13 +68,6 @@ def test_each_row_agrees_with_its_schedule(found):
         assert row.span_ms <= row.makespan_ms
 
 
-def test_the_solvers_bound_holds_for_every_schedule_on_the_given_stages(found):
-    kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
-    for row in found.rows:
-        if row.fits and row.schedule.placement is None and row.method != "auto":
-            assert row.lower_bound_ms >= kept.lower_bound_ms
-
-
 def test_some_methods_do_not_apply_to_the_given_stages():
     told: list[str] = []
     rows = optpipe.compare(
@@ -93,23 +80,6 @@ def test_some_methods_do_not_apply_to_the_given_stages():
         "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements "
         "it is given them)"
     )
-
-
-def test_each_choice_of_parameters_has_a_row():
-    rows = optpipe.compare(rechunk(problem(memory=100), 2), ["gis:group=2", "gis:group=4"]).rows
-    assert all(row.fits for row in rows)
-    peaks = {row.method: row.peak[1].bytes for row in rows}
-    assert peaks["gis:group=2"] < peaks["gis:group=4"]
-
-
-def test_memory_that_is_too_small_is_the_reason_of_every_row():
-    rows = optpipe.compare(problem(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
-    assert {row.method: row.reason for row in rows} == {
-        "gpipe": "device 0 needs 40 B and has 4 B",
-        "naive": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
-        "adaoffload": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
-        "auto": "devices[0].activation_budget_bytes = 4 B: one micro-batch at a time needs at least 5 B",
-    }
 
 
 @pytest.mark.parametrize(
@@ -150,27 +120,6 @@ def test_host_memory_that_is_too_small_is_the_reason():
     (row,) = optpipe.compare(problem(device={"host_memory_bytes": 4}), ["po-h"]).rows
     peaks = [peak.bytes for peak in row.certificate.host]
     assert row.reason == f"device {peaks.index(max(peaks))} needs {max(peaks)} B of host memory and has 4 B"
-
-
-def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
-    small = chain(m=3)
-    rows = [
-        comparison.Row("none", reason="no"),
-        comparison.Row("long", result=Result.from_schedule(one_by_one(small), CompareOptions())),
-        comparison.Row("large", result=Result.from_schedule(gpipe(small), CompareOptions()), reason="needs more"),
-        comparison.Row("auto", result=Result.from_schedule(one_by_one(small), CompareOptions())),
-    ]
-    for turned in (rows, rows[::-1]):
-        assert [row.method for row in comparison.Comparison.from_rows(small, CompareOptions(), turned).rows] == [
-            "auto",
-            "long",
-            "large",
-            "none",
-        ]
-    assert all(
-        a.schedule or not b.schedule
-        for a, b in pairwise(comparison.Comparison.from_rows(small, CompareOptions(), rows).rows)
-    )
 
 
 def test_engines_run_where_they_are_named(monkeypatch):

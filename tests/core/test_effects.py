@@ -7,18 +7,13 @@ from dataclasses import replace
 import pytest
 from support.problems import pipeline, stage
 
-from optpipe import Kind, Op, Program, Schedule, certify
+from optpipe import Kind, Schedule, certify
 from optpipe.evaluate.effects import TABLE, Effects, Holding
 from optpipe.show.lanes import memory_over_time
 
 WORKSPACE = 7
 COSTS = stage(sizes=(10, 4), recompute=(1, 3), offload=(1, 1, 5), offload_parts=2)
 ONE = pipeline(1, 1, 100, COSTS)
-
-
-def held(*ops: str) -> list[int]:
-    """What the device holds during each op."""
-    return Schedule.parse(ONE, [ops]).compiled.held.during.tolist()
 
 
 @pytest.fixture
@@ -31,22 +26,6 @@ def with_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_has_its_rule():
     assert set(TABLE) == set(Kind)
-
-
-def test_what_each_op_takes_and_frees():
-    assert held("0F0", "0B0", "0W0") == [10, 10, 4]
-    assert held("0F0", "0BW0") == [10, 10]
-    assert held("0F0", "0C0", "0BW0") == [10, 10, 10]
-    assert held("0F0", "0O0", "0D0", "0R0", "0BW0") == [10, 10, 10, 10, 10]
-    one_part = Schedule.parse(ONE, [["0F0", "0O0.1", "0D0.1", "0R0.1", "0BW0"]]).compiled
-    assert one_part.held.after.tolist() == [10, 10, 7, 10, 0]
-
-
-def test_every_byte_taken_is_freed():
-    for program in ("0F0 0B0 0W0", "0F0 0C0 0BW0", "0F0 0O0 0O0.1 0D0 0D0.1 0R0 0R0.1 0B0 0W0"):
-        effects = Schedule.parse(ONE, [program.split()]).compiled.effects
-        assert effects.takes.sum() == effects.frees.sum() > 0
-        assert effects.takes_on_host.sum() == effects.frees_on_host.sum()
 
 
 def test_parts_add_up_and_transfers_move_them():
@@ -78,13 +57,3 @@ def test_a_changed_rule_changes_certificate_levels_and_picture():
     assert certify(ONE, schedule).device[0].at == "0B0"
     assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + WORKSPACE
     assert Holding(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).holdings(0, 0, Kind.F, Kind.B, Kind.W)
-
-
-def test_the_index_finds_every_op():
-    program = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]
-    compiled = Schedule.parse(ONE, [program]).compiled
-    for row, op in enumerate(Program.parse(program).ops()):
-        assert compiled.index.parts(op.kind)[op.stage, op.microbatch, op.part] == row
-        assert compiled.rows.op(row) == op
-    assert compiled.index.rows_of(Kind.B, Kind.BW)[0, 0] == 7
-    assert compiled.rows.op(7) == Op(Kind.B, 0, 0)

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import clock
-from support.examples import examples
 from support.problems import pipeline, stage
-from support.strategies import problems_with_schedules, stages
+from support.strategies import stages
 
 from optpipe import (
     DeadlockError,
@@ -21,15 +19,10 @@ from optpipe import (
     Problem,
     Schedule,
     ScheduleError,
-    ScheduleFile,
-    certify,
     check,
     simulate,
 )
-from optpipe.evaluate.jitter import Noise
 from optpipe.model.placement import rechunk, together
-from optpipe.show.lanes import blocks, kinds_in
-from optpipe.show.svg import gantt
 
 TIMES = (2, 2, 1)
 PLAIN = stage(TIMES)
@@ -49,52 +42,6 @@ SECOND = "0A0 1F0 1BW0 1F1 0V0 1BW1"
 
 def parse(problem: Problem, first: str = FIRST, second: str = SECOND) -> Schedule:
     return Schedule.parse(problem, [first.split(), second.split()])
-
-
-def starts(schedule: Schedule) -> dict[str, float]:
-    ops = [str(op) for program in schedule.programs for op in program.ops()]
-    return dict(zip(ops, schedule.timeline.start.tolist(), strict=True))
-
-
-def test_times_by_hand():
-    schedule = parse(pair())
-    assert check(pair(), schedule) == []
-    at = starts(schedule)
-    assert (at["0E0"], at["0D0"], at["0F1"]) == (2.0, 3.0, 3.0)  # the second forward waits for the eviction
-    assert (at["0L0"], at["0BW0"], at["0BW1"]) == (5.0, 8.0, 12.0)  # issued after 0F1, back in three ms
-    assert (at["1BW0"], at["1F1"], at["0V0"], at["1BW1"]) == (4.0, 7.0, 9.0, 9.0)
-    assert schedule.makespan_ms == 15.0
-
-
-def test_the_peer_takes_the_bytes_before_the_eviction_and_frees_them_after_the_load():
-    late = starts(parse(pair(), second="1F0 0A0 1BW0 1F1 0V0 1BW1"))
-    assert (late["0A0"], late["0E0"], late["0F1"]) == (4.0, 4.0, 5.0)
-    at = starts(parse(pair(first=stage(TIMES, evict=(1, 30, 8)))))
-    assert (at["0L0"], at["0V0"], at["1BW1"], at["0BW0"]) == (5.0, 35.0, 35.0, 35.0)
-
-
-def test_memory_of_both_devices_by_hand():
-    problem = pair()
-    one, other = certify(problem, parse(problem)).device
-    assert (one.bytes, one.at) == (20, "0L0")  # 2 stay of the first, 10 of the second, 8 come back
-    assert (other.bytes, other.at) == (18, "1F0")  # 8 for the peer beside its own 10
-    early = "0A0 1F0 1BW0 0V0 1F1 1BW1"  # compute waits for the load, the room is free sooner
-    assert certify(problem, parse(problem, second=early)).device[1].at == "1F0"
-    tight = pair(memory=17)
-    assert check(tight, parse(tight, first="0F0 0E0 0D0 0F1 0BW1 0L0 0BW0", second="0A0 1F0 1F1 1BW1 1BW0 0V0")) == [
-        "device 1 needs 28 B during 1F1 and has 17 B"
-    ]
-
-
-def test_evictions_have_a_link_of_their_own():
-    """Offloads and evictions run at one time; those of one device and its loads run in program order."""
-    problem = pair(3, first=stage(TIMES, evict=(1, 3, 8), offload=(5, 5, 8)))
-    first = "0F0 0O0 0F1 0E1 0F2 0E2 0D0 0D1 0D2 0R0 0L1 0L2 0BW0 0BW1 0BW2"
-    at = starts(parse(problem, first, "0A1 0A2 1F0 1BW0 1F1 1BW1 1F2 1BW2 0V1 0V2"))
-    assert (at["0O0"], at["0E1"], at["0E2"]) == (2.0, 4.0, 6.0)
-    assert (at["0R0"], at["0L1"], at["0L2"]) == (7.0, 7.0, 10.0)
-    turned = parse(problem, first.replace("0E1 0F2 0E2", "0F2 0E2 0E1"), "0A1 0A2 1F0 1BW0 1F1 1BW1 1F2 1BW2 0V1 0V2")
-    assert (starts(turned)["0E2"], starts(turned)["0E1"]) == (6.0, 7.0)
 
 
 def test_a_deadlock_over_an_accept_is_shown():
@@ -153,42 +100,6 @@ def test_simulate_refuses_what_it_cannot_time():
     ):
         with pytest.raises(ScheduleError, match=message):
             simulate(pair(), parse(pair(), first, second))
-
-
-def test_a_device_that_only_accepts_has_no_span():
-    problem = pair(m=1)
-    problem = problem.replace(stages=problem.stages[:1])
-    schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
-    assert check(problem, schedule) == []
-    assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
-    assert len(schedule.timeline.busy_ms()) == 1
-    assert Noise(problem, 0.0).percentile_ms(schedule.compiled, "span") == schedule.span_ms
-
-
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
-@settings(max_examples=examples(100), deadline=None)
-def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
-    problem, schedule = pair
-    certificate = certify(problem, schedule)
-    for _ in range(10):
-        seen = clock.run(
-            problem,
-            schedule,
-            lambda op: random.choice([0.0, random.expovariate(0.2)]),
-            lambda op: random.uniform(0, 30),
-        )
-        for d in range(len(problem.devices)):
-            assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
-
-
-def test_files_and_pictures_show_them():
-    schedule = parse(pair())
-    file = ScheduleFile.from_json(ScheduleFile.from_schedule(schedule).to_json())
-    assert file.schedule() == schedule
-    assert [op.kind for op in file.ops if op.kind in "EL"] == ["E", "L"]
-    assert {Kind.E, Kind.L} <= set(kinds_in(schedule))
-    assert [str(block.op) for block in blocks(schedule) if block.transfer] == ["0E0", "0L0"]
-    assert "evict" in gantt(schedule)
 
 
 @settings(deadline=None)

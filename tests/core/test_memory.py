@@ -101,11 +101,3 @@ def test_host_memory_is_held_until_the_backward():
     enough, less = one_device(100, host=16, **OFFLOAD), one_device(100, host=15, **OFFLOAD)
     assert check(enough, Schedule.parse(enough, program)) == []
     assert check(less, Schedule.parse(less, program)) == ["device 0 needs 16 B of host memory during 0O1 and has 15 B"]
-
-
-def test_parts_add_up_to_the_whole():
-    problem = one_device(100, offload=(1, 1, 10), offload_parts=3)
-    parts = " ".join(f"0O0.{k} 0D0.{k}" for k in range(3)) + " " + " ".join(f"0R0.{k}" for k in range(3))
-    schedule = Schedule.parse(problem, [f"0F0 {parts} 0BW0 0F1 0BW1".split()])
-    assert certify(problem, schedule).host[0].bytes == 10
-    assert check(one_device(10, offload=(1, 1, 10), offload_parts=3), schedule) == []

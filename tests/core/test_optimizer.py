@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from support.problems import GROUPS, pipeline, stage
 from support.strategies import stages
 
-from optpipe import DeadlockError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, certify, check, simulate
+from optpipe import DeadlockError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, check, simulate
 from optpipe.model.placement import together
-from optpipe.show.lanes import blocks, kinds_in
 
 TIMES = (2, 2, 1)
 UPDATE = {"update": (4, 6, 3)}
@@ -32,29 +31,6 @@ def starts(problem: Problem, *programs: str) -> dict[str, float]:
     return dict(zip(ops, schedule.timeline.start.tolist(), strict=True))
 
 
-def test_times_by_hand():
-    at = starts(one_device(), "0P0 1P0 0F0 1F0 1BW0 1G0 1U0 0BW0 0G0 0U0")
-    # Forwards wait for their parameters, which share one link.
-    assert [at[op] for op in ("0P0", "0F0", "1P0", "1F0")] == [0.0, 3.0, 3.0, 6.0]
-    assert (at["1BW0"], at["1G0"], at["0BW0"]) == (8.0, 11.0, 11.0)  # gradients leave beside the next backward
-    assert (at["1U0"], at["0G0"]) == (15.0, 15.0)
-    assert at["0U0"] == 21.0  # its gradients are there at 19, the host is busy until 21
-    schedule = Schedule.parse(one_device(), [["0P0", "1P0", "0F0", "1F0", "1BW0", "1G0", "1U0", "0BW0", "0G0", "0U0"]])
-    assert schedule.makespan_ms == schedule.span_ms == 27.0
-    assert schedule.timeline.busy_ms() == [10.0]
-
-
-def test_parameters_of_a_later_stage_come_in_during_a_forward():
-    assert starts(one_device(), "0F0 1P0 1F0 1BW0 0BW0 1G0 1U0")["1F0"] == 5.0
-
-
-@pytest.mark.parametrize(("mode", "parameters"), [("half_duplex", 7.0), ("full_duplex", 2.0)])
-def test_optimizers_share_the_host_link_with_offloads(mode, parameters):
-    at = starts(one_device(transfer_mode=mode), "0F0 0O0 1P0 0D0 1F0 1BW0 1G0 0R0 0BW0 1U0")
-    assert at["1P0"] == parameters  # after the offload, or beside it
-    assert at["0R0"] == at["1G0"] + (4.0 if mode == "half_duplex" else 0.0)
-
-
 def test_a_shared_link_orders_their_transfers_too():
     problem = pipeline(2, 1, 100, stage(TIMES, **UPDATE), device={"link": "pcie0"})
     programs = [["0P0", "0F0", "0BW0", "0G0", "0U0"], ["1P0", "1F0", "1BW0", "1G0", "1U0"]]
@@ -63,16 +39,6 @@ def test_a_shared_link_orders_their_transfers_too():
     assert schedule.timeline.start[:2].tolist() == [3.0, 6.0]
     assert [op.kind for op in ScheduleFile.from_schedule(schedule).ops].count("U") == 2
     assert "4 transfers on it" in check(problem, Schedule.parse(problem, programs, {"pcie0": ["1P0"]}))[0]
-
-
-def test_optimizers_on_the_host_are_optional_and_leave_the_memory_as_it_is():
-    problem = one_device(m=2)
-    plain, more = "0F0 1F0 1BW0 0BW0 0F1 1F1 1BW1 0BW1", "0P0 1P0 0F0 1F0 1BW0 0BW0 0F1 1F1 1BW1 1G0 1U0 0BW1 0G0 0U0"
-    without, beside = (Schedule.parse(problem, [program.split()]) for program in (plain, more))
-    assert check(problem, without) == check(problem, beside) == []
-    assert certify(problem, without).device == certify(problem, beside).device
-    assert certify(problem, beside).host[0].bytes == 0
-    assert beside.makespan_ms > without.makespan_ms
 
 
 @pytest.mark.parametrize(
@@ -118,12 +84,6 @@ def test_optimizer_ops_of_every_route_have_micro_batch_0():
     """Micro-batch 0 does not pass stage 1; its optimizer's ops are written with that number all the same."""
     problem = one_device(m=2, routes=[[0], [1]], microbatch_routes=[0, 1])
     assert starts(problem, "1P0 0F0 0BW0 1F1 1BW1 1G0 1U0")["1U0"] == 14.0
-
-
-def test_pictures_show_them():
-    schedule = Schedule.parse(one_device(), [["0P0", "1P0", "0F0", "1F0", "1BW0", "1G0", "1U0", "0BW0", "0G0", "0U0"]])
-    assert {Kind.G, Kind.U, Kind.P} <= set(kinds_in(schedule))
-    assert sum(block.transfer for block in blocks(schedule)) == 6
 
 
 @settings(deadline=None)

@@ -20,7 +20,6 @@ from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk
 from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Incumbent, Programs, Request
 from optpipe.results import Result
-from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
 
 TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
@@ -102,12 +101,6 @@ def test_stages_of_layers_cost_what_their_layers_cost(problem, chunks, shape):
     assert at == len(problem.layers)
 
 
-def test_one_chunk_a_device_is_the_same_problem():
-    problem = plain()
-    assert rechunk(problem, 1) is problem
-    assert rechunk(problem, 1, "v") is problem
-
-
 def test_chunks_pass_the_devices_in_the_same_order_or_back():
     backwards = plain().replace(routes=[[3, 2, 1, 0]])
     assert [stage.device for stage in rechunk(backwards, 2).stages] == [3, 2, 1, 0, 3, 2, 1, 0]
@@ -175,30 +168,6 @@ def both_ways() -> Schedule:
     return Schedule.parse(problem, programs, method="both ways", placement=placement)
 
 
-def test_a_bidirectional_schedule_goes_through_frames_and_files(tmp_path, capsys):
-    from optpipe_cli.schedule_commands import check as inspect
-
-    schedule = both_ways()
-    assert check(schedule.problem, schedule) == []
-    # Each micro-batch begins on the device where the one before it turns back, and follows it.
-    assert schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24
-    sent = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json(exclude_none=True))
-    received = sent.schedule(plain(), schedule.method)
-    assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
-    schedule.save(tmp_path / "s.json")
-    assert Schedule.load(tmp_path / "s.json") == schedule
-    plain().save(tmp_path / "asked.json")
-    inspect(tmp_path / "asked.json", tmp_path / "s.json")
-    assert "valid: " in capsys.readouterr().out
-
-
-def test_two_chunks_become_one_again():
-    problem = plain()
-    assert rechunk(rechunk(problem, 2, "v"), 1).stages == tuple(
-        s.model_copy(update={"checkpoint_bytes": 6}) for s in problem.stages
-    )
-
-
 def test_a_stage_offloads_what_its_layers_can_offload():
     leaves = {"offload": (1, 2, 3)}
     layers = [layer(1.0, 4, **leaves, offload_parts=4), layer(1.0, 5), layer(1.0, 4, **leaves, offload_parts=2)]
@@ -231,51 +200,28 @@ def test_no_partition_within_memory_has_a_lighter_heaviest_stage(sizes, stages, 
         assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
 
 
-def test_next_to_a_heavy_layer_the_other_stages_stay_even():
-    layers = [layer(1.0)] * 9 + [layer(20.0)]
-    assert Placement.balanced(plain(layers=layers), 1).layers == (3, 3, 3, 1)
+FIVE = plain(layers=[layer(1.0)] * 5)
 
 
 @pytest.mark.parametrize(
     ("problem", "placement", "sentence"),
     [
-        (plain(), Placement(chunks=1, layers=(1, 1, 1, 1)), "placement.layers: the problem has none"),
-        (
-            plain(layers=[layer(1.0)] * 5),
-            Placement(chunks=1),
-            "placement.layers is missing: the problem has 5 layers, each of 4 stages",
-        ),
-        (
-            plain(layers=[layer(1.0)] * 5),
-            Placement(chunks=1, layers=(5,)),
-            "placement.layers has 1 entries: 1 chunks a device make 4",
-        ),
-        (
-            plain(layers=[layer(1.0)] * 5),
-            Placement(chunks=1, layers=(1, 1, 1, 1)),
-            "placement.layers add up to 4: the problem has 5",
-        ),
+        (plain(), {"layers": (1, 1, 1, 1)}, "placement.layers: the problem has none"),
+        (FIVE, {}, "placement.layers is missing: the problem has 5 layers, each of 4 stages"),
+        (FIVE, {"layers": (5,)}, "placement.layers has 1 entries: 1 chunks a device make 4"),
+        (FIVE, {"layers": (1, 1, 1, 1)}, "placement.layers add up to 4: the problem has 5"),
         (
             plain(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 0, 1, 1]),
-            Placement(chunks=2),
+            {},
             "routes: there are 2, a placement is for one route only",
         ),
     ],
 )
 def test_a_placement_of_another_problem_is_refused_in_one_sentence(problem, placement, sentence):
     with pytest.raises(InputError, match=sentence):
-        placement.apply(problem)
-
-
-def test_more_stages_than_layers_are_refused():
+        Placement(chunks=1, **placement).apply(problem)
     with pytest.raises(InputError, match="chunks = 2: 8 stages cannot be made of 5 layers"):
-        rechunk(plain(layers=[layer(1.0)] * 5), 2)
-
-
-def test_the_text_of_a_placement():
-    texts = [str(Placement(chunks=1)), str(Placement(chunks=2, shape="v")), str(Placement(chunks=2, layers=(3, 4)))]
-    assert texts == ["1 chunk a device", "2 chunks a device, V-shaped", "2 chunks a device, looped, layers 3 4"]
-    assert str(Placement(chunks=1, shape="bidirectional")) == "1 chunk a device, bidirectional"
+        rechunk(FIVE, 2)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +236,7 @@ def test_the_text_of_a_placement():
 )
 def test_equal_numbers_of_layers_are_told_once(counts: list[int], text: str) -> None:
     assert counts_text(counts) == text
+    assert str(Placement(chunks=2, layers=counts)) == f"2 chunks a device, looped, layers {text}"
 
 
 @pytest.fixture
@@ -298,13 +245,18 @@ def placed() -> Schedule:
     return replace(generate("zb-auto", placement.apply(plain())), placement=placement)
 
 
-def test_the_receiver_of_a_frame_applies_the_placement_to_its_own_problem(placed):
-    sent = Programs.model_validate_json(Programs.from_schedule(placed).model_dump_json(exclude_none=True))
-    received = sent.schedule(plain(), placed.method)
-    assert (received.problem, received.placement) == (placed.problem, placed.placement)
-    assert received.makespan_ms == placed.makespan_ms
+@pytest.mark.parametrize("way", ["v", "bidirectional"])
+def test_frames_and_files_keep_a_placed_schedule(placed, tmp_path, way):
+    """Whoever receives a frame applies the placement to its own problem."""
+    schedule = placed if way == "v" else both_ways()
+    assert check(schedule.problem, schedule) == []
+    sent = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json(exclude_none=True))
+    received = sent.schedule(plain(), schedule.method)
+    assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
     slower = plain().replace(p2p_ms=1.0)
-    assert sent.schedule(slower, "").problem == rechunk(slower, 2, "v")
+    assert sent.schedule(slower, "").problem == schedule.placement.apply(slower)
+    schedule.save(tmp_path / "s.json")
+    assert Schedule.load(tmp_path / "s.json") == schedule
 
 
 def test_a_solver_that_must_keep_the_stages_cannot_place_them(placed):
@@ -314,22 +266,6 @@ def test_a_solver_that_must_keep_the_stages_cannot_place_them(placed):
     assert kept.notes == ("a schedule of liar was rejected: 2 chunks a device, V-shaped: the stages were to be kept",)
     free = _with_incumbent(Result("unknown"), frame, Request(problem=plain(), placements="all"))
     assert free.makespan_ms == placed.makespan_ms
-
-
-def test_a_file_and_a_cache_keep_a_placed_schedule(placed, tmp_path):
-    placed.save(tmp_path / "s.json")
-    loaded = Schedule.load(tmp_path / "s.json")
-    assert (loaded.problem, loaded.placement, loaded.makespan_ms) == (
-        placed.problem,
-        placed.placement,
-        placed.makespan_ms,
-    )
-    cache = Cache(tmp_path / "cache.db")
-    cache.add(placed, "feasible")
-    hit = cache.lookup(placed.problem)
-    assert hit.schedule.problem == placed.problem
-    assert hit.schedule.placement is None  # it was looked up for the placed problem itself
-    assert cache.lookup(plain()) is None
 
 
 def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):

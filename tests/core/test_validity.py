@@ -11,7 +11,6 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.model.ops import MARKS
-from optpipe.process.protocol import Bound
 
 
 def items(schedule: Schedule) -> list[list[Op | Pair]]:
@@ -39,14 +38,6 @@ def test_schedule_files_read_back(pair):
     assert again.schedule() == schedule
     assert again.schedule().makespan_ms == file.makespan_ms
     assert len(file.ops) == sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
-
-
-def test_the_longest_ops_make_a_file_and_a_bound():
-    problem = pipeline(1, 1, 1, stage((1e12, 1e12, 1e12), (1, 1)))
-    file = ScheduleFile.from_schedule(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
-    assert ScheduleFile.from_json(file.to_json()) == file
-    assert (file.makespan_ms, file.ops[-1].end_ms) == (3e12, 3e12)
-    assert Bound(method="work", lower_bound_ms=3e12).lower_bound_ms == 3e12
 
 
 DEPENDENT = [
@@ -104,22 +95,6 @@ def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
         else:
             programs[d].insert(random.randrange(len(programs[d]) + 1), programs[d][i])
         assert check(problem, rebuilt(problem, programs, schedule))
-
-
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
-def test_removing_a_reload_is_caught(pair, random: Random):
-    problem, schedule = pair
-    programs = items(schedule)
-    reloads = [
-        (d, i)
-        for d, program in enumerate(programs)
-        for i, op in enumerate(program)
-        if isinstance(op, Op) and op.kind is Kind.R
-    ]
-    assume(reloads)
-    d, i = random.choice(reloads)
-    gone = programs[d].pop(i)
-    assert any("has no reload" in text for text in check(problem, rebuilt(problem, programs, schedule))), gone
 
 
 def test_a_drop_after_the_forward_that_needs_its_bytes_is_caught():
