@@ -36,14 +36,6 @@ def test_the_papers_estimate(hidden, sequence, k):
     assert estimated_offload_ratio(hidden, sequence, **A100) == pytest.approx(k, abs=5e-4)
 
 
-def test_the_estimate_is_bytes_over_the_link_against_floating_point_operations():
-    b, s, h = 2, 4096, 5120
-    bytes_both_ways = 2 * 20 * b * s * h
-    operations = 3 * (24 * b * s * h**2 + 4 * b * s**2 * h)  # the backward takes twice those of the forward
-    k = (bytes_both_ways / A100["bytes_per_s"]) / (operations / A100["flops"])
-    assert estimated_offload_ratio(h, s, **A100) == pytest.approx(k)
-
-
 def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
     problem = chain(memory=2)
     away = Schedule.parse(

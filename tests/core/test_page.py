@@ -190,16 +190,6 @@ def test_hostile_names_stay_text(opened):
     assert any(f"<b>{HOSTILE}" in text for text in page.page.locator(".annotation-text").all_text_contents())
 
 
-def test_light_and_dark_are_the_readers_choice(small):
-    page = small
-    ground = "() => getComputedStyle(document.body).backgroundColor"
-    ink = "() => document.querySelector('.plot').layout.annotations[0].font.color"
-    dark = page.page.evaluate(ground), page.page.evaluate(ink)
-    page.page.emulate_media(color_scheme="light")
-    page.page.wait_for_function(f"(dark) => ({ink})() !== dark", arg=dark[1])
-    assert page.page.evaluate(ground) != dark[0]
-
-
 def test_the_page_may_run_nothing_but_its_own_code():
     html = plot(offloading()).html
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]

@@ -6,29 +6,25 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from support.problems import stage
 from support.strategies import problems
 
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
 
+STAGE = {"device": 0, **stage((10, 10, 8), (50, 20), offload=(12, 12, 50))}
+
 
 def content(**changes: Any) -> dict[str, Any]:
-    stage = {
-        "device": 0,
-        "forward_ms": 10,
-        "backward_input_ms": 10.0,
-        "backward_weight_ms": 8.0,
-        "activation_bytes": 50,
-        "saved_for_weight_bytes": 20,
-        "offload_ms": 12.0,
-        "reload_ms": 12.0,
-        "offload_bytes": 50,
-    }
     return {
         "format": "optpipe.problem/3",
         "microbatches": 2,
         "devices": [{"activation_budget_bytes": 100}, {"activation_budget_bytes": 100}],
-        "stages": [stage, {**stage, "device": 1}],
+        "stages": [STAGE | {"device": 0}, STAGE | {"device": 1}],
     } | changes
+
+
+def with_devices(changes: dict[str, Any]) -> dict[str, Any]:
+    return content(devices=[{"activation_budget_bytes": 100} | changes] * 2)
 
 
 def with_stage(**changes: Any) -> dict[str, Any]:
@@ -49,56 +45,41 @@ def misspelled(field: str, name: str) -> dict[str, Any]:
     return base
 
 
+OF_A_STAGE = [  # what begins with `stages[1].`
+    ({"forward_ms": float("nan")}, r"forward_ms = nan"),
+    ({"forward_ms": -1.0}, r"forward_ms = -1\.0"),
+    ({"forward_ms": "10"}, r"forward_ms = '10'"),
+    ({"offload_bytes": 51}, r"offload_bytes = 51: must be at most activation_bytes = 50"),
+    ({"device": 2}, r"device = 2: there are 2 devices"),
+    ({"recompute_ms": 1.0}, r"checkpoint_bytes is missing"),
+    ({"evict_ms": 1.0}, r"load_ms is missing: a stage with evict_ms needs load_ms and evict_bytes"),
+    ({"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 51}, r"evict_bytes = 51: must be at most activation_bytes = 50"),
+    ({"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 5}, r"evict_ms = 1\.0: its device 1 needs a peer to evict to"),
+    ({"gradient_out_ms": 1.0, "update_ms": 1.0}, r"parameters_in_ms is missing: a stage with gradient_out_ms needs"),
+    ({"surprise": 1}, r"surprise is not a field"),
+    ({"forwrd_ms": 1}, r"forwrd_ms is not a field of this format: did you mean forward_ms\?$"),
+    ({"colour": 1}, r"colour is not a field of this format$"),
+    (
+        {"forward_ms": "x", "backward_input_ms": -1},
+        r"forward_ms = 'x': .* \(and 1 more: .*backward_input_ms\)$",
+    ),
+    ({"forward_ms": [1.0]}, r"forward_ms has 1 entries: one number, or one for each of the 2 micro"),
+    ({"forward_ms": [1.0, -3.0]}, r"forward_ms\[1\] = -3\.0: input should be greater"),
+    ({"activation_bytes": [50, 1.5]}, r"activation_bytes\[1\] = 1\.5"),
+    ({"activation_bytes": [50, 9]}, r"offload_bytes = \d+: must be at most activation_bytes\[1\] = 9"),
+]
 WRONG = [
-    (with_stage(forward_ms=float("nan")), r"stages\[1\]\.forward_ms = nan"),
-    (with_stage(forward_ms=-1.0), r"stages\[1\]\.forward_ms = -1\.0"),
-    (with_stage(forward_ms="10"), r"stages\[1\]\.forward_ms = '10'"),
-    (with_stage(offload_bytes=51), r"stages\[1\]\.offload_bytes = 51: must be at most activation_bytes = 50"),
-    (with_stage(device=2), r"stages\[1\]\.device = 2: there are 2 devices"),
-    (with_stage(recompute_ms=1.0), r"stages\[1\]\.checkpoint_bytes is missing"),
-    (with_stage(evict_ms=1.0), r"stages\[1\]\.load_ms is missing: a stage with evict_ms needs load_ms and evict_bytes"),
+    *((with_stage(**changes), rf"stages\[1\]\.{message}") for changes, message in OF_A_STAGE),
     (
-        with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=51),
-        r"stages\[1\]\.evict_bytes = 51: must be at most activation_bytes = 50",
-    ),
-    (
-        with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=5),
-        r"stages\[1\]\.evict_ms = 1\.0: its device 1 needs a peer to evict to",
-    ),
-    (
-        with_stage(gradient_out_ms=1.0, update_ms=1.0),
-        r"stages\[1\]\.parameters_in_ms is missing: a stage with gradient_out_ms needs",
-    ),
-    (
-        content(devices=[{"activation_budget_bytes": 100, "peer": 0}] * 2),
+        with_devices({"peer": 0}),
         r"devices\[0\]\.peer = 0: a device evicts to another one",
     ),
     (
-        content(devices=[{"activation_budget_bytes": 100, "peer": 2}] * 2),
+        with_devices({"peer": 2}),
         r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0",
     ),
-    (with_stage(surprise=1), r"stages\[1\]\.surprise is not a field"),
-    (with_stage(forwrd_ms=1), r"stages\[1\]\.forwrd_ms is not a field of this format: did you mean forward_ms\?$"),
-    (with_stage(colour=1), r"stages\[1\]\.colour is not a field of this format$"),
-    (
-        with_stage(forward_ms="x", backward_input_ms=-1),
-        r"stages\[1\]\.forward_ms = 'x': input should be .* \(and 1 more: stages\[1\]\.backward_input_ms\)$",
-    ),
-    (
-        misspelled("forward_ms", "forwrd_ms"),
-        r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?",
-    ),
+    (misspelled("forward_ms", "forwrd_ms"), r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?"),
     (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
-    (
-        with_stage(forward_ms=[1.0]),
-        r"stages\[1\]\.forward_ms has 1 entries: one number, or one for each of the 2 micro",
-    ),
-    (with_stage(forward_ms=[1.0, -3.0]), r"stages\[1\]\.forward_ms\[1\] = -3\.0: input should be greater"),
-    (with_stage(activation_bytes=[50, 1.5]), r"stages\[1\]\.activation_bytes\[1\] = 1\.5"),
-    (
-        with_stage(activation_bytes=[50, 9]),
-        r"stages\[1\]\.offload_bytes = \d+: must be at most activation_bytes\[1\] = 9",
-    ),
     (content(p2p_ms=[1.0] * 3), r"p2p_ms has 3 entries: one number, or one for each of the 2 microbatches"),
     (content(messages=[{"sender": 0, "receiver": 2, "ms": 1.0}]), r"messages\[0\]\.receiver = 2: there are 2 devices"),
     (content(messages=[{"sender": 1, "receiver": 1, "ms": 1.0}]), r"messages\[0\]\.receiver = 1: a message goes to an"),
@@ -106,10 +87,10 @@ WRONG = [
     (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
     (content(microbatches=0), r"microbatches = 0"),
     (
-        content(microbatches=2**16, stages=[content()["stages"][0] | {"offload_parts": 64}] * 16),
+        content(microbatches=2**16, stages=[STAGE | {"offload_parts": 64}] * 16),
         r"offload_parts = 64: times 16 stages",
     ),
-    (content(microbatches=2**16, stages=[content()["stages"][0]] * 100), r"microbatches = 65536"),
+    (content(microbatches=2**16, stages=[STAGE] * 100), r"microbatches = 65536"),
     (content(format="optpipe.schedule/2"), r"^problem is a schedule, a problem is expected: "),
     (content(format=["optpipe.problem/3"]), r"format = a list of 1: "),
     (content(stages=[]), r"stages = a list of 0"),
@@ -121,7 +102,7 @@ WRONG = [
     (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0, 2]), r"microbatch_routes\[1\] = 2"),
     (content(layers=[{"forward_ms": 1.0}]), r"layers\[0\]"),
     (
-        content(devices=[{"activation_budget_bytes": 100, "link": ""}, {"activation_budget_bytes": 100}]),
+        with_devices({"link": ""}),
         r"devices\[0\]\.link = ''",
     ),
 ]
@@ -194,8 +175,7 @@ def test_the_hash_depends_on_every_field_but_the_name():
 
 
 def test_memory_for_a_number_of_activations():
-    stage = content()["stages"][0]
-    stages = [stage | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
+    stages = [STAGE | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
     problem = Problem.from_dict(content(stages=stages)).with_memory_for(1.5)
     assert [device.activation_budget_bytes for device in problem.devices] == [211, 105]
 

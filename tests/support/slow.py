@@ -50,7 +50,6 @@ PATTERNS = (
     "docs/test_contributing.py*",
     # What several new processes do
     "cache/test_processes.py*",
-    "core/test_heap.py*",
     "core/test_jit.py::test_what_is_compiled_is_kept_until_a_function_that_it_calls_changes*",
     # Searches that take many seconds
     "solver/test_given_stages.py::test_layers_count_only_where_placements_are_searched*",
