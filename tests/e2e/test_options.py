@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import httpx
 import pytest
 from support.chain import chain
-from support.following import QUICK, until
+from support.following import until
 from support.problems import pipeline, stage
 from support.service import running, settings_in, use_fake_solver
 from typer.testing import CliRunner
@@ -190,7 +190,7 @@ def test_a_job_and_a_comparison_of_the_service_have_the_options(url: str, asked:
 
 
 def test_a_client_of_the_service_has_the_options(url: str, asked: Requests) -> None:
-    with ScheduleClient(url, PROBLEM, **QUICK, **SOLVE) as client:
+    with ScheduleClient(url, PROBLEM, **SOLVE) as client:
         until(lambda: asked)
         until(lambda: client.ended)
     arrived(asked, SOLVE)
@@ -230,7 +230,7 @@ def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(option
         assert again["makespan_ms"] == schedule.makespan_ms
         carried = post(url, "jobs", {"problem": problem.to_dict(), "warm_start": job["best"]["schedule"], **options})
         assert carried["best"]["value_ms"] <= job["best"]["value_ms"]
-        with ScheduleClient(url, problem, **QUICK, **chosen.arguments()) as client:
+        with ScheduleClient(url, problem, **chosen.arguments()) as client:
             offer = until(client.poll)
         assert offer.schedule.problem == placed
 

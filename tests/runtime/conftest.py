@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.following import set_waits
 from support.ranks import worker
 from support.ranks.pools import pool
 
@@ -26,6 +27,11 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Rank
 @pytest.fixture(scope="module")
 def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from pool(8, tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def _quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_waits(monkeypatch)
 
 
 @pytest.fixture

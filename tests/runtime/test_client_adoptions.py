@@ -10,7 +10,7 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe
 from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
-from support.following import QUICK, until, until_ended, warnings
+from support.following import until, until_ended, warnings
 
 from optpipe_runtime.service.client import Offer, ScheduleClient
 
@@ -31,37 +31,19 @@ def told(asked: list[Asked]) -> list[tuple[str, Any]]:
     return [(request.path, request.json()) for request in asked if request.method == "PUT"]
 
 
-def test_an_adoption_is_told_and_told_again_with_the_measured_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Also after the search is over."""
-    with (
-        fake_service(by_path({**FOUND, "/adoptions/1": HEARD})) as (url, asked),
-        ScheduleClient(url, chain(), **QUICK) as client,
-    ):
-        offer = until(client.poll)
-        until(lambda: client.ended)
-        client.adopted(offer, 12)
-        until(lambda: told(asked))
-        client.adopted(offer, np.int64(12), np.float32(7.25))  # type: ignore[arg-type]
-    path = "/v1/jobs/a1/adoptions/1"
-    assert told(asked) == [(path, {"step": 12}), (path, {"step": 12, "measured_iteration_ms": 7.25})], (
-        "the last one while it closed"
-    )
-    assert warnings(caplog) == []
-
-
 def test_an_unavailable_service_is_told_the_last_state_later() -> None:
     heard = one_after_the_other(
         fake.resetting, Answer(503, headers={"Retry-After": "0"}), fake.resetting_in_the_middle, HEARD
     )
     with (
         fake_service(by_path({**FOUND, "/adoptions/1": heard})) as (url, asked),
-        ScheduleClient(url, chain(), **QUICK) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         offer = until(client.poll)
         client.adopted(offer, 3)
         until(lambda: told(asked))
         client.adopted(offer, 3, 8.0)
-        client.adopted(offer, 3, 9.0)
+        client.adopted(offer, np.int64(3), np.float32(9.0))  # type: ignore[arg-type]
         until(lambda: not client._adoptions)
     contents = [content for _, content in told(asked)]
     assert len(contents) == 4
@@ -79,7 +61,7 @@ def test_a_change_during_a_request_is_told_again() -> None:
 
     with (
         fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked),
-        ScheduleClient(url, chain(), **QUICK) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         offer = until(client.poll)
         client.adopted(offer, 3)
@@ -92,7 +74,7 @@ def test_a_change_during_a_request_is_told_again() -> None:
 @pytest.mark.parametrize("answer", [Answer(404), Answer(422), Answer(302)])
 def test_a_refused_adoption_is_given_up(answer: Answer, caplog: pytest.LogCaptureFixture) -> None:
     table = {**FOUND, "/adoptions/1": answer, "/adoptions/2": HEARD}
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: client.ended)
         client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
         client.adopted(Offer(2, gpipe(chain()), "a1", 2), 4)

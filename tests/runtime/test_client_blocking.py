@@ -12,7 +12,7 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service
-from support.following import QUICK, until, until_ended
+from support.following import set_waits, until, until_ended
 
 from optpipe_runtime.service import remote_search
 from optpipe_runtime.service.client import Offer, ScheduleClient
@@ -33,7 +33,7 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_search, "verified", stands)
     table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
     with fake_service(by_path(table)) as (url, _):
-        client = ScheduleClient(url, chain(), **QUICK)
+        client = ScheduleClient(url, chain())
         try:
             assert reached.wait(120)
             for k in range(1_000):  # more than the loop's pipe takes in
@@ -77,8 +77,9 @@ def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch
     """Each of them by the processor's time. By the clock, which counts other processes, too, none takes as long as the
     service, and most are short."""
     monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
+    set_waits(monkeypatch, 0.01, 0.05, connect_s=2.0, read_s=0.5)
     with fake_service(answers) as (url, asked):
-        client = ScheduleClient(url, chain(), backoff_s=(0.01, 0.05), read_timeout_s=0.5)
+        client = ScheduleClient(url, chain())
         until(lambda: asked)
         calls: list[Callable[[], object]] = [
             client.poll,
@@ -107,9 +108,10 @@ def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch
     )
 
 
-def test_close_waits_for_nothing_if_there_is_nothing_to_tell() -> None:
+def test_close_waits_for_nothing_if_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_waits(monkeypatch, read_s=600.0)
     with fake_service(fake.silent) as (url, asked):
-        client = ScheduleClient(url, chain(), read_timeout_s=600.0)
+        client = ScheduleClient(url, chain())
         until(lambda: asked)
         closing = threading.Thread(target=client.close)
         closing.start()

@@ -8,7 +8,7 @@ import threading
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
-from support.following import QUICK, until
+from support.following import until
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check
@@ -27,20 +27,9 @@ def finding(*schedules: Schedule, then: bytes = fake.end()) -> dict[str, Answer 
     }
 
 
-def test_the_newest_is_offered_once() -> None:
-    answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
-        until(lambda: client.ended)
-        offer = client.poll()
-        assert offer is not None
-        assert (offer.version, offer.seq, offer.schedule.method) == (2, 2, "gpipe")
-        assert offer.makespan_ms == gpipe(chain()).makespan_ms
-        assert client.poll() is None
-
-
 def test_a_schedule_worse_than_the_last_offer_is_not_offered() -> None:
     answers = by_path(finding(gpipe(chain()), one_by_one(chain())))
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain()) as client:
         until(lambda: client.ended)
         offer = client.poll()
         assert offer is not None
@@ -51,7 +40,7 @@ def test_a_schedule_no_better_than_the_running_one_is_not_offered() -> None:
     answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
     with (
         fake_service(answers) as (url, asked),
-        ScheduleClient(url, chain(), warm_start=gpipe(chain()), **QUICK) as client,
+        ScheduleClient(url, chain(), warm_start=gpipe(chain())) as client,
     ):
         until(lambda: client.ended)
         assert client.poll() is None
@@ -61,7 +50,7 @@ def test_a_schedule_no_better_than_the_running_one_is_not_offered() -> None:
 def test_a_running_schedule_that_no_longer_fits_is_not_compared_with() -> None:
     tight = chain(memory=1)
     answers = by_path(finding(one_by_one(tight)))
-    with fake_service(answers) as (url, _), ScheduleClient(url, tight, warm_start=gpipe(chain()), **QUICK) as client:
+    with fake_service(answers) as (url, _), ScheduleClient(url, tight, warm_start=gpipe(chain())) as client:
         offer = until(client.poll)
         assert offer.schedule.method == "naive"
         assert check(tight, offer.schedule) == []
@@ -69,7 +58,7 @@ def test_a_running_schedule_that_no_longer_fits_is_not_compared_with() -> None:
 
 def test_an_offer_for_old_costs_is_dropped() -> None:
     answers = by_path({**finding(one_by_one(chain())), "/events": fake.open_events(fake.one())})
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain()) as client:
         until(lambda: client._newest)
         client.update(SLOWER, gpipe(chain()))
         assert client.poll() is None
@@ -86,7 +75,7 @@ def test_only_the_last_of_many_changes_counts() -> None:
     table["/events"] = one_after_the_other(
         fake.open_events(fake.one()), fake.events(fake.one(2, version=2), fake.end())
     )
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(client.poll)
         client.update(chain(scale=1.25), None)
         until(lambda: any(request.path.endswith("/problem") for request in asked))
@@ -99,14 +88,3 @@ def test_only_the_last_of_many_changes_counts() -> None:
         until(lambda: client.ended)
     told = [Problem.from_dict(request.json()["problem"]) for request in asked if request.path.endswith("/problem")]
     assert told == [chain(scale=1.25), last]
-
-
-def test_a_service_that_was_unavailable_gets_the_newest_costs() -> None:
-    table = {**finding(gpipe(SLOWER)), "/jobs": one_after_the_other(fake.silent, fake.job())}
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
-        until(lambda: asked)
-        client.update(SLOWER, None)
-        assert until(client.poll).schedule.problem == SLOWER
-    submitted = [request for request in asked if request.path == "/v1/jobs"]
-    assert [Problem.from_dict(request.json()["problem"]) for request in submitted] == [chain(), SLOWER]
-    assert submitted[0].headers["Idempotency-Key"] != submitted[1].headers["Idempotency-Key"]

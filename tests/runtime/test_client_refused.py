@@ -10,7 +10,7 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe
 from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
-from support.following import QUICK, until, until_ended, warnings
+from support.following import set_waits, until, until_ended, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
@@ -41,7 +41,7 @@ def test_retry_after_is_waited_for() -> None:
 
     with (
         fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _),
-        ScheduleClient(url, chain(), **QUICK) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         until(client.poll)
     assert times[1] - times[0] >= 1.0
@@ -55,13 +55,14 @@ def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.Monk
 
     async def fail() -> None:
         for _ in range(20):
-            backoff = Backoff(0.5, 30.0)
+            backoff = Backoff()
             for _ in range(10):
                 await backoff.wait()
             backoff.reset()
             await backoff.wait()
             await backoff.wait(40.0)
 
+    set_waits(monkeypatch, 0.5, 30.0)
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "sleep", sleep)
         asyncio.run(fail())
@@ -76,7 +77,7 @@ def test_new_costs_and_close_end_a_wait() -> None:
         "/events": ENDS,
         "/1": GOOD,
     }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: asked)
         client.update(chain(), None)
         until(client.poll)
@@ -102,7 +103,7 @@ def test_the_key_is_sent_and_never_logged(caplog: pytest.LogCaptureFixture, monk
         jobs = one_after_the_other(Answer(500), Answer(200, b"{"), fake.resetting, JOB)
         events = one_after_the_other(Answer(200, b"data: x"), fake.events(fake.one()), Answer(401))
         with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
-            with ScheduleClient(url, chain(), key=given, **QUICK) as client:
+            with ScheduleClient(url, chain(), key=given) as client:
                 until(lambda: client.ended)
                 assert KEY not in repr(client) + repr(client._connection)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
@@ -126,7 +127,7 @@ def test_the_key_is_sent_and_never_logged(caplog: pytest.LogCaptureFixture, monk
 def test_a_refused_client_logs_it_once(
     answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key, **QUICK) as client:
+    with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key) as client:
         until(lambda: client.ended)
         client.update(chain(scale=2), None)
         until(lambda: len(asked) == 2 and client.ended)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
 
 import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.following import PATIENT, QUICK, news, until, warnings
+from support.following import news, set_waits, until, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
@@ -23,7 +22,6 @@ OTHER = fake.document(gpipe(chain(m=3, memory=3)))
 JOB = fake.job()
 GOOD = fake.incumbent(gpipe(chain()))
 ENDS = fake.events(fake.one(), fake.end())
-IMPATIENT: dict[str, Any] = {"backoff_s": (0.01, 10.0), "connect_timeout_s": 0.4, "read_timeout_s": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +68,7 @@ def test_a_job_is_called_as_the_cluster_calls_the_training(
         monkeypatch.setenv(variable, value)
     with fake_service(by_path({"/jobs": JOB, "/events": fake.events(fake.end())})) as (url, asked):
         monkeypatch.setenv("OPTPIPE_URL", url)
-        with ScheduleClient(None, chain().replace(name=given), **QUICK) as client:
+        with ScheduleClient(None, chain().replace(name=given)) as client:
             until(lambda: client.ended)
     assert json.loads(asked[0].body)["problem"]["name"] == name
 
@@ -97,7 +95,7 @@ def test_an_invalid_schedule_is_not_offered(
     answer: Answer | Answers, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = by_path({"/jobs": JOB, "/events": ENDS, "/incumbents/1": answer})
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain(memory=1), **QUICK) as client:
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(memory=1)) as client:
         until(lambda: client.ended)
         assert client.poll() is None
     [line] = warnings(caplog)
@@ -130,11 +128,12 @@ def test_an_invalid_schedule_is_not_offered(
     ],
 )
 def test_an_invalid_answer_is_logged_once(
-    answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture
+    answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_waits(monkeypatch, 0.01, 10.0)
     with (
         fake_service(by_path(answers)) as (url, _),
-        ScheduleClient(url, chain(), backoff_s=(0.01, 10.0), **PATIENT) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
@@ -146,9 +145,10 @@ def test_an_invalid_answer_is_logged_once(
     [{"/jobs": fake.trickling}, {"/jobs": JOB, "/events": fake.silent}, {"/jobs": JOB, "/events": fake.trickling}],
 )
 def test_a_service_that_never_finishes_an_answer_is_unavailable(
-    answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture
+    answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), **IMPATIENT) as client:
+    set_waits(monkeypatch, 0.01, 10.0, connect_s=0.4, read_s=0.1)
+    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain()) as client:
         until(lambda: client._search._backoff.failures >= 2)
         assert client.poll() is None
     [line] = warnings(caplog)
@@ -164,7 +164,7 @@ def test_a_service_is_believed_again_after_a_wrong_answer(caplog: pytest.LogCapt
             "/incumbents/2": fake.incumbent(gpipe(chain()), 2),
         }
     )
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain()) as client:
         offer: Offer = until(client.poll)
         assert (offer.version, offer.seq) == (1, 2)
         until(lambda: client.ended)
@@ -198,7 +198,7 @@ def test_a_retry_is_the_same_submission() -> None:
     gone = one_after_the_other(Answer(404), ENDS)
     with (
         fake_service(by_path({"/jobs": lost, "/events": gone, "/1": GOOD})) as (url, asked),
-        ScheduleClient(url, chain(), **QUICK) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         until(client.poll)
         submissions = [request for request in asked if request.path == "/v1/jobs"]
@@ -222,21 +222,10 @@ def test_events_continue_where_they_stopped(caplog: pytest.LogCaptureFixture) ->
         "/events": events,
         **{f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 6)},
     }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: client.ended)
     assert [request.path.rpartition("/")[2] for request in asked if "/incumbents/" in request.path] == list("12345")
     assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == list("012345")
-
-
-def test_an_incumbent_that_could_not_be_fetched_is_fetched_later() -> None:
-    fetch = one_after_the_other(Answer(503), fake.resetting, GOOD)
-    with (
-        fake_service(by_path({"/jobs": JOB, "/events": ENDS, "/incumbents/1": fetch})) as (url, asked),
-        ScheduleClient(url, chain(), **QUICK) as client,
-    ):
-        assert until(client.poll).seq == 1
-        until(lambda: client.ended)
-    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == list("000")
 
 
 def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +233,7 @@ def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture)
     ended = fake.as_json({"state": "failed", "reason": "its worker was lost 5 times"})
     with (
         fake_service(by_path({"/jobs": JOB, "/events": events, "/incumbents/1": GOOD, "/jobs/a1": ended})) as (url, _),
-        ScheduleClient(url, chain(), **QUICK) as client,
+        ScheduleClient(url, chain()) as client,
     ):
         until(lambda: client.ended)
         assert until(client.poll).seq == 1
@@ -264,7 +253,7 @@ def test_what_a_service_says_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
     }
     for name, table in problems.items():
         caplog.clear()
-        with fake_service(by_path(table)) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        with fake_service(by_path(table)) as (url, _), ScheduleClient(url, chain()) as client:
             until(lambda: client.ended)
         [line] = warnings(caplog)
         assert line.isprintable(), name
@@ -284,7 +273,7 @@ def test_a_purged_job_is_submitted_again_from_the_best() -> None:
         "a3/events": fake.events(fake.one(1), fake.end()),
         "a3/incumbents/1": GOOD,
     }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: client.ended)
         assert (offer := client.poll()) is not None
         assert (offer.job, offer.seq, offer.schedule.method) == ("a3", 1, "gpipe")
@@ -294,33 +283,6 @@ def test_a_purged_job_is_submitted_again_from_the_best() -> None:
 
 
 # Other costs
-
-
-def test_a_job_goes_on_with_new_costs() -> None:
-    """What it found for the costs before is not asked for; the mark is what runs."""
-    slower = chain(scale=1.5)
-    events = one_after_the_other(
-        fake.open_events(fake.one(1)),
-        fake.events(fake.one(2), fake.one(3, version=2), fake.one(4, version=2), fake.end()),
-    )
-    table = {
-        "/jobs": JOB,
-        "/events": events,
-        "/problem": fake.job(version=2),
-        "/1": fake.incumbent(one_by_one(chain())),
-        "/3": fake.incumbent(one_by_one(slower), 3),
-        "/4": fake.incumbent(gpipe(slower), 4),
-    }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
-        first = until(client.poll)
-        client.update(slower, first.schedule)
-        better = until(client.poll)
-    assert (better.job, better.seq, better.schedule.problem) == ("a1", 4, slower)
-    [posed] = [request for request in asked if request.path.endswith("/problem")]
-    assert (posed.method, posed.json()) == ("POST", {"problem": slower.to_dict()})
-    assert [request.path for request in asked if request.path.endswith(("/jobs", "/cancel", "/incumbents/2"))] == [
-        "/v1/jobs"
-    ]
 
 
 @pytest.mark.parametrize(("status", "cancelled"), [(404, []), (409, ["/v1/jobs/a1/cancel"])])
@@ -335,7 +297,7 @@ def test_a_job_that_cannot_go_on_is_followed_by_another(status: int, cancelled: 
         "a2/events": ENDS,
         "a2/incumbents/1": fake.incumbent(gpipe(slower)),
     }
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         first = until(client.poll)
         client.update(slower, first.schedule)
         assert until(client.poll).job == "a2"
@@ -350,7 +312,7 @@ def test_a_full_queue_is_asked_again_with_the_costs() -> None:
     problem = one_after_the_other(Answer(429, headers={"Retry-After": "0"}), fake.resetting, fake.job(version=2))
     events = one_after_the_other(ENDS, fake.events(fake.one(2, version=2), fake.end()))
     table = {"/jobs": JOB, "/events": events, "/problem": problem, "/1": GOOD, "/2": fake.incumbent(gpipe(slower), 2)}
-    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(client.poll)
         client.update(slower, None)
         assert until(client.poll).seq == 2

@@ -21,7 +21,6 @@ from optpipe_server.http.examples import RULES
 @pytest.fixture(autouse=True)
 def _quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "optpipe.client")
-    monkeypatch.setattr(stream, "BACKOFF_S", (0.02, 0.1))
     monkeypatch.setattr(stream, "TELL_S", 120.0)
 
 

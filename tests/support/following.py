@@ -5,17 +5,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
+from optpipe_runtime.service import connection, outages
 from optpipe_runtime.service.background import Background
 
-# The service answers in its own time, and is asked again at once if it fails.
-PATIENT: dict[str, Any] = {"connect_timeout_s": 60.0, "read_timeout_s": 60.0}
-QUICK: dict[str, Any] = {"backoff_s": (0.02, 0.1), **PATIENT}
-
 T = TypeVar("T")
+
+
+def set_waits(
+    patch: pytest.MonkeyPatch,
+    first_s: float = 0.02,
+    longest_s: float = 0.1,
+    connect_s: float = 60.0,
+    read_s: float = 60.0,
+) -> None:
+    """The service answers in its own time, and is asked again at once if it fails."""
+    for module, name, seconds in (
+        (outages, "FIRST_S", first_s),
+        (outages, "LONGEST_S", longest_s),
+        (connection, "CONNECT_S", connect_s),
+        (connection, "READ_S", read_s),
+    ):
+        patch.setattr(module, name, seconds)
 
 
 def until(look: Callable[[], T | None], within_s: float = 120.0) -> T:

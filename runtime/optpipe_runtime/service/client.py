@@ -92,11 +92,6 @@ class ScheduleClient(Background):
     cache
         Without a service: solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known
         there, and what it finds is kept there. The service has a cache of its own.
-    connect_timeout_s, read_timeout_s
-        How long to wait for a connection, and for data.
-    backoff_s
-        After a failure the next try waits from the first number of seconds, doubled each time, up to the second, with
-        jitter, and at least as long as the service asks for.
     wanted
         Which of the better schedules to offer; by default each.
     options
@@ -117,23 +112,19 @@ class ScheduleClient(Background):
         warm_start: Schedule | None = None,
         key: str | None = None,
         cache: ScheduleCache | None = None,
-        connect_timeout_s: float = 2.0,
-        read_timeout_s: float = 45.0,
-        backoff_s: tuple[float, float] = (0.5, 30.0),
         wanted: Callable[[Schedule], bool] = lambda _: True,
         **options: Unpack[SolveArguments],
     ) -> None:
         asked = ClientOptions.from_arguments("ScheduleClient", options)
         url = service_url(url, cache)
-        self._backoff_s, self._outages = backoff_s, Outages(url or HERE)
+        self._outages = Outages(url or HERE)
         self._connection: ServiceConnection | None = None
         self._search: RemoteSearch | LocalSearch
         if url is None:
             self._search = LocalSearch(asked, cache, self._offer)
         else:
-            backoff = Backoff(*backoff_s)
-            self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
-            self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._offer)
+            self._connection = ServiceConnection(url, api_key(key))
+            self._search = RemoteSearch(url, self._connection, asked, self._outages, self._offer)
         self._version, self._wanted = 0, wanted
         self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
         self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
@@ -234,7 +225,7 @@ class ScheduleClient(Background):
         is left."""
         if self._connection is None:
             return
-        backoff = Backoff(*self._backoff_s)
+        backoff = Backoff()
         while self._adoptions or not self._closing.is_set():
             await self._to_tell.wait()
             self._to_tell.clear()
@@ -246,7 +237,7 @@ class ScheduleClient(Background):
                     await backoff.wait(unavailable.retry_after_s)
                     continue
                 except UnauthorizedError as unauthorized:
-                    self._outages.begin("unauthorized", unauthorized)
+                    self._outages.begin(unauthorized)
                 except (InvalidAnswerError, RefusedError) as refusal:
                     log.warning(
                         "the adoption of schedule %d of job %s was not taken: %s", incumbent[1], incumbent[0], refusal

@@ -24,6 +24,7 @@ from optpipe.errors import InputError
 from optpipe.known import ScheduleCache
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 
+CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data
 LONGEST_REQUEST = 2**20  # bytes that the service accepts
 LONGEST_ANSWER = 2**18  # bytes; the problem decides how long an answer with a schedule may be
 LONGEST_EVENT = 2**18
@@ -35,13 +36,13 @@ UNNAMED = ("", "none")  # the second is torchrun's without --rdzv-id
 
 
 class ServiceConnection:
-    """HTTP requests to one service, from one event loop. Times are seconds."""
+    """HTTP requests to one service, from one event loop."""
 
-    def __init__(self, url: str, key: str | None, connect_s: float, read_s: float) -> None:
+    def __init__(self, url: str, key: str | None) -> None:
         self._url, self._has_key = url, key is not None
-        self._read_s, self._reply_s = read_s, connect_s + read_s
+        self._read_s, self._reply_s = READ_S, CONNECT_S + READ_S
         self._headers = {"Accept-Encoding": "identity", **({} if key is None else {"Authorization": f"Bearer {key}"})}
-        self._timeout = httpx.Timeout(read_s, connect=connect_s)
+        self._timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
 
     async def __aenter__(self) -> ServiceConnection:
         self._http = httpx.AsyncClient(timeout=self._timeout, trust_env=False, headers=self._headers)

@@ -8,18 +8,16 @@ LONGEST = 300  # characters of what a service says that are repeated
 
 
 class ServiceError(Exception):
-    """Base of what can go wrong: one line, however much the service has said."""
+    """Base of what can go wrong: one line, however much the service has said. `retry_after_s` is how long it asks to
+    wait."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(printable(why, LONGEST))
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(ServiceError):
-    """The service does not answer, or cannot now. `retry_after_s` is how long it asks to wait."""
-
-    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.retry_after_s = retry_after_s
+    """The service does not answer, or cannot now."""
 
 
 class InvalidAnswerError(ServiceError):

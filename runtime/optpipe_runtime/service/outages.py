@@ -6,15 +6,19 @@ import asyncio
 import logging
 import random
 
+from optpipe_runtime.service.errors import InvalidAnswerError, ServiceError, UnauthorizedError, UnavailableError
+
 log = logging.getLogger("optpipe.client")
+
+FIRST_S, LONGEST_S = 0.5, 30.0
 
 
 class Backoff:
-    """The wait before the next try: from `first` seconds, doubled after each failure, up to `longest`, with jitter. It
-    is never shorter than the service asks for."""
+    """The wait before the next try: from `FIRST_S`, doubled after each failure, up to `LONGEST_S`, with jitter. It is
+    never shorter than the service asks for."""
 
-    def __init__(self, first: float, longest: float) -> None:
-        self._first, self.longest = first, longest
+    def __init__(self) -> None:
+        self._first, self.longest = FIRST_S, LONGEST_S
         self.failures = 0  # since the last useful answer
 
     def reset(self) -> None:
@@ -31,26 +35,27 @@ class Outages:
     """Logs one warning for each outage, however many tries it takes, and one line when it is over."""
 
     WORDS = {  # noqa: RUF012
-        "unavailable": ("is unavailable", "is available again"),
-        "wrong": ("gives wrong answers", "gives right answers again"),
-        "unauthorized": ("refuses this client", "accepts this client again"),
+        UnavailableError: ("is unavailable", "is available again"),
+        InvalidAnswerError: ("gives wrong answers", "gives right answers again"),
+        UnauthorizedError: ("refuses this client", "accepts this client again"),
     }
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._now: set[str] = set()
+        self._now: set[type[ServiceError]] = set()
 
-    def begin(self, kind: str, reason: object) -> None:
+    def begin(self, error: UnavailableError | InvalidAnswerError | UnauthorizedError) -> None:
+        kind = type(error)
         if kind not in self._now:
             self._now.add(kind)
             log.warning(
                 "the solver service at %s %s: %s; training goes on with the schedule it has",
                 self._url,
                 self.WORDS[kind][0],
-                reason,
+                error,
             )
 
-    def end(self, *kinds: str) -> None:
+    def end(self, *kinds: type[ServiceError]) -> None:
         for kind in self._now & {*kinds}:
             self._now.remove(kind)
             log.info("the solver service at %s %s", self._url, self.WORDS[kind][1])

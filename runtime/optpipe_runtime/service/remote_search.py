@@ -39,11 +39,10 @@ class RemoteSearch:
         connection: ServiceConnection,
         options: SolveOptions,
         outages: Outages,
-        backoff: Backoff,
         report: Callable[[Schedule, str, int], None],
     ) -> None:
         self._url, self._connection = url, connection
-        self._outages, self._backoff, self._report = outages, backoff, report
+        self._outages, self._backoff, self._report = outages, Backoff(), report
         self._options = options
         self._job: str | None = None
         self._seen = 0  # the number of the last incumbent of the job
@@ -59,7 +58,6 @@ class RemoteSearch:
         if running is not None:
             self._compare_with(running)
         while True:
-            wait_s = 0.0
             try:
                 return await self._go_on()
             except RefusedError as refusal:
@@ -67,16 +65,13 @@ class RemoteSearch:
                     log.warning("the solver service at %s refuses this problem: %s", self._url, refusal)
                     return None
                 self._job = None  # it was purged, or the service has another database
-                self._outages.begin("unavailable", "it does not know the job any more")
+                failure: UnavailableError | InvalidAnswerError = UnavailableError("it does not know the job any more")
             except UnauthorizedError as unauthorized:
-                self._outages.begin("unauthorized", unauthorized)
-                return None
-            except InvalidAnswerError as wrong:
-                self._outages.begin("wrong", wrong)
-            except UnavailableError as unavailable:
-                self._outages.begin("unavailable", unavailable)
-                wait_s = unavailable.retry_after_s
-            await self._backoff.wait(wait_s)
+                return self._outages.begin(unauthorized)
+            except (InvalidAnswerError, UnavailableError) as error:
+                failure = error
+            self._outages.begin(failure)
+            await self._backoff.wait(failure.retry_after_s)
 
     def _compare_with(self, running: Schedule) -> None:
         """Schedules must be better than the running one, if that is still valid: the problem may have changed."""
@@ -100,14 +95,14 @@ class RemoteSearch:
                 new = name == "incumbent" and await self._take(job, parse(IncumbentEvent, data))
                 # Not at every event: a service that comes and goes would fill the log.
                 if end or new or time.monotonic() - opened > self._backoff.longest:
-                    self._outages.end("unavailable", "unauthorized")
+                    self._outages.end(UnavailableError, UnauthorizedError)
                     self._backoff.reset()
                 if end:
                     return self._log_end(end)
         end = parse(JobState, await self._connection.request("GET", f"/v1/jobs/{job}"))
         if end.state in OPEN:
             raise UnavailableError("it said that the job was over")
-        self._outages.end("unavailable", "unauthorized")
+        self._outages.end(UnavailableError, UnauthorizedError)
         return self._log_end(end)
 
     async def _submit(self) -> None:
@@ -168,7 +163,7 @@ class RemoteSearch:
             self._seen = event.seq  # do not fetch it again
             raise
         self._seen = event.seq
-        self._outages.end("wrong")
+        self._outages.end(InvalidAnswerError)
         value_ms = self._value_ms(schedule)
         if value_ms < self._best_ms:
             self._best, self._best_ms = schedule, value_ms

@@ -24,8 +24,6 @@ from optpipe_runtime.service.outages import Backoff, Outages
 
 log = logging.getLogger("optpipe.client")
 
-CONNECT_S, READ_S = 2.0, 45.0
-BACKOFF_S = 0.5, 30.0
 FIRST_STEP = 8  # after which rules are told, then each time that there were twice as many steps
 TELL_S = 3.0  # how long `close` waits until the last ones are told
 
@@ -56,9 +54,9 @@ class StreamClient(Background):
 
     def __init__(self, url: str, problem: Problem, key: str | None = None) -> None:
         self._url, self._problem = url, problem
-        self._connection = ServiceConnection(url, api_key(key), CONNECT_S, READ_S)
+        self._connection = ServiceConnection(url, api_key(key))
         super().__init__("optpipe-stream")
-        self._outages, self._backoff = Outages(url), Backoff(*BACKOFF_S)
+        self._outages, self._backoff = Outages(url), Backoff()
         self._stream: tuple[str, Problem] | None = None  # its job, and the problem that its rules are for
         self.rules: StepRules | None = None
         self._newest: deque[_Step] = deque(maxlen=1)
@@ -96,10 +94,9 @@ class StreamClient(Background):
     async def _follow(self) -> None:
         """Until `close`, or the service refuses the stream."""
         while True:
-            wait_s = 0.0
             try:
                 await self._open_and_tell()
-                self._outages.end("unavailable")
+                self._outages.end(UnavailableError)
                 self._backoff.reset()
                 if self._closing:
                     return None
@@ -111,15 +108,13 @@ class StreamClient(Background):
                     log.warning("the solver service at %s refuses this stream: %s", self._url, refusal)
                     return None
                 self._stream = None
-                self._outages.begin("unavailable", "it does not know the stream any more")
-            except UnauthorizedError as unauthorized:
-                return self._outages.begin("unauthorized", unauthorized)
-            except InvalidAnswerError as wrong:
-                return self._outages.begin("wrong", wrong)
+                failure = UnavailableError("it does not know the stream any more")
+            except (UnauthorizedError, InvalidAnswerError) as error:
+                return self._outages.begin(error)
             except UnavailableError as unavailable:
-                self._outages.begin("unavailable", unavailable)
-                wait_s = unavailable.retry_after_s
-            await self._backoff.wait(wait_s)
+                failure = unavailable
+            self._outages.begin(failure)
+            await self._backoff.wait(failure.retry_after_s)
 
     async def _open_and_tell(self) -> None:
         self._stream = self._stream or await self._open()
