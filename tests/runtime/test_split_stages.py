@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import split as rank_split
-from support.ranks.odd_stages import AT_B, BATCH, WIDTH, Delaying, linear
-from support.ranks.worker import Ranks
-from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
+from support.ranks.odd_stages import BATCH, WIDTH, Delaying, Of, linear
+from support.split_stages import CPU, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.stage.runner import StageRunner
 
 BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
 
@@ -96,18 +93,13 @@ def test_norms_wait_for_w_if_b_still_frees_memory(dropout: float, link: Link) ->
 def test_autocast_around_a_step_applies_to_its_forwards_only(link: Link) -> None:
     """The backward of a float32 layer inside stays one of float32."""
 
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = linear(), linear()
+    def inside(inner: nn.Module, outer: nn.Module, x: Tensor) -> Tensor:
+        y = inner(x).float()
+        with torch.autocast("cpu", enabled=False):
+            result: Tensor = outer(y)
+        return result
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner(x).float()
-            with torch.autocast("cpu", enabled=False):
-                result: Tensor = self.outer(y)
-            return result
-
-    module = Inside()
+    module = Of(inside, linear(), linear())
     plain = copy.deepcopy(module)
     (x,) = batches(1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -160,52 +152,6 @@ def test_each_w_adds_to_the_gradient_buffer_that_a_parameter_has(link: Link) -> 
     for total, parameter in zip(expected, module.parameters(), strict=True):
         assert torch.equal(parameter.main_grad, total)  # type: ignore[attr-defined]
         assert parameter.grad is None
-
-
-def held(stage: StageRunner) -> tuple[int, int]:
-    """Bytes after F and after B."""
-    run(stage, "F0", batches(1))
-    after_f = stage.held_bytes(0)
-    stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=True)
-    return after_f, stage.held_bytes(0)
-
-
-def test_an_upper_bound_of_what_norms_would_hold(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, without = held(runner(Block(), link))
-    monkeypatch.setattr("optpipe_runtime.stage.learn.would_hold", lambda _: 0)
-    stage = runner(Block(), link)
-    _, with_them = held(stage)
-    assert stage.at_b == set()
-    assert with_them == pytest.approx(1.25 * without, rel=0.01)
-
-
-def test_convolutions_free_what_lies_between_them(link: Link) -> None:
-    layers = [
-        layer for _ in range(3) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
-    ]
-    after_f, after_b = held(runner(nn.Sequential(*layers), link))
-    assert after_b == 6 * BYTES
-    assert after_b == pytest.approx(0.86 * after_f, rel=0.01)
-
-
-def test_odd_stages_in_a_pipeline(ranks: Ranks) -> None:
-    """Profiled, which leaves nothing behind, then with Bs, Ws and BWs in any order, then offloaded."""
-    names = [
-        "delaying module",
-        "delaying module twice",
-        "convolutions",
-        "own function",
-        "attention without dropout",
-        "a gradient in a forward",
-    ]
-    programs = [
-        ["0F0", "0F1", "0F2", "0B0", "0BW1", "0B2", "0W2", "0W0"],
-        ["1F0", "1B0", "1F1", "1BW1", "1F2", "1B2", "1W2", "1W0"],
-    ]
-    for rank, found in enumerate(ranks(rank_split.trained, names=names, microbatches=3, programs=programs)):
-        for name, result in zip(names, found, strict=True):
-            assert result.difference < 1e-6, (rank, name)
-            assert result.at_b == AT_B.get(name, set()), (rank, name)
 
 
 def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:

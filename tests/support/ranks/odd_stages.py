@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -194,6 +196,52 @@ def autocast(inner: nn.Module, x: Tensor) -> Tensor:
     return result.float()
 
 
+class Scaled(nn.Module):
+    """An RMS norm as Llama's in transformers; with `plus_one` as Gemma's. An `odd` one uses the weight otherwise."""
+
+    def __init__(self, plus_one: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.plus_one, self.odd = plus_one, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        if self.odd is not None:
+            return self.weight * self.odd(self.weight, hidden)
+        result: Tensor = hidden * (1.0 + self.weight.float()) if self.plus_one else self.weight * hidden
+        return result
+
+
+def gated(norm: nn.Module) -> nn.Module:
+    """What follows keeps more than the products of a norm need at W, so that it waits."""
+
+    def run(norm: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
+        y = up(norm(x))
+        result: Tensor = x + down(functional.silu(y) * torch.tanh(y) * torch.sigmoid(y))
+        return result
+
+    return Of(run, norm, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def many(words: nn.Module, conv: nn.Module, norm: nn.Module, mix: nn.Module, gate: nn.Module, x: Tensor) -> Tensor:
+    """The ops of a stage with their parameters."""
+    x = conv(x + words(torch.arange(8, device=x.device)))
+    result: Tensor = gate(torch.tanh(mix(torch.relu(torch.sigmoid(norm(x))))))
+    return result
+
+
+@cache
+def _exported() -> nn.Module:
+    layers = nn.Embedding(8, WIDTH), nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(WIDTH), linear()
+    module = Of(many, *layers, gated(nn.RMSNorm(WIDTH)))
+    return torch.export.export(module, (torch.zeros(BATCH, 8, WIDTH),)).module()
+
+
+def exported() -> nn.Module:
+    """As torch.export writes it."""
+    return copy.deepcopy(_exported())
+
+
 class Recurrent(nn.LSTM):
     """As torch's own layers it keeps its parameters in a list, too."""
 
@@ -317,6 +365,15 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "product with a transposed parameter": lambda: Raw(
         lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH
     ),
+    "product with a cast parameter": lambda: Raw(
+        lambda w, x: functional.linear(x.bfloat16(), w.bfloat16()).float(), WIDTH, WIDTH
+    ),
+    "products with parts of a parameter": lambda: Raw(
+        lambda w, x: functional.linear(x, w[:WIDTH]) * (x @ w[WIDTH:].t()), 2 * WIDTH, WIDTH
+    ),
+    "product with a computed weight": lambda: Raw(lambda w, x: x @ (w @ w) + x @ w, WIDTH, WIDTH),
+    "a scale": lambda: nn.Sequential(linear(), nn.PReLU()),
+    "an input transposed": lambda: Of(lambda f, x: f(x.transpose(1, 2)), nn.Linear(8, WIDTH)),
     "products of several": lambda: Raw(
         lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH
     ),
@@ -324,7 +381,14 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
         lambda f, g, x: f(x) + g(x), Raw(offset, BATCH, 8, WIDTH), Raw(offset, BATCH, 8, WIDTH)
     ),
     "an expanded gradient": lambda: Raw(lambda w, x: x + offset(w, x).sum() / x.numel(), BATCH, 8, WIDTH),
-    "words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3)),
+    "words": lambda: Of(
+        lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3, scale_grad_by_freq=True)
+    ),
+    "words in place": lambda: Of(lambda f, x: torch.relu_(f(x.argmax(-1))) * x, nn.Embedding(WIDTH, WIDTH)),
+    "words, renormed": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, max_norm=99.0)),
+    "one weight for words and output": lambda: Of(
+        lambda f, x: functional.linear(f(x.argmax(-1)) * x, weight=f.weight), nn.Embedding(WIDTH, WIDTH)
+    ),
     "words, sparse": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, sparse=True)),
     "bags of words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x.mean(1), nn.EmbeddingBag(WIDTH, WIDTH)),
     "mapped": lambda: Of(
@@ -339,6 +403,10 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     ),
     "bilinear": lambda: Of(lambda f, x: f(x, x), nn.Bilinear(WIDTH, WIDTH, 8)),
     "rms norm": lambda: nn.Sequential(nn.RMSNorm(WIDTH), linear()),
+    "rms norm that waits": lambda: gated(nn.RMSNorm(WIDTH)),
+    "rms norm as Llama's": lambda: gated(Scaled()),
+    "rms norm as Gemma's": lambda: gated(Scaled(plus_one=True)),
+    "exported": exported,
     "frozen": lambda: nn.Sequential(linear(), linear().requires_grad_(False), linear()),
     "adapters": Adapted,
     "complex parameters": lambda: Raw(lambda w, x: (x.to(w.dtype) @ w).abs(), WIDTH, WIDTH, dtype=torch.complex64),
@@ -371,6 +439,9 @@ AT_B: dict[str, set[str]] = {
     "convolutions": {"1.weight", "1.bias"},
     "rms norm": {"0.weight"},
     "words, sparse": {"layers.0.weight"},
+    "words, renormed": {"layers.0.weight"},
+    "product with a computed weight": {"weight"},
+    "a scale": {"1.weight"},
     "bags of words": {"layers.0.weight"},
     "mapped": {f"layers.0.{i}.{name}" for i in range(3) for name in ("weight", "bias")},
     "a gradient in a forward": {f"layers.0.{i}.weight" for i in (0, 2, 3)},  # by the derivative's own derivative
