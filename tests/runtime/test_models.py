@@ -73,13 +73,6 @@ def test_layers_say_where_a_model_is_cut(layers: list[int] | None) -> None:
     assert isinstance(whole.model.norm, nn.LayerNorm)
 
 
-def test_names_do_not_depend_on_the_placement() -> None:
-    whole = models.model("layers")
-    for placement in ([0, 0], [0, 0, 0, 0]):
-        stages = stages_of(whole, placement, rank=0)
-        assert [name for stage in stages.values() for name in stage.state_dict()] == list(whole.state_dict())
-
-
 def test_stages_of_torch_are_taken_as_they_are(ranks: Ranks) -> None:
     (_, _), (losses, told) = ranks(models.of_torch, placement=[0, 1])
     inputs, targets = cases.batch(0, MICROBATCHES)

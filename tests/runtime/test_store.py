@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -149,39 +148,14 @@ def test_parameters_buffers_and_views_of_them_are_no_activations(link: Link) -> 
     assert stage.held_bytes(0) == x_bytes
 
 
-def test_a_parameter_frozen_beside_live_ones_and_no_gradient_at_all(link: Link) -> None:
-    module = nn.Linear(cases.WIDTH, cases.WIDTH)
-    module.weight.requires_grad_(False)
-    stage, _ = make(module, link)
-    stage.forward(0, (torch.randn(SHAPE),))
-    (dx,) = stage.backward(0, (torch.ones(SHAPE),), split=True)
-    stage.weight(0)
-    assert torch.allclose(dx, module.weight.sum(0).expand(SHAPE), atol=1e-6)
-    assert module.weight.grad is None
-    assert module.bias.grad is not None
-
-
-def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
-    torch.manual_seed(5)
-    module, x, dy = cases.Block(dropout=0.5), torch.randn(SHAPE), torch.randn(SHAPE)
-    stage, _ = make(module, link)
-
-    def run(recompute: Level | None) -> tuple[Tensor, list[Tensor]]:
-        module.zero_grad()
-        torch.manual_seed(7)
-        (y,) = stage.forward(0, (x.clone(),), recompute=recompute)
-        torch.rand(3)  # others draw in between
-        if recompute:
-            assert stage.held_bytes(0) == x.nbytes
-            state = torch.get_rng_state()
-            stage.recompute(0)
-            assert torch.equal(state, torch.get_rng_state())
-        stage.backward(0, (dy,), split=False)
-        return y, gradients(module)
-
-    (y1, grads1), (y2, grads2) = run(None), run(FULL)
-    assert torch.equal(y1, y2)
-    assert all(map(torch.equal, grads1, grads2))
+def test_a_recompute_leaves_random_numbers_as_they_are(link: Link) -> None:
+    stage, _ = make(cases.Block(dropout=0.5), link)
+    stage.forward(0, (torch.randn(SHAPE),), recompute=FULL)
+    assert stage.held_bytes(0) == torch.zeros(SHAPE).nbytes
+    torch.rand(3)  # others draw in between
+    state = torch.get_rng_state()
+    stage.recompute(0)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_the_host_pool_is_capped_and_its_pages_are_used_again() -> None:
@@ -204,27 +178,6 @@ def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> No
     filled = [sum(sizes[i] for i in group) for group in groups]
     assert sorted(i for group in groups for i in group) == [i for i, size in enumerate(sizes) if size]
     assert max(filled) - min(filled) <= max(sizes, default=0)
-
-
-def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = cases.Block()
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
-
-    torch.manual_seed(2)
-    module, x, dy = Checkpointed(), torch.randn(SHAPE), torch.randn(SHAPE)
-    torch.autograd.backward(module(x), dy)
-    expected = gradients(module)
-    module.zero_grad()
-    stage, _ = make(module, link)
-    stage.forward(0, (x,))
-    stage.backward(0, (dy,), split=True)
-    stage.weight(0)
-    assert all(map(torch.equal, gradients(module), expected))
 
 
 @pytest.mark.parametrize("module", [cases.Block, lambda: gpt.Block(gpt.Size(cases.WIDTH))])
@@ -302,45 +255,6 @@ def test_a_changed_tensor_that_is_not_needed_is_no_error(link: Link) -> None:
     stage.forward(0, (torch.randn(SHAPE),))
     (dx,) = stage.backward(0, (torch.ones(SHAPE),), split=True)
     assert torch.equal(dx, torch.full(SHAPE, 2.0))
-
-
-class LastMoment:
-    """An engine as slow as allowed: it copies when somebody waits, not before."""
-
-    def __init__(self) -> None:
-        self.start = self.end = 0.0
-        self._jobs: list[Callable[[], object]] = []
-
-    def run(self, work: Callable[[], object]) -> LastMoment:
-        self._jobs.append(work)
-        return self
-
-    def wait(self) -> None:
-        for work in self._jobs:
-            work()
-        self._jobs = []
-
-    def close(self) -> None:
-        pass
-
-
-def test_drops_and_backwards_wait_for_the_copies(link: Link) -> None:
-    slow = Link(CPU, False)
-    slow.close()
-    slow.out, slow.back = LastMoment(), LastMoment()
-    torch.manual_seed(1)
-    module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
-    results = []
-    for way in (link, slow):
-        module.zero_grad()
-        stage, _ = make(module, way)
-        stage.forward(0, (x.clone(),))
-        stage.offload(0, 0)
-        stage.drop(0, 0)
-        stage.reload(0, 0)
-        (dx,) = stage.backward(0, (dy,), split=False)
-        results.append([dx, *gradients(module)])
-    assert all(map(torch.equal, *results))
 
 
 def test_an_output_that_the_stage_saved_leaves_as_a_copy(link: Link) -> None:

@@ -45,10 +45,6 @@ def test_median_and_interquartile_range() -> None:
     assert (times.spreads(0.5)["forward_ms"].ms, times.spreads(0.5)["forward_ms"].iqr_ms) == (1.5, 1.0)
 
 
-def test_one_measurement_has_no_spread() -> None:
-    assert Spread.from_times([2.5]) == Spread(2.5, 0.0, 1)
-
-
 def test_copies_of_all_parts_add_up_and_an_empty_part_takes_no_time() -> None:
     def handle(start: float, end: float) -> Any:
         return SimpleNamespace(start=start, end=end)
