@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,11 +57,12 @@ def diagnose(
     """Say where the time of the steps in a trace goes, why, and what to change in the stack that ran them."""
     from optpipe.diagnose import diagnose as find
     from optpipe.measured.convert import Run
+    from optpipe_cli.console import new_console
 
     require_writable(html)
     require_folder(output)
     counts = numbers("layers", layers, "layers of all stages, or of each with commas between") or []
-    with _progress(files) as (read, told):
+    with new_console(stderr=True).status("reading") as status:
         diagnosis = find(
             *files,
             form=form,
@@ -73,8 +72,7 @@ def diagnose(
             weight_share=weight_share,
             time_limit_s=time_limit_s,
             run=Run(microbatches, devices, chunks, shape),
-            progress=read,
-            told=told,
+            told=lambda what: status.update(f"trying: {what}"),
         )
     if html:
         from optpipe.diagnose.page import picture
@@ -154,23 +152,3 @@ def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
             path = folder / cure.file[0]
             write_file(path, cure.file[1])
             yield path
-
-
-@contextmanager
-def _progress(files: list[Path]) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-    """A bar of the bytes that are read, and below it what is tried, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield (lambda _: None), (lambda _: None)
-        return
-    from rich.progress import Progress
-
-    from optpipe_cli.console import new_console
-
-    inside = [each for path in files for each in (path.iterdir() if path.is_dir() else [path])]
-    total = sum(path.stat().st_size for path in inside if path.is_file())
-    with Progress(console=new_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=total)
-        yield (
-            (lambda count: bar.advance(task, count)),
-            (lambda what: bar.update(task, description=f"trying: {what}", total=None)),
-        )

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.diagnose.floor import floor_ms
+from optpipe.diagnose.losses import floor_ms
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats

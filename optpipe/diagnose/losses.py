@@ -3,16 +3,17 @@ of two replays, so together with the work they are exactly the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.diagnose.floor import floor_of
 from optpipe.diagnose.runs import Runs
 from optpipe.diagnose.slow import SlowDevice, find_slow_devices
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 
 CAUSE = 0.03  # of the step: what costs less is no cause
 NOTHING = 1e-9  # ms that no clock tells from 0
@@ -133,6 +134,34 @@ def _floors_ms(runs: Runs, ms: Floats) -> Floats:
         cost[kind, stage, microbatch] = ms[ops]
         floors.append(floor_of(cost[Kind.F], cost[Kind.B] + cost[Kind.BW], cost[Kind.W], runs.where))
     return np.array(floors)
+
+
+def floor_of(forward: Floats, backward: Floats, weight: Floats, where: Sequence[int]) -> float:
+    """What no order of a step's ops falls below: on some device what must run before its first op, then its ops, and
+    what must run after its last backward.
+
+    Parameters
+    ----------
+    forward, backward, weight
+        (S, m) the times of F, of B or BW, and of W, in ms. Messages are left out.
+    where
+        By stage: its device.
+    """
+    before, after = (np.cumsum(each, axis=0) - each for each in (forward, backward))
+    head, tail = before.min(axis=1), after.min(axis=1)
+    chain = (forward + backward).sum(axis=1)
+    work, floor = chain + weight.sum(axis=1), 0.0
+    for d in range(1 + max(where)):
+        on = [s for s, device in enumerate(where) if device == d]
+        if on:
+            floor = max(floor, head[on].min() + max(work[on].sum(), chain[on].sum() + tail[on].min()))
+    return float(floor)
+
+
+def floor_ms(problem: Problem) -> float:
+    """`floor_of` a problem of one route."""
+    ms = problem.costs.ms
+    return floor_of(ms[Kind.F], ms[Kind.B], ms[Kind.W], [stage.device for stage in problem.stages])
 
 
 def _even(ms: Floats, one: Ints, among: Ints) -> Floats:

@@ -16,7 +16,6 @@ from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.convert import Run, recording_from
-from optpipe.measured.events import Progress
 from optpipe.measured.recording import Recording
 from optpipe.measured.steps import listed
 from optpipe.options import SolveArguments
@@ -138,7 +137,6 @@ def diagnose(
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
     run: Run | None = None,
-    progress: Progress | None = None,
     told: Told = lambda _: None,
 ) -> Diagnosis:
     """Says where the time of the steps in a trace goes, and what to change.
@@ -161,8 +159,8 @@ def diagnose(
         For the search of a schedule; 0 for none.
     run
         What Megatron's log does not say.
-    progress, told
-        Called with bytes that were read, and with what is tried.
+    told
+        Called with what is tried.
 
     Returns
     -------
@@ -174,7 +172,7 @@ def diagnose(
     InputError
         If a file cannot be read, no step is whole, or an argument does not fit.
     """
-    read_form, recording = recording_from(paths, form, run or Run(), progress)
+    read_form, recording = recording_from(paths, form, run or Run())
     return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, told)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.errors import InputError, ScheduleError
+from optpipe.errors import InputError
 from optpipe.evaluate.timeline import timed_samples
 from optpipe.formats import megatron
 from optpipe.measured.estimate import NO_TIME, overlapping_ops, programs_of
@@ -329,11 +329,7 @@ def _schedule(order: Order, where: tuple[int, ...]) -> Schedule:
         }
     )
     schedule = Schedule(problem, tuple(Program.from_items(ops) for ops in order), method="what ran")
-    try:
-        complaints = schedule.compiled.complaints
-    except ScheduleError as error:
-        complaints = [str(error)]
-    if complaints:
+    if complaints := schedule.compiled.complaints:
         raise InputError(f"the measured order: {complaints[0]}")
     return schedule
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured import csv_file, megatron_timers, primus, straggler, torch_trace
 from optpipe.measured.estimate import Given, Measurements, estimate, estimate_sums
-from optpipe.measured.events import Events, Progress, read_pieces
+from optpipe.measured.events import Events, read_pieces
 from optpipe.measured.recording import SHAPES, Recording
 
 MEASURED = ("torch-trace", "primus", "straggler", "megatron-timers", "csv")
@@ -87,27 +87,16 @@ def problem_from(
     return _problem(form, [(str(path), read_pieces(path)) for path in _files(form, files)], given, run)
 
 
-def recording_from(
-    paths: Sequence[str | Path], form: str | None, run: Run, progress: Progress | None = None
-) -> tuple[str, Recording]:
-    """The form of these files, and all that ran by them; arguments as of `problem_from`.
+def recording_from(paths: Sequence[str | Path], form: str | None, run: Run) -> tuple[str, Recording]:
+    """The form of these files, and all that ran by them; arguments as of `problem_from`. Without a form it is as the
+    files' names and their first events tell.
 
-    Parameters
-    ----------
-    form
-        None: as the files' names and their first events tell.
-    progress
-        Told how many bytes of the files were read since the last time.
-
-    Raises
-    ------
-    InputError
-        If no form is like the files, or as `problem_from` does.
+    Raises InputError if no form is like the files, or as `problem_from` does.
     """
     files = [Path(path) for path in paths]
     form = form or _form_of_all(files)
     _require(form, len(files), Given(), run)
-    return form, recording_of(form, [(str(path), read_pieces(path, progress)) for path in _files(form, files)], run)
+    return form, recording_of(form, [(str(path), read_pieces(path)) for path in _files(form, files)], run)
 
 
 def _form_of_all(paths: Sequence[Path]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optpipe.errors import InputError, ScheduleError
+from optpipe.errors import InputError
 from optpipe.measured.messages import gaps, impossible, spans_ms
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import Step, TrainingSteps, find_training_steps, listed
@@ -327,11 +327,7 @@ def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, 
         return None, [why.format(reason)]
     orders = [programs_of(step, len(problem.devices)) for step in training.steps]
     schedule = Schedule(problem, tuple(map(Program.from_items, orders[-1])), method="measured")
-    try:
-        complaints = schedule.compiled.complaints
-    except ScheduleError as error:
-        complaints = [str(error)]
-    if complaints:
+    if complaints := schedule.compiled.complaints:
         return None, [why.format(complaints[0])]
     others = sum(order != orders[-1] for order in orders)
     return schedule, [f"the order of {others} of {len(orders)} steps: the last one ran in another"] if others else []

@@ -8,7 +8,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -18,10 +18,9 @@ GZIP = b"\x1f\x8b"  # what every file packed by gzip begins with
 PIECE = 2**20  # characters
 LARGEST = 2**26  # of one value beside the events, or of one event
 _BETWEEN = re.compile(r"[ \t\n\r]*")
-Progress = Callable[[int], None]  # told how many bytes of a file were read since the last time
 
 
-def read_pieces(path: str | Path, progress: Progress | None = None) -> Iterator[str]:
+def read_pieces(path: str | Path) -> Iterator[str]:
     """Yields the text of a file, which may be packed by gzip, whatever its name is.
 
     Raises InputError if it cannot be read or is no text in UTF-8.
@@ -32,11 +31,8 @@ def read_pieces(path: str | Path, progress: Progress | None = None) -> Iterator[
             packed = file.read(2) == GZIP
             file.seek(0)
             content = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
-            text, before = io.TextIOWrapper(content, encoding="utf-8-sig", newline=""), 0
+            text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
             while piece := text.read(PIECE):
-                if progress:
-                    before, since = file.tell(), file.tell() - before
-                    progress(since)
                 yield piece
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder, a file is expected") from None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from pathlib import Path
 
 import pytest
+from support.commands import Run
 
 from optpipe.transformer.calibrate import NAMES
 from optpipe.transformer.iterations import COLUMNS, MEASURED, iteration_ms, read_iterations
 from optpipe.transformer.presets import GPUS
-from optpipe_cli.main import main
 
 HEAD = ",".join([*COLUMNS.values(), MEASURED])
 PLANS = [
@@ -23,62 +23,45 @@ PLANS = [
 TRUTH = GPUS["A100-800G"].model_copy(update={"matmul_fraction": 0.5, "host_us": 60.0})
 
 
-def run(monkeypatch, capsys, *words: str) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "argv", ["optpipe", "calibrate", *words])
-    with pytest.raises(SystemExit):
-        main()
-    printed = capsys.readouterr()
-    return printed.out, printed.err
-
-
-@pytest.fixture
-def table(tmp_path):
+def test_it_learns_from_rows_and_checks_them(run: Run):
     rows = read_iterations("\n".join([HEAD, *(f"{plan},1" for plan in PLANS)]))
-    path = tmp_path / "rows.csv"
     times = [iteration_ms(row.on(TRUTH)) for row in rows]
-    path.write_text("\n".join([HEAD, *(f"{plan},{ms}" for plan, ms in zip(PLANS, times, strict=True))]))
-    return str(path)
-
-
-def test_it_learns_from_rows_and_checks_them(monkeypatch, capsys, tmp_path, table):
-    learned = str(tmp_path / "gpu.json")
-    out, _ = run(monkeypatch, capsys, "--gpu", "A100-800G", "--from", table, "-o", learned)
+    Path("rows.csv").write_text("\n".join([HEAD, *(f"{plan},{ms}" for plan, ms in zip(PLANS, times, strict=True))]))
+    _, out, _ = run("calibrate", "--gpu", "A100-800G", "--from", "rows.csv", "-o", "gpu.json")
     assert all(name in out for name in NAMES)
     before, after = (
-        json.loads(run(monkeypatch, capsys, "--gpu", gpu, "--check", table, "--json")[0])
-        for gpu in ("A100-800G", learned)
+        json.loads(run("calibrate", "--gpu", gpu, "--check", "rows.csv", "--json")[1])
+        for gpu in ("A100-800G", "gpu.json")
     )
-    assert before["checks"][table]["mean"] > 0.1
-    assert after["checks"][table]["mean"] < 0.02
+    assert before["checks"]["rows.csv"]["mean"] > 0.1
+    assert after["checks"]["rows.csv"]["mean"] < 0.02
     assert after["gpu"]["host_us"] == pytest.approx(60, rel=0.05)
-    text, _ = run(monkeypatch, capsys, "--gpu", learned, "--check", table)
+    _, text, _ = run("calibrate", "--gpu", "gpu.json", "--check", "rows.csv")
     assert sum(line.endswith("%") for line in text.splitlines()) == len(PLANS) + 1  # and the sentence about them
     assert f"{len(PLANS)} rows, mean error" in text
 
 
-def test_kernels_are_measured_on_this_device(monkeypatch, capsys, tmp_path):
+def test_kernels_are_measured_on_this_device(run: Run, monkeypatch: pytest.MonkeyPatch):
     """The same code as on CUDA; its figures depend on the machine."""
     from optpipe_runtime.measure import kernels
 
     monkeypatch.setattr(kernels, "CPU", kernels.Sizes((32, 64), (16, 64), (2**16,), (64,), launches=10, repeats=2))
-    content = json.loads(run(monkeypatch, capsys, "--gpu", "A100", "--device", "cpu", "--json")[0])
+    content = json.loads(run("calibrate", "--gpu", "A100", "--device", "cpu", "--json")[1])
     assert content["gpu"]["matmul_fraction"] < 0.5
     assert content["gpu"]["network_fraction"] == GPUS["A100"].network_fraction
 
 
-def test_a_wrong_table_is_one_sentence(monkeypatch, capsys, tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(b"\xff")
-    _, error = run(monkeypatch, capsys, "--gpu", "A100", "--from", str(path))
-    assert error.startswith(f"error: {path}: no text in UTF-8")
-    assert error.count("\n") == 1
-    _, error = run(monkeypatch, capsys, "--gpu", "A1000")
-    assert error.startswith("error: --gpu = A1000: neither a file nor a preset")
-
-
 @pytest.mark.parametrize(
-    ("device", "said"), [("tpu", "expected cuda, cuda:N or cpu"), ("cuda:99", "torch .* sees .* CUDA devices here")]
+    ("words", "said"),
+    [
+        (["--gpu", "A100", "--from", "wrong.csv"], r"wrong\.csv: no text in UTF-8"),
+        (["--gpu", "A1000"], "--gpu = A1000: neither a file nor a preset"),
+        (["--gpu", "A100", "--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
+        (["--gpu", "A100", "--device", "cuda:99"], "--device = cuda:99: torch .* sees .* CUDA devices here"),
+    ],
 )
-def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys, device, said):
-    _, error = run(monkeypatch, capsys, "--gpu", "A100", "--device", device)
-    assert re.match(f"error: --device = {device}: {said}", error)
+def test_what_cannot_be_used_is_one_sentence(words: list[str], said: str, run: Run):
+    Path("wrong.csv").write_bytes(b"\xff")
+    _, _, error = run("calibrate", *words)
+    assert re.match(f"error: {said}", error)
+    assert error.count("\n") == 1

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
+from pathlib import Path
 
 import pytest
+from support.commands import Run
 
 from optpipe import Problem
-from optpipe_cli.main import main
+from optpipe.transformer.presets import GPUS, MODELS
 
 LLAMA = ["llama-2-70b", "--gpu", "A100", "--pp", "8", "--tp", "8"]
 
 
-def run(monkeypatch, capsys, *words: str) -> tuple[str, str]:
-    """What is printed on stdout and on stderr."""
-    monkeypatch.setattr(sys, "argv", ["optpipe", "model", *words])
-    with pytest.raises(SystemExit):
-        main()
-    printed = capsys.readouterr()
-    return printed.out, printed.err
-
-
-def test_it_writes_a_problem_and_says_what_was_assumed(monkeypatch, capsys, tmp_path):
+def test_it_writes_a_problem_and_says_what_was_assumed(run: Run, tmp_path: Path):
     path = tmp_path / "p.json"
-    out, _ = run(monkeypatch, capsys, *LLAMA, "--microbatches", "16", "-o", str(path))
+    _, out, _ = run("model", *LLAMA, "--microbatches", "16", "-o", str(path))
     problem = Problem.load(path)
     assert (len(problem.devices), problem.microbatches, len(problem.layers or ())) == (8, 16, 82)
     assert "68.98 billion parameters" in out
     assert "matmuls reach 70% of 312 TFLOP/s" in out
     assert sum(line.lstrip().startswith("device ") for line in out.splitlines()) == 9  # and the head of the other table
-    content = json.loads(run(monkeypatch, capsys, *LLAMA, "--microbatches", "16", "--json")[0])
+    content = json.loads(run("model", *LLAMA, "--microbatches", "16", "--json")[1])
     assert content["problem"] == problem.to_dict()
     assert content["devices"][0]["budget"] == problem.devices[0].activation_budget_bytes
 
 
-def test_it_takes_files_of_models_and_gpus(monkeypatch, capsys, tmp_path):
-    from optpipe.transformer.presets import GPUS, MODELS
-
+def test_it_takes_files_of_models_and_gpus(run: Run, tmp_path: Path):
     shape, sheet, config = (tmp_path / name for name in ("shape.json", "gpu.json", "config.json"))
     shape.write_text(MODELS["llama-2-7b"].model_dump_json())
     sheet.write_text(GPUS["H100"].model_dump_json())
@@ -47,12 +38,12 @@ def test_it_takes_files_of_models_and_gpus(monkeypatch, capsys, tmp_path):
     )
     options = ("--pp", "4", "--sequence", "4096", "--json")
     preset, own, hf = (
-        json.loads(run(monkeypatch, capsys, *words, *options)[0])["problem"]
+        json.loads(run("model", *words, *options)[1])["problem"]
         for words in (("llama-2-7b",), (str(shape), "--gpu", str(sheet)), (str(config),))
     )
     assert preset == own
     assert preset["stages"] == hf["stages"]
-    _, error = run(monkeypatch, capsys, str(config), "--pp", "4")
+    _, _, error = run("model", str(config), "--pp", "4")
     assert error == "error: --sequence is missing: how many tokens a training sequence has\n"
 
 
@@ -71,21 +62,19 @@ def test_it_takes_files_of_models_and_gpus(monkeypatch, capsys, tmp_path):
         (("llama-2-70b", "--gpu", "A100", "--precision", "fp8"), "--precision = fp8: A100 has bf16, fp32"),
     ],
 )
-def test_wrong_input_is_one_sentence(monkeypatch, capsys, words, message):
-    import re
-
-    _, error = run(monkeypatch, capsys, *words)
+def test_wrong_input_is_one_sentence(run: Run, words, message):
+    _, _, error = run("model", *words)
     assert re.match(f"error: {message}", error)
     assert error.count("\n") == 1
 
 
-def test_what_does_not_fit_is_shown_by_device_before_the_error(monkeypatch, capsys):
-    out, error = run(monkeypatch, capsys, "gpt-3-175b", "--pp", "4", "--tp", "8")
+def test_what_does_not_fit_is_shown_by_device_before_the_error(run: Run):
+    _, out, error = run("model", "gpt-3-175b", "--pp", "4", "--tp", "8")
     assert "-18.18" in out
     assert error.startswith("error: device 0 needs 104.1 GB")
 
 
-def test_presets_are_listed(monkeypatch, capsys):
-    listed = json.loads(run(monkeypatch, capsys, "--presets", "--json")[0])
+def test_presets_are_listed(run: Run):
+    listed = json.loads(run("model", "--presets", "--json")[1])
     assert {"llama-2-70b", "gpt-3-175b", "optpipe-7.1b"} <= listed["models"].keys()
     assert {"A100", "A100-800G", "A100-megatron", "H100", "H200", "B200", "MI300X"} == listed["gpus"].keys()

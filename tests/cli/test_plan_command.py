@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from support.commands import Run
 
 from optpipe import Problem, Schedule, anytime, check
 from optpipe.options import SearchOptions
 from optpipe.results import Result
 from optpipe.transformer.presets import GPUS
 from optpipe_cache import Cache
-from optpipe_cli.main import main
 from optpipe_cli.plan import Here
 from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.systems import generate
@@ -24,15 +23,6 @@ from optpipe_solver.systems import generate
 SHAPE = {"layers": 6, "hidden": 2048, "ffn": 8192, "heads": 2, "vocabulary": 64_000, "sequence": 2048}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "ample-8x24.json"
 SIZE = ("--gpus", "4", "--batch", "8")
-
-
-def run(monkeypatch, capsys, *words: str) -> tuple[str, str]:
-    """What is printed on stdout and on stderr."""
-    monkeypatch.setattr(sys, "argv", ["optpipe", "plan", *words])
-    with pytest.raises(SystemExit):
-        main()
-    printed = capsys.readouterr()
-    return printed.out, printed.err
 
 
 @pytest.fixture
@@ -44,10 +34,10 @@ def model(tmp_path: Path) -> tuple[str, ...]:
     return str(tmp_path / "shape.json"), "--gpu", str(tmp_path / "gpu.json"), *SIZE
 
 
-def test_it_says_what_to_run_and_writes_it(monkeypatch, capsys, tmp_path, model):
+def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):
     """With a gap of 1 the first schedule is enough, so nothing is searched."""
     folder = tmp_path / "plan"
-    out, _ = run(monkeypatch, capsys, *model, "--gap", "1", "--stack", "torch", "--explain", "-o", str(folder))
+    _, out, _ = run("plan", *model, "--gap", "1", "--stack", "torch", "--explain", "-o", str(folder))
     assert "assumed: matmuls reach 70% of 312 TFLOP/s" in out
     assert "predicted MFU" in out
     assert "nothing is measured" in out
@@ -61,24 +51,23 @@ def test_it_says_what_to_run_and_writes_it(monkeypatch, capsys, tmp_path, model)
     }
 
 
-def test_it_says_what_is_gained_over_what_runs_today(monkeypatch, capsys, model):
+def test_it_says_what_is_gained_over_what_runs_today(run: Run, model):
     words = (*model, "--gap", "1", "--today", "pp 2, 1F1B", "--margin", "0", "--json")
-    answer = json.loads(run(monkeypatch, capsys, *words)[0])
+    answer = json.loads(run("plan", *words)[1])
     today = answer["today"]
     assert (today["parallelism"]["pp"], today["parallelism"]["chunks"], today["method"]) == (2, 1, "1f1b")
     assert today["fits"]
     assert answer["best"]["iteration_ms"] <= today["iteration_ms"]
-    out, _ = run(monkeypatch, capsys, *words[:-1])
+    _, out, _ = run("plan", *words[:-1])
     assert f"      1f1b: {today['iteration_ms'] / 1000:.4g} s, needs {today['used_bytes'] / 1e9:.2f} GB of " in out
     assert "      by the plan: " in out
-    _, error = run(monkeypatch, capsys, *model, "--today", "tp 1, pp 4")
+    _, _, error = run("plan", *model, "--today", "tp 1, pp 4")
     assert re.match(r"error: --today = 'tp 1, pp 4': with tp 1, pp 4, .* a GPU holds [\d.]+ GB without any", error)
 
 
-def test_a_margin_of_memory_stays_free(monkeypatch, capsys, model):
+def test_a_margin_of_memory_stays_free(run: Run, model):
     whole, less = (
-        json.loads(run(monkeypatch, capsys, *model, "--gap", "1", "--margin", share, "--json")[0])
-        for share in ("0", "0.05")
+        json.loads(run("plan", *model, "--gap", "1", "--margin", share, "--json")[1]) for share in ("0", "0.05")
     )
     memory = [each["question"]["gpu"]["memory_bytes"] for each in (whole, less)]
     reserved = [each["question"]["gpu"]["reserved_bytes"] for each in (whole, less)]
@@ -119,36 +108,23 @@ def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
         ),
         (("llama-2-7b", *SIZE, "--today", "pp 3"), "error: --today = 'pp 3': these GPUs, this batch"),
         (("llama-2-7b", *SIZE, "--stack", "jax"), "error: --stack = 'jax'"),
+        (("llama-2-7b", *SIZE, "--host-memory-gb", "nan"), "error: --host-memory-gb = nan: a number of GB from 0 to 1"),
     ],
 )
-def test_what_it_refuses(monkeypatch, capsys, words, said):
-    out, error = run(monkeypatch, capsys, *words)
+def test_what_it_refuses(run: Run, words, said):
+    _, out, error = run("plan", *words)
     assert out == ""
     assert error.startswith(said)
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.csv", "layers", "a.csv is not JSON"),
-        ("gpus.json", '{"layers": 6}', "gpus.json: hidden is missing"),
-        ("gpus", '{"layers": 6}', "gpus: hidden is missing"),
-    ],
-)
-def test_a_file_keeps_its_name(monkeypatch, capsys, tmp_path, name, text, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text(text)
-    assert run(monkeypatch, capsys, name, *SIZE)[1].startswith(f"error: {said}")
+@pytest.mark.parametrize("name", ["gpus.json", "gpus"])
+def test_a_file_keeps_its_name(run: Run, name):
+    Path(name).write_text('{"layers": 6}')
+    assert run("plan", name, *SIZE)[2].startswith(f"error: {name}: hidden is missing")
 
 
-@pytest.mark.parametrize("given", ["nan", "inf", "-3", "1e300"])
-def test_host_memory_is_a_size(monkeypatch, capsys, given):
-    _, error = run(monkeypatch, capsys, "llama-2-7b", *SIZE, "--host-memory-gb", given)
-    assert error.startswith(f"error: --host-memory-gb = {float(given):g}: a number of GB from 0 to 1,000,000")
-
-
-def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):
+def test_ctrl_c_prints_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch, model):
     """It comes in the middle of a search, which ends; without a schedule the command ends."""
 
     class Searched:
@@ -170,9 +146,9 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys, model):
     monkeypatch.setattr(anytime, "improve", Searched)
     monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
     before = signal.getsignal(signal.SIGINT)
-    out, error = run(monkeypatch, capsys, *model, "--time-limit", "1000")
+    _, out, error = run("plan", *model, "--time-limit", "1000")
     assert "predicted MFU" in out
     assert error == ""
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.setattr(PlanSearch, "_publish", lambda self: signal.raise_signal(signal.SIGINT))
-    assert run(monkeypatch, capsys, *model) == ("", "interrupted\n")
+    assert run("plan", *model)[1:] == ("", "interrupted\n")

@@ -71,15 +71,6 @@ def test_an_error_of_one_rank_is_one_sentence(
     assert capfd.readouterr().err.splitlines()[-1].startswith("error: no-problem.json: ")
 
 
-def test_a_function_that_returns_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mistaken.py").write_text("def factory(rank, ranks):\n    return 'a model'")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
-    sentence = "model = 'mistaken:factory': it returned a str, optpipe_runtime.Setup was expected"
-    with pytest.raises(InputError, match=f"^{sentence}$"):
-        find_factory("mistaken:factory", Sizes(2))(0, 2)
-
-
 def test_without_ranks_the_error_tells_how_to_start_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,25 +84,31 @@ def test_without_ranks_the_error_tells_how_to_start_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("model", "sizes", "sentence"),
     [
-        ("model", "must be MODULE:FUNCTION"),
-        (":factory", "must be MODULE:FUNCTION"),
-        ("no.such.module:factory", "no.such.module cannot be imported: No module named 'no'"),
-        ("broken:factory", "broken cannot be imported: invalid syntax (broken.py, line 1)"),
-        ("os.path:isfile", "it is called with rank and ranks: too many positional arguments"),
-        (
-            "support.chain:nothing",
-            "support.chain has no function nothing; it has Problem, Schedule, chain, gpipe, one_by_one",
-        ),
+        ("model", {}, "model = 'model': must be MODULE:FUNCTION"),
+        ("no.such.module:factory", {}, "no.such.module cannot be imported: No module named 'no'"),
+        ("broken:factory", {}, "broken cannot be imported: invalid syntax (broken.py, line 1)"),
+        ("os.path:isfile", {}, "it is called with rank and ranks: too many positional arguments"),
+        ("support.chain:nothing", {}, "support.chain has no function nothing; it has Problem, Schedule, chain"),
+        ("mistaken:factory", {}, "it returned a str, optpipe_runtime.Setup was expected"),
+        ("c.json", {}, ": transformers is not installed: pip install transformers"),
+        ("torchtitan:llama3/8B", {}, ": torchtitan is not installed: pip install torchtitan"),
+        ("m:f", {"sequence": 8}, "sequence = 8: model = 'm:f' makes its own batch, so leave it out"),
+        ("m:f", {"microbatch_size": 8}, "microbatch_size = 8: model = 'm:f' makes its own batch, so leave it out"),
     ],
 )
-def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_made_is_one_sentence(
+    model: str, sizes: dict[str, int], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken.py").write_text("def factory(:")
+    (tmp_path / "mistaken.py").write_text("def factory(rank, ranks):\n    return 'a model'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
-    with pytest.raises(InputError, match=re.escape(f"model = '{name}': {sentence}")):
-        find_factory(name, Sizes(2))
+    for package in ("transformers", "torchtitan"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        find_factory(model, Sizes(2, **sizes))(0, 2)
 
 
 def test_an_unknown_option() -> None:
@@ -119,16 +116,3 @@ def test_an_unknown_option() -> None:
     options += "clip_host_updates, whole_gradients, group"
     with pytest.raises(InputError, match=f"options has 'ful_duplex': must be one of {options}"):
         Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("model", "package"), [("c.json", "transformers"), ("torchtitan:llama3/8B", "torchtitan")])
-def test_a_package_that_is_missing(model: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=f": {package} is not installed: pip install {package}$"):
-        find_factory(model, Sizes(2))
-
-
-@pytest.mark.parametrize(("name", "sizes"), [("sequence", Sizes(2, sequence=8)), ("microbatch_size", Sizes(2, 8))])
-def test_a_function_makes_its_own_batch(name: str, sizes: Sizes) -> None:
-    with pytest.raises(InputError, match=f"^{name} = 8: model = 'm:f' makes its own batch, so leave it out$"):
-        find_factory("m:f", sizes)

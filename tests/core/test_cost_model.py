@@ -55,7 +55,9 @@ def template() -> Problem:
 @pytest.mark.parametrize(
     ("noise", "outliers", "off"), [(0.0, 0, 1e-6), (0.02, 0, 0.02), (0.0, 2, 0.005), (0.02, 2, 0.03)]
 )
-def test_figures_follow_from_features(noise: float, outliers: int, off: float) -> None:
+def test_figures_follow_from_features_also_after_they_were_kept(
+    noise: float, outliers: int, off: float, tmp_path: Path
+) -> None:
     model, microbatches = model_of(noise, outliers), drawn(5, 99)
     problem = model.problem(template(), microbatches)
     assert problem.microbatches == 5
@@ -63,6 +65,9 @@ def test_figures_follow_from_features(noise: float, outliers: int, off: float) -
     assert problem.stages[1].forward_ms == pytest.approx([5.0] * 5, rel=1e-6)
     assert problem.stages[0].activation_bytes == pytest.approx(took(microbatches)[0]["activation_bytes"], abs=1.1)
     assert problem.stages[0].backward_input_ms == template().stages[0].backward_input_ms
+    model.save(tmp_path / "model.json")
+    kept = CostModel.load(tmp_path / "model.json")
+    assert (kept.errors(), kept.problem(template(), microbatches).sha256) == (model.errors(), problem.sha256)
 
 
 def test_errors_are_those_of_predictions_made_before() -> None:
@@ -72,14 +77,6 @@ def test_errors_are_those_of_predictions_made_before() -> None:
     assert model.errors() is None
     model.learn(second, [{"forward_ms": [40.0]}])
     assert model.errors() == [{"forward_ms": pytest.approx(0.5)}]
-
-
-def test_a_model_predicts_the_same_after_it_was_kept(tmp_path: Path) -> None:
-    model, path = model_of(0.02), tmp_path / "model.json"
-    model.save(path)
-    kept = CostModel.load(path)
-    assert kept.errors() == model.errors()
-    assert kept.problem(template(), drawn(3)).sha256 == model.problem(template(), drawn(3)).sha256
 
 
 @pytest.mark.parametrize(
@@ -115,6 +112,8 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path, change: dict[str, Any], co
 def test_what_cannot_be_learnt_is_refused(microbatches: Any, measured: Any, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         CostModel(("tokens", "squares"), 2, FIGURES).learn(microbatches, measured)
+    with pytest.raises(InputError, match="did you mean forward_ms"):
+        CostModel(("tokens",), 1, ("forwards_ms",))
 
 
 def test_bytes_are_no_less_than_those_seen() -> None:
@@ -122,11 +121,6 @@ def test_bytes_are_no_less_than_those_seen() -> None:
     model.learn([{"tokens": 10}] * 3, [{"activation_bytes": [100, 100, 150]}])
     one = template().replace(stages=template().stages[:1], devices=template().devices[:1])
     assert model.problem(one, [{"tokens": 10}]).stages[0].activation_bytes[0] >= 150  # type: ignore[index]
-
-
-def test_only_figures_of_micro_batches_are_learnt() -> None:
-    with pytest.raises(InputError, match="did you mean forward_ms"):
-        CostModel(("tokens",), 1, ("forwards_ms",))
 
 
 def test_a_step_is_scheduled_by_its_features() -> None:

@@ -45,13 +45,12 @@ def test_what_is_not_json_is_one_sentence(text):
         list(Events([text], "f"))
 
 
-def test_a_packed_file_is_read_in_pieces_and_its_bytes_are_counted(tmp_path: Path):
+def test_a_packed_file_is_read_in_pieces(tmp_path: Path):
     path, text = tmp_path / "t.json.gz", json.dumps([{"n": n} for n in range(400_000)])
     path.write_bytes(gzip.compress(text.encode()))
-    counted = list[int]()
-    assert "".join(read_pieces(path, counted.append)) == text
-    assert len(counted) > 4
-    assert sum(counted) == path.stat().st_size
+    pieces = list(read_pieces(path))
+    assert "".join(pieces) == text
+    assert len(pieces) > 4
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match="no text packed by gzip"):
         list(read_pieces(path))

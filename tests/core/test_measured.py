@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import problems
+from support import problems, recordings
+from support.recordings import event
 
-from optpipe import InputError, Measurements, Problem, Schedule, certify, problem_from, solve
+from optpipe import InputError, Measurements, Schedule, certify, problem_from, solve
 from optpipe.measured import estimate
 from optpipe.model.ops import Kind
+from optpipe_solver.systems import generate
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
 UNEVEN = problems.pipeline(3, 4, 100, [problems.stage((3 + s, 4, 2 + s)) for s in range(3)], p2p_ms=2.0)
@@ -22,36 +24,16 @@ DURATIONS = "stage,op,microbatch,duration_ms\n"
 HEADER = "stage,op,microbatch,start_ms,end_ms,device,step\n"
 
 
-def ran(problem: Problem) -> Schedule:
-    return Schedule.parse(problem, [SPLIT.format(s=d).split() for d in range(len(problem.devices))])
-
-
-def written(schedule: Schedule, ahead: float, folder: Path) -> Path:
-    """The ops of two steps, as a table; the clock of each device is ahead of the one before."""
-    table, timeline = schedule.timeline.table, schedule.timeline
-    lines = [
-        f"{stage},{Kind(kind).name},{j},{start + ahead * d + 1000 * step},{end + ahead * d + 1000 * step},{d},{step}"
-        for step in range(2)
-        for (kind, stage, j, *_), start, end, d in zip(
-            table.tolist(), timeline.start.tolist(), timeline.end.tolist(), timeline.device.tolist(), strict=True
-        )
-    ]
-    path = folder / "ops.csv"
-    path.write_text(HEADER + "\n".join(lines))
-    return path
-
-
-@pytest.mark.parametrize("ahead", [0.0, 17.5, -300.0])
-def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(ahead: float, tmp_path: Path) -> None:
-    schedule = ran(UNEVEN)
-    found = problem_from("csv", written(schedule, ahead, tmp_path), activation_bytes=10, activation_budget_bytes=100)
+def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(tmp_path: Path) -> None:
+    schedule = Schedule.parse(UNEVEN, [SPLIT.format(s=d).split() for d in range(3)])
+    (tmp_path / "ops.csv").write_text(recordings.csv_table(schedule, "tt", ahead=-300.0))
+    found = problem_from("csv", tmp_path / "ops.csv", activation_bytes=10, activation_budget_bytes=100)
     assert [stage.forward_ms for stage in found.problem.stages] == pytest.approx([3, 4, 5])
     assert [stage.backward_weight_ms for stage in found.problem.stages] == pytest.approx([2, 3, 4])
     assert found.problem.p2p_ms == pytest.approx(2.0)
     assert found.schedule is not None
     assert found.schedule.programs == schedule.programs
-    assert found.replayed_ms == pytest.approx(schedule.makespan_ms)
-    assert found.measured_ms == pytest.approx(schedule.makespan_ms)
+    assert (found.replayed_ms, found.measured_ms) == (pytest.approx(schedule.makespan_ms),) * 2
     assert [sentence.split(":")[0] for sentence in found.unknown] == [
         "what stays saved from B until W",
         "offloading and recomputing",
@@ -78,32 +60,6 @@ def test_a_search_goes_on_from_what_was_measured() -> None:
     assert result.makespan_ms == pytest.approx(found.replayed_ms)
     apart = problem_from("primus", PUBLISHED, weight_share=0.4).problem.stages[0]
     assert apart.backward_weight_ms == pytest.approx(0.4 * (apart.backward_weight_ms + apart.backward_input_ms))
-
-
-def chunked(folder: Path, numbered: bool) -> Path:
-    """What Primus writes of two ranks with two chunks each and four micro-batches."""
-    (folder / "config.json").write_text(json.dumps({"pp_size": 2, "vp_size": 2, "num_mbs": 4}))
-    forward = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]  # micro-batch and chunk
-    for rank in range(2):
-        content: dict[str, Any] = {"total": 100.0, "memory": 1.0}
-        for name, order, ms in (("fwd", forward, 1), ("bwd", [(j, 1 - c) for j, c in forward], 2)):
-            start = [10.0 * n + (5 if name == "bwd" else 0) for n in range(8)]
-            end = [s + ms + 0.25 * (2 * chunk + rank) for s, (_, chunk) in zip(start, order, strict=True)]
-            content |= {f"{name}_start": start, f"{name}_end": end}
-            if numbered:
-                content |= {f"{name}_minibatch": [j for j, _ in order], f"{name}_chunk": [c for _, c in order]}
-        (folder / f"pp_rank_{rank}.json").write_text(json.dumps({"1": content}))
-    return folder
-
-
-@pytest.mark.parametrize("numbered", [True, False])
-@pytest.mark.parametrize(("shape", "placement"), [("looped", [0, 1, 0, 1]), ("v", [0, 1, 1, 0])])
-def test_chunks_of_primus(numbered: bool, shape: str, placement: list[int], tmp_path: Path) -> None:
-    stages = problem_from("primus", chunked(tmp_path, numbered), shape=shape).problem.stages
-    assert [stage.device for stage in stages] == placement
-    parts = [2 * (s // 2) + device for s, device in enumerate(placement)]
-    assert [stage.forward_ms for stage in stages] == [1 + 0.25 * part for part in parts]
-    assert [stage.backward_input_ms for stage in stages] == [2 + 0.25 * part for part in parts]
 
 
 LOG = """ [2026-11-01 10:00:00] iteration       {n}/       5 | elapsed time per iteration (ms): 700.0 |
@@ -141,10 +97,6 @@ def test_megatrons_timers(tmp_path: Path) -> None:
     assert in_chunks.stages[2].forward_ms == 15.0
 
 
-def event(name: str, ts: float, dur: float, cat: str, tid: int = 7) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur}
-
-
 def traced(fields: str) -> str:
     """A trace with one forward."""
     return f'{{"traceEvents": [{{"ph": "X", "name": "PP:0F0", {fields}}}]}}'
@@ -174,83 +126,55 @@ def test_of_a_cpu_an_op_begins_with_its_first_operator(tmp_path: Path) -> None:
     assert found.unknown[0] == "times of a device: these are the host's"
 
 
-@pytest.mark.parametrize(
-    ("form", "name", "text", "message"),
-    [
-        ("cvs", "t", "", r"form = 'cvs': one of torch-trace, primus, .* is expected; did you mean csv\?"),
-        ("csv", "t", "stage,op,microbatch,start_ms\n", r"t, line 1: no column end_ms: "),
-        ("csv", "t", HEADER, r"no op was measured"),
-        ("csv", "t", HEADER + "0" * 200_000, r"t, line 2: no line of a table: field larger than field limit"),
-        ("csv", "t", HEADER + f"0,{'X' * 5000},0,0,1,,\n", f"t, line 2: op = '{'X' * 40}': one of F, B, W, BW is"),
-        pytest.param(
-            "csv",
-            "t",
+HOST = '"tid": 1, "cat": "user_annotation"'
+WRONG = {
+    "cvs": [("", r"form = 'cvs': one of torch-trace, primus, .* is expected; did you mean csv\?")],
+    "csv": [
+        ("stage,op,microbatch,start_ms\n", r"t, line 1: no column end_ms: "),
+        (HEADER + "0" * 200_000, r"t, line 2: no line of a table: field larger than field limit"),
+        (HEADER + f"0,{'X' * 5000},0,0,1,,\n", f"t, line 2: op = '{'X' * 40}': one of F, B, W, BW is"),
+        # Many columns, which would take minutes if each line were as long.
+        (
             DURATIONS.replace("\n", ",x" * 250_000 + "\n") + "0,F,0,1\n" * 30_000 + "0,X,0,1\n",
-            r"t, line 30002: op = 'X': one of F, B, W, BW is expected",
-            id="a table of many columns, which would take minutes if each line were as long",
+            "t, line 30002: op = 'X'",
         ),
-        ("csv", "t", HEADER + "0,F,-1,0,1,,\n", r"t, line 2: microbatch = '-1': a number from 0 is expected"),
-        ("csv", "t", HEADER + "0,F,0,0,now,,\n", r"t, line 2: end_ms = 'now': a time in ms is expected"),
-        ("csv", "t", HEADER + "0,F,0,2,1,,\n", r"t, line 2: the op takes -1 ms: no less than 0 is expected"),
-        ("csv", "t", HEADER + "0,F,0,0,1,,\n", r"no backward of stage 0 was measured: a BW, or a B and a W"),
-        ("csv", "t", HEADER + "1,F,0,0,1,,\n1,BW,0,1,2,,\n", r"no forward of stage 0 was measured"),
-        ("csv", "t", HEADER + "0,F,0,0,1,,\n0,BW,0,1,2,1,\n", r"stage 0 is on device 0 and on 1"),
-        ("csv", "t", DURATIONS + "0,F,0,0\n0,BW,0,0\n", r"^a step takes 0 ms: the times of its ops are expected"),
-        (
-            "csv",
-            "t",
-            HEADER + "0,F,0,0,1,,\n0,F,0,5,6,,\n0,BW,0,1,2,,\n",
-            r"^0F0 is there twice in step 0: an op runs once",
-        ),
-        ("csv", "t", HEADER + "0,F,0,0,1,300000000,\n", r"^300000001 devices: a problem has 1 to 4096$"),
-        ("csv", "t", HEADER + f"0,F,{'9' * 5000},0,1,0,\n", r"a number from 0 is expected, of 9 digits at most$"),
-        (
-            "megatron-timers",
-            "t",
-            "forward-compute: 3",
-            r"no times of forward-compute by rank: run Megatron with --timing",
-        ),
-        ("megatron-timers", "t", LOG.format(n=1, a=4.0) + "  rank 300000000: 1.0", r"^300000001 stages: a problem has"),
-        pytest.param(
-            "megatron-timers",
-            "t",
-            "a" * 10**6,
-            r"no times of forward-compute by rank",
-            id="a long line, which would take an hour if a name were sought from each of its characters on",
-        ),
-        ("torch-trace", "t", "{}", r"t: no trace of torch\.profiler"),
-        ("torch-trace", "t", traced('"ts": 0, "dur": 1'), r"t: no range such as PP:0F3"),
-        (
-            "torch-trace",
-            "t",
-            traced('"ts": 0, "dur": "1", "tid": 1, "cat": "user_annotation"'),
-            r"t: not as torch\.prof",
-        ),
-        (
-            "torch-trace",
-            "t",
-            traced('"ts": 0, "dur": -1, "tid": 1, "cat": "user_annotation"'),
-            r"0F0 .* takes -0\.001 ms",
-        ),
-        (
-            "primus",
-            "config.json",
-            '{"pp_size": 1, "vp_size": 0, "num_mbs": 2}',
-            r"config\.json: .*: 0 stages: a problem",
-        ),
-        ("primus", "config.json", "{}", r"config\.json: pp_size, vp_size and num_mbs are expected"),
-        (
-            "primus",
-            "config.json",
-            '{"pp_size": 1, "vp_size": 1, "num_mbs": 2}',
-            r"^pp_rank_0\.json is missing: all files that dump_pp_data",
-        ),
+        (HEADER + "0,F,-1,0,1,,\n", r"t, line 2: microbatch = '-1': a number from 0 is expected"),
+        (HEADER + f"0,F,{'9' * 5000},0,1,0,\n", r"a number from 0 is expected, of 9 digits at most$"),
+        (HEADER + "0,F,0,0,now,,\n", r"t, line 2: end_ms = 'now': a time in ms is expected"),
+        (HEADER + "0,F,0,2,1,,\n", r"t, line 2: the op takes -1 ms: no less than 0 is expected"),
+        (HEADER + "0,F,0,0,1,,\n", r"no backward of stage 0 was measured: a BW, or a B and a W"),
+        (HEADER + "1,F,0,0,1,,\n1,BW,0,1,2,,\n", r"no forward of stage 0 was measured"),
+        (HEADER + "0,F,0,0,1,,\n0,BW,0,1,2,1,\n", r"stage 0 is on device 0 and on 1"),
+        (HEADER + "0,F,0,0,1,,\n0,F,0,5,6,,\n0,BW,0,1,2,,\n", r"^0F0 is there twice in step 0: an op runs once"),
+        (HEADER + "0,F,0,0,1,300000000,\n", r"^300000001 devices: a problem has 1 to 4096$"),
+        (DURATIONS + "0,F,0,0\n0,BW,0,0\n", r"^a step takes 0 ms: the times of its ops are expected"),
     ],
-)
-def test_what_cannot_be_used_is_one_sentence(form: str, name: str, text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=message):
-        problem_from(form, tmp_path if form == "primus" else tmp_path / name, microbatches=2)
+    "megatron-timers": [
+        ("forward-compute: 3", r"no times of forward-compute by rank: run Megatron with --timing"),
+        (LOG.format(n=1, a=4.0) + "  rank 300000000: 1.0", r"^300000001 stages: a problem has"),
+        ("a" * 10**6, "no times of forward-compute"),  # would take an hour if a name were sought from each character on
+    ],
+    "torch-trace": [
+        ("{}", r"t: no trace of torch\.profiler"),
+        (traced('"ts": 0, "dur": 1'), r"t: no range such as PP:0F3"),
+        (traced(f'"ts": 0, "dur": "1", {HOST}'), r"t: not as torch\.prof"),
+        (traced(f'"ts": 0, "dur": -1, {HOST}'), r"0F0 .* takes -0\.001 ms"),
+    ],
+    "primus": [
+        ('{"pp_size": 1, "vp_size": 0, "num_mbs": 2}', r"config\.json: .*: 0 stages: a problem"),
+        ("{}", r"config\.json: pp_size, vp_size and num_mbs are expected"),
+        ('{"pp_size": 1, "vp_size": 1, "num_mbs": 2}', r"^pp_rank_0\.json is missing: all files that dump_pp_data"),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", WRONG)
+def test_what_cannot_be_used_is_one_sentence(form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("config.json" if form == "primus" else "t")
+    for text, message in WRONG[form]:
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            problem_from(form, path, microbatches=2)
 
 
 def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(
@@ -262,11 +186,6 @@ def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(
     (tmp_path / "t").write_text(HEADER + "".join(rows))
     with pytest.raises(InputError, match=r"^no step is whole: step 0 lacks 0F0; a whole training step is expected$"):
         problem_from("csv", tmp_path / "t")
-
-
-def test_a_shape_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^shape = 'q': one of looped, v is expected"):
-        problem_from("primus", tmp_path, shape="q")
 
 
 def test_too_many_micro_batches_are_refused_before_any_op_is_made(tmp_path: Path) -> None:
@@ -292,24 +211,29 @@ def _join_a_pair(ops: dict[str, Any]) -> None:
 
 
 def _lose_an_op(ops: dict[str, Any]) -> None:
-    ops["bwd_start"].pop()
+    for name in ops:
+        if name.startswith("bwd"):
+            ops[name].pop()
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_misnumber, r"pp_rank_1\.json: .*iteration 1 has fwd of micro-batch .*: 4 and 2 are num"),
-        (_go_below_0, r"pp_rank_1\.json: .*iteration 1 has bwd of micro-batch -1 and chunk .*: 4 and 2 are num"),
-        (_join_a_pair, r"pp_rank_1\.json: .*iteration 1 has a forward and a backward that run as one"),
-        (_lose_an_op, "no step is whole: step 1 lacks 1BW3; a whole training step is expected"),
+        (_misnumber, r"pp_rank_1\.json: .*iteration 0 has fwd of micro-batch .*: 4 and 2 are num"),
+        (_go_below_0, r"pp_rank_1\.json: .*iteration 0 has bwd of micro-batch -1 and chunk .*: 4 and 2 are num"),
+        (_join_a_pair, r"pp_rank_1\.json: .*iteration 0 has a forward and a backward that run as one"),
+        (_lose_an_op, "no step is whole: step 0 lacks 1BW3; a whole training step is expected"),
     ],
 )
 def test_a_dump_of_primus_with_wrong_ops_is_refused(
     spoil: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
-    path = chunked(tmp_path, numbered=spoil in (_misnumber, _go_below_0)) / "pp_rank_1.json"
+    looped = problems.pipeline(2, 4, 100, [problems.stage((10, 10, 10), device=d) for d in (0, 1, 0, 1)])
+    path = recordings.primus_dump(generate("interleaved", looped), "t", tmp_path) / "pp_rank_1.json"
     content = json.loads(path.read_text())
-    spoil(content["1"])
+    spoil(content["0"])
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=message):
         problem_from("primus", tmp_path)
+    with pytest.raises(InputError, match=r"^shape = 'q': one of looped, v is expected"):
+        problem_from("primus", tmp_path, shape="q")

@@ -79,16 +79,12 @@ def test_ranks_with_different_numbers_of_steps_are_matched_by_their_clocks(tmp_p
         problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
 
 
-def test_an_op_that_is_twice_in_a_step_is_refused(tmp_path: Path) -> None:
+def test_an_op_that_is_twice_in_a_step_and_a_profile_that_begins_within_one_are_refused(tmp_path: Path) -> None:
     events = recordings.torch_events(SHORT, "tt", DEVICE)
     late = next(each for each in events[0] if each["name"] == "PP:0B1" and each["ts"] > 1e6)
     events[0].append({**late, "ts": late["ts"] + 50_000})
     with pytest.raises(InputError, match=r"rank0\.json: 0BW1 has no forward before it in its step: begin and end"):
         problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
-
-
-def test_a_profile_that_begins_within_a_step_is_refused(tmp_path: Path) -> None:
-    events = recordings.torch_events(SHORT, "tt", DEVICE)
     events[0] = [each for each in events[0] if each["ts"] > 10_000]
     with pytest.raises(InputError, match=r"rank0\.json: 0BW0 has no forward before it in its step"):
         problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
@@ -131,14 +127,8 @@ def test_files_in_a_folder_in_a_list_or_in_one(tmp_path: Path) -> None:
         problem_from("torch-trace", tmp_path / "empty")
     with pytest.raises(InputError, match="is a folder: a file of csv is expected"):
         problem_from("csv", tmp_path)
-
-
-def test_primus_takes_its_folder_or_files_of_it(tmp_path: Path) -> None:
-    folder = recordings.primus_dump(FUSED, "t", tmp_path)
-    require_same(problem_from("primus", folder / "pp_rank_0.json"), FUSED)
-    require_same(problem_from("primus", *folder.glob("*.json")), FUSED)
     with pytest.raises(InputError, match="the folder that dump_pp_data writes is expected"):
-        problem_from("primus", Path(__file__))
+        problem_from("primus", together)
 
 
 V = problems.pipeline(
@@ -153,6 +143,7 @@ def test_how_chunks_lie_follows_from_their_times(problem: Any, system: str, shap
     folder = recordings.primus_dump(schedule, "te", tmp_path)
     found = problem_from("primus", folder)
     require_same(found, schedule)
+    require_same(problem_from("primus", *folder.glob("*.json")), schedule)
     assert any("the looped placement" in sentence for sentence in found.unused) == (shape == "v")
     require_same(problem_from("primus", folder, shape=shape), schedule)
     other = "looped" if shape == "v" else "v"

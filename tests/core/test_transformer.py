@@ -31,14 +31,6 @@ LLAMA_CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-GPT2_CONFIG = {
-    "model_type": "gpt2",
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "vocab_size": 50257,
-    "n_positions": 1024,
-}
 MOE_CONFIG = {
     **LLAMA_CONFIG,
     "model_type": "qwen3_moe",
@@ -97,22 +89,6 @@ def test_each_matmul_takes_one_forward_for_each_gradient_and_scores_have_no_weig
     assert dense.forward_ms == pytest.approx(matmul + scores)
     assert dense.backward_input_ms == pytest.approx(matmul + 2 * scores)
     assert dense.backward_weight_ms == pytest.approx(matmul)
-
-
-@given(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.sampled_from(["none", "cheap", "full"]))
-def test_twice_the_layers_take_twice_the_time_and_the_bytes(layers, tp, size, recompute):
-    shape = GPT.model_copy(update={"layers": layers})
-    twice = GPT.model_copy(update={"layers": 2 * layers})
-    run = {"microbatch_size": size, "recompute": recompute}
-    one, two = (made(each, {"tp": tp}, **run) for each in (shape, twice))
-
-    def layers_of(e: Estimate, what: str) -> float:
-        return sum(getattr(cost, what) for cost, piece in zip(e.layers, e.pieces, strict=True) if piece.is_layer)
-
-    for what in ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "saved_for_weight_bytes"):
-        assert layers_of(two, what) == pytest.approx(2 * layers_of(one, what))
-    added = two.parameters - one.parameters
-    assert added == layers * (12 * 1024**2 + 2 * 1024)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 3))
@@ -248,14 +224,11 @@ def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
     assert twice == pytest.approx(2 * half)
 
 
-def test_attention_has_16_bits_where_matmuls_have_8():
+def test_attention_has_16_bits_where_matmuls_have_8_and_a_softmax_is_one_kernel_for_a_multiple_of_4_heads():
     unfused = {"attention": "unfused", "microbatch_size": 4}
     times = [made(**unfused, precision=each).device_times[0] for each in ("bf16", "fp8")]
     assert times[1].attention == times[0].attention
     assert times[1].matmuls < times[0].matmuls
-
-
-def test_a_softmax_is_one_kernel_where_heads_are_a_multiple_of_4():
     passes = [layer(GPT, {"tp": 8}, attention="unfused", microbatch_size=size).work.passes for size in (1, 2)]
     assert passes == [11, 7]  # two norms, an activation function, two residuals, softmax and its dropout
 
@@ -300,10 +273,8 @@ def test_a_config_says_what_the_preset_says():
     assert shape.all_vectors == preset.all_vectors
 
 
-def test_configs_of_other_families():
-    gpt2, experts = read(json.dumps(GPT2_CONFIG)), read(json.dumps({"text_config": MOE_CONFIG}))
-    assert (gpt2.ffn, gpt2.tied, gpt2.gated, gpt2.positions) == (3072, True, False, 1024)
-    assert made(gpt2, sequence=1024).parameters == pytest.approx(124e6, rel=0.01)  # Radford et al. 2019
+def test_layers_with_experts_of_a_config():
+    experts = read(json.dumps({"text_config": MOE_CONFIG}))
     assert [experts.has_experts(i) for i in range(4)] == [False, True, False, True]
     assert (experts.experts, experts.experts_per_token, experts.expert_ffn) == (64, 4, 768)
 
@@ -430,14 +401,11 @@ def test_layers_with_a_window(config, full):
     shape = read(json.dumps(config))
     assert shape.window > 0
     assert [i for i in range(shape.layers) if not shape.window_of(i)] == full
+    for unused in ({"use_sliding_window": False, "sliding_window": 8}, {"sliding_window": None}):
+        assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | unused)).window == 0
 
 
-@pytest.mark.parametrize("window", [{"use_sliding_window": False, "sliding_window": 8}, {"sliding_window": None}])
-def test_a_window_that_is_not_used(window):
-    assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | window)).window == 0
-
-
-def test_the_way_down_to_latent_vectors_is_not_divided():
+def test_the_way_down_to_latent_vectors_is_not_divided_and_wide_ones_are_read_and_written():
     shape = MODELS["deepseek-v3"]
     whole, part = (layer(shape, {"tp": t}) for t in (1, 8))
     down, norms = 7168 * (1536 + 512 + 64) + 1536 + 512, 2 * 7168
@@ -445,27 +413,20 @@ def test_the_way_down_to_latent_vectors_is_not_divided():
     assert 8 * part.work.matmul == pytest.approx(whole.work.matmul)
     assert 8 * part.activation_bytes("none") == pytest.approx(whole.activation_bytes("none"))
 
-
-def test_wider_latent_vectors_are_read_and_written() -> None:
-    narrow, wide = (layer(MODELS["deepseek-v3"].model_copy(update={"kv_latent": n})) for n in (512, 1024))
+    narrow, wide = (layer(shape.model_copy(update={"kv_latent": n})) for n in (512, 1024))
     assert wide.work.traffic > narrow.work.traffic
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
         ("[]", "a config is an object"),
         (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
-        ("[" * 10**5, "nested too deeply"),
-        ('{"hidden_size": ' + "9" * 5000 + "}", "a whole number has too many digits"),
-        (b"\xe9{}", "is not JSON: no text in UTF-8"),
         (json.dumps({**LLAMA_CONFIG, "model_type": ["llama"]}), "model_type = a list of 1: only"),
         (json.dumps({"model_type": "deepseek_v2"}), "num_experts_per_tok is missing"),
         (json.dumps({**LLAMA_CONFIG, "vocab_size": None}), "vocab_size is missing"),
         (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
         (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 0}), "heads = 0"),
-        (json.dumps({**LLAMA_CONFIG, "num_hidden_layers": 10**12}), "layers = 1000000000000"),
         (json.dumps({"model_type": "gemma3", "text_config": [1]}), "text_config = a list of 1: an object"),
         (json.dumps({"model_type": "gemma2", "layer_types": ["linear_attention"]}), "'linear_attention'"),
         (json.dumps({**LATENT_CONFIG, "moe_layer_freq": 2}), "moe_layer_freq = 2"),

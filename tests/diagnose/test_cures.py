@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import Run, run
 from support.faults import Job, recorded
 from support.problems import pipeline, stage
 from support.recordings import csv_table, primus_dump, torch_events, torch_traces
@@ -17,7 +17,8 @@ from optpipe.diagnose import Diagnosis, diagnose, diagnose_recording
 from optpipe.formats import megatron
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
-from optpipe_cli import main as cli
+
+__all__ = ["run"]  # a fixture
 
 JOB = Job(4, 8, 3, 6, "none", 1.6, 2, 1, 0, 7)
 
@@ -113,24 +114,9 @@ def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path:
     assert bool(found.runs.assumed) == (form == "megatron-timers")
 
 
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["optpipe", "diagnose", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return command
-
-
-def test_the_command_reports_writes_and_says_the_same_as_json(run: Command, tmp_path: Path) -> None:
+def test_the_command_reports_writes_and_says_the_same_as_json(run: Run, tmp_path: Path) -> None:
     (path,) = written(tmp_path)["csv"]
-    words = (path, "--layers", "10,10", "--weight-share", "0.5", "--time-limit", "2", "--stack", "torch")
+    words = ("diagnose", path, "--layers", "10,10", "--weight-share", "0.5", "--time-limit", "2", "--stack", "torch")
     code, out, err = run(*words, "-o", tmp_path / "cures", "--html", tmp_path / "page.html")
     assert (code, err) == (0, "")
     assert "cause: stage 1 takes 1.23 times as long as the mean; with one replica, a slow device looks the same" in out
@@ -153,8 +139,8 @@ def test_the_command_reports_writes_and_says_the_same_as_json(run: Command, tmp_
         (["--form", "xml"], "--form = 'xml': one of torch-trace"),
     ],
 )
-def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Command, tmp_path: Path) -> None:
-    code, out, err = run(*written(tmp_path)["csv"], *words)
+def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    code, out, err = run("diagnose", *written(tmp_path)["csv"], *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
