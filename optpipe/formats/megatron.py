@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile, zip_longest
-from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
@@ -19,7 +18,6 @@ from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
 EMBEDDING, DECODER, LOSS = "E", "t", "L"
-NOWHERE = float("inf")
 Order = Sequence[Sequence[Op]]  # by rank
 
 
@@ -39,7 +37,7 @@ def write(schedule: Schedule) -> str:
     if len(problem.stages) % ranks:
         raise InputError(f"{len(problem.stages)} stages on {ranks} devices: in Megatron all ranks have as many; {OURS}")
     arguments = [f"--pipeline-model-parallel-size {ranks}"]
-    chunks, group = len(problem.stages) // ranks, _group(schedule)
+    chunks, group = len(problem.stages) // ranks, _require_order(schedule)
     if problem.layers is not None:
         arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")
     elif chunks > 1:
@@ -96,23 +94,18 @@ def _of_rank(r: int, ranks: int, chunks: int, table: Sequence[tuple[int, int]], 
 
 def has_order(schedule: Schedule) -> bool:
     """Whether the schedule is Megatron's order, in groups of any size that it takes; one with offloads is not."""
-    group = _first_group(schedule)
-    return group in _groups(schedule) and _compared(schedule, group).place == NOWHERE
+    group = _group(schedule)
+    return group is not None and _difference(schedule, group) is None
 
 
-def _group(schedule: Schedule) -> int:
+def _require_order(schedule: Schedule) -> int:
     """The size of the groups in Megatron's order that the schedule has. Raises InputError if there is none."""
-    group, groups = _first_group(schedule), _groups(schedule)
-    ranks, chunks = len(schedule.problem.devices), _chunks(schedule)
-    if not groups:
-        m = schedule.problem.microbatches
+    group, chunks = _group(schedule), _chunks(schedule)
+    if group is None:
+        m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
         raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
-    if group in groups and _compared(schedule, group).place == NOWHERE:
-        return group
-    differences = {group: _compared(schedule, group) for group in groups}
-    group = max(groups, key=lambda group: differences[group].place)
-    place, d, item, expected = differences[group]
-    if place < NOWHERE:
+    if difference := _difference(schedule, group):
+        d, item, expected = difference
         name = "1F1B" if chunks == 1 else f"interleaved 1F1B in groups of {group}"
         said = hint(item) if isinstance(item, Op) else ""
         raise InputError(
@@ -125,43 +118,31 @@ def _chunks(schedule: Schedule) -> int:
     return len(schedule.problem.stages) // len(schedule.problem.devices)
 
 
-def _groups(schedule: Schedule) -> list[int]:
-    """The sizes that Megatron takes. It refuses fewer micro-batches than ranks in a group, a smaller last one, too."""
+def _group(schedule: Schedule) -> int | None:
+    """How many micro-batches pass the first stage before its device turns to another one, if Megatron takes groups of
+    this size: not fewer micro-batches than ranks, nor a smaller last group. Else the smallest that it takes, if any."""
     ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
-    return [1] if _chunks(schedule) == 1 else [g for g in range(ranks, m + 1) if m % g == 0 or m % g >= ranks]
-
-
-def _first_group(schedule: Schedule) -> int:
-    """How many micro-batches pass the first stage before its device turns to another one."""
     if _chunks(schedule) == 1:
         return 1
     first = schedule.programs[schedule.problem.stages[0].device]
-    return sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
+    passed = sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
+    sizes = [size for size in range(ranks, m + 1) if m % size == 0 or m % size >= ranks]
+    return passed if passed in sizes else min(sizes, default=None)
 
 
-def _compared(schedule: Schedule, group: int) -> _Difference:
-    """Where the schedule first differs from Megatron's order in groups of this size."""
+def _difference(schedule: Schedule, group: int) -> tuple[int, Op | Pair | None, Op | None] | None:
+    """Where the schedule first differs from Megatron's order in groups of this size: the device, what stands there, and
+    what is expected. None if it is that order."""
     ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
-    return _difference(schedule, order(ranks, _chunks(schedule), m, group))
-
-
-class _Difference(NamedTuple):
-    """The first place of a program at which it is not as expected."""
-
-    place: float
-    device: int = 0
-    item: Op | Pair | None = None
-    expected: Op | None = None
-
-
-def _difference(schedule: Schedule, expected: Order) -> _Difference:
-    """The earliest one, of all devices."""
-    least = _Difference(NOWHERE)
-    for d, (program, ops) in enumerate(zip(schedule.programs, expected, strict=True)):
-        for place, (item, wanted) in enumerate(zip_longest(program, ops)):
-            if item != wanted and place < least.place:
-                least = _Difference(place, d, item, wanted)
-    return least
+    differing = [
+        (place, d, item, expected)
+        for d, (program, ops) in enumerate(
+            zip(schedule.programs, order(ranks, _chunks(schedule), m, group), strict=True)
+        )
+        for place, (item, expected) in enumerate(zip_longest(program, ops))
+        if item != expected
+    ]
+    return min(differing, key=lambda each: each[0])[1:] if differing else None
 
 
 def _consists(stage: object, costs: dict[str, object]) -> bool:

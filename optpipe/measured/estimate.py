@@ -86,12 +86,9 @@ class Measurements:
             "replayed_ms": self.replayed_ms,
             "unknown": list(self.unknown),
             "unused": list(self.unused),
-            "schedule": self.schedule and _document(self.schedule),
+            "schedule": self.schedule
+            and ScheduleFile.from_schedule(self.schedule).model_dump(mode="json", exclude_none=True),
         }
-
-
-def _document(schedule: Schedule) -> dict[str, Any]:
-    return ScheduleFile.from_schedule(schedule).model_dump(mode="json", exclude_none=True)
 
 
 class Given(NamedTuple):
@@ -121,7 +118,8 @@ def estimate(recording: Recording, given: Given) -> Measurements:
         figures = _of_each_microbatch(training, figures)
     message = _message(training)
     ample = _ample(figures, training.where, training.microbatches, message, given)
-    measured_ms = _step_ms(training)
+    spans = spans_ms(training.steps, training.where)
+    measured_ms = median(spans) if spans else None
     if measured_ms == 0:
         raise InputError(NO_TIME)
     order, reasons = _order(training, ample)
@@ -132,16 +130,16 @@ def estimate(recording: Recording, given: Given) -> Measurements:
         *_unused_times(times, training, given, is_one_step),
         *reasons,
     )
-    return _measurements(ample, times, message, Ran(order, measured_ms, unused, recording.on_host), given)
+    return _measurements(ample, times, message, given, unused, order, measured_ms, recording.on_host)
 
 
 def estimate_sums(
     times: Sequence[Mapping[Kind, MeasuredTimes]], where: Sequence[int], microbatches: int, given: Given
 ) -> Measurements:
     """The same where only times by stage are known, and the device of each stage."""
-    ran = Ran(None, None, ("the measured order: only sums of times were measured",))
+    unused = ("the measured order: only sums of times were measured",)
     figures = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
-    return _measurements(_ample(figures, where, microbatches, None, given), times, None, ran, given)
+    return _measurements(_ample(figures, where, microbatches, None, given), times, None, given, unused)
 
 
 def _of_replica(ops: Sequence[MeasuredOp], replica: int | None) -> tuple[Sequence[MeasuredOp], list[str]]:
@@ -166,15 +164,6 @@ def _one_step(training: TrainingSteps, steps: Collection[int]) -> tuple[Training
 def _message(training: TrainingSteps) -> MeasuredTimes | None:
     ways = [gap.message_ms for gap in gaps(training.steps) if not gap.same_device]
     return MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
-
-
-class Ran(NamedTuple):
-    """The order that ran, how long a step took, and what was not used; None where it is not known."""
-
-    order: Schedule | None
-    measured_ms: float | None
-    unused: tuple[str, ...]
-    on_host: bool = False
 
 
 def _of_each_microbatch(training: TrainingSteps, medians: Sequence[Figures]) -> list[Figures]:
@@ -236,13 +225,15 @@ def _measurements(
     ample: Problem,
     times: Sequence[Mapping[Kind, MeasuredTimes]],
     message: MeasuredTimes | None,
-    ran: Ran,
     given: Given,
+    unused: tuple[str, ...],
+    order: Schedule | None = None,
+    measured_ms: float | None = None,
+    on_host: bool = False,
 ) -> Measurements:
     """With the budgets that are given, or those that the order needs."""
     devices = range(len(ample.devices))
-    needed = None if ran.order is None else [peak.bytes for peak in certify(ample, ran.order).device]
-    unused = ran.unused
+    needed = [peak.bytes for peak in certify(ample, order).device] if order else None
     if given.activation_budget_bytes is not None:
         budgets = [given.activation_budget_bytes for _ in devices]
         if needed and max(needed) > given.activation_budget_bytes:
@@ -258,10 +249,9 @@ def _measurements(
         budgets = [int(held[ample.stages_on(d)].sum()) for d in devices]
     problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
     unknown = tuple(_unknown(times, message, needed is not None, len(devices), given))
-    if ran.on_host:
+    if on_host:
         unknown = ("times of a device: these are the host's", *unknown)
-    order = ran.order and ran.order.on(problem)
-    return Measurements(problem, tuple(times), message, unknown, unused, order, ran.measured_ms)
+    return Measurements(problem, tuple(times), message, unknown, unused, order and order.on(problem), measured_ms)
 
 
 def _times(training: TrainingSteps) -> list[dict[Kind, MeasuredTimes]]:
@@ -339,12 +329,6 @@ def programs_of(step: Step, devices: int) -> list[list[Op]]:
     for each in sorted(step, key=lambda each: (each.start_ms or 0.0, each.end_ms)):
         ops[each.device].append(each.op)
     return ops
-
-
-def _step_ms(training: TrainingSteps) -> float | None:
-    """How long a step took, the median of all steps."""
-    spans = spans_ms(training.steps, training.where)
-    return median(spans) if spans else None
 
 
 def _unknown(
