@@ -20,7 +20,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import EachMs, Stage, StageCosts, each_microbatch
 from optpipe.reuse.by_rules import by_rules
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule
 from optpipe.steps.assign import assign, of_microbatches
 
 PIECES = 12  # of a stage whose layers are not known: 2, 3, 4 and 6 chunks divide it
@@ -187,17 +187,12 @@ def batch_of(runs: Runs, healthy_ms: Floats, step: int, facts: UserFacts) -> Ste
         spent, healthy = (np.bincount(device, each, devices) for each in (runs.ms[ops], own_ms))
         factor[r] = np.divide(spent, healthy, out=np.ones(devices), where=healthy > 0)
     orders = tuple(runs.orders[runs.order[run]] for run in chosen)
-    held = max(peak.bytes for order in set_of(orders) for peak in certify(order.problem, order).device)
+    held = max(peak.bytes for order in orders for peak in order.compiled.certificate.device)
     budgets = [held if facts.memory is None else max(ACTIVATION, round(facts.memory * ACTIVATION))] * devices
     apart = bool((runs.kind == int(Kind.W)).any())
     problem = _problem(ms, runs, float(np.median(runs.message_ms[chosen])), budgets, facts.layers)
     groups = tuple(tuple(range(a, b)) for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True))
     return StepBatch(problem, groups, factor, orders, runs.handover_ms, apart)
-
-
-def set_of(orders: Sequence[Schedule]) -> list[Schedule]:
-    """Each once."""
-    return list({id(order): order for order in orders}.values())
 
 
 def typical(batch: StepBatch, placement: Placement | None) -> Problem:

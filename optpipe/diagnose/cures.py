@@ -20,7 +20,7 @@ from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.options import SolveArguments
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule
 
 SAMPLED = 5  # steps on which cures are predicted
 LEAST = 0.01  # of the step a cure gains
@@ -139,7 +139,8 @@ def find_cures(
         if (cure := search.cure(name, change)) and cure.gain > LEAST:
             cures.append(cure)
     cures.sort(key=lambda cure: -cure.gain)
-    if together := search.together({cure.name: tried[cure.name] for cure in cures}):
+    most = max((cure.gain for cure in cures), default=0.0)
+    if (together := search.together({cure.name: tried[cure.name] for cure in cures})) and together.gain >= LEAST + most:
         cures.insert(0, together)
     before = search.today[-1].slowest
     return Cures(tuple(chosen), tuple(cures), before, _activations(before), tuple(_asked(search, causes)))
@@ -229,7 +230,7 @@ class _Search(NamedTuple):
         )
 
     def together(self, changes: dict[str, Change]) -> Cure | None:
-        """The cures that go together, with the better of two where one excludes the other; None if there is one."""
+        """The cures that go together, with the better of two where one excludes the other; None if none can be."""
         joined = Change(
             healthy="device" in changes,
             placement=changes["layers"].placement if "layers" in changes else None,
@@ -240,16 +241,11 @@ class _Search(NamedTuple):
             if name in changes:
                 ways.append(replace(joined, schedule=changes[name].schedule, placement=changes[name].placement))
         cures = [cure for way in ways if (cure := self.cure("together", way))]
-        best = min(cures, key=lambda cure: float(cure.ms.sum()), default=None)
-        alone = [self.cure(name, change) for name, change in changes.items()]
-        if best is None or best.gain < LEAST + max((cure.gain for cure in alone if cure), default=0.0):
-            return None
-        return best
+        return min(cures, key=lambda cure: float(cure.ms.sum()), default=None)
 
 
 def _activations(schedule: Schedule) -> tuple[float, ...]:
-    peaks = certify(schedule.problem, schedule).device
-    return tuple(round(peak.bytes / ACTIVATION, 2) for peak in peaks)
+    return tuple(round(peak.bytes / ACTIVATION, 2) for peak in schedule.compiled.certificate.device)
 
 
 def _asked(search: _Search, causes: set[str]) -> list[str]:

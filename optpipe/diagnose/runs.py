@@ -17,7 +17,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate.timeline import timed_samples
 from optpipe.formats import megatron
 from optpipe.measured.estimate import NO_TIME, overlapping_ops, programs_of
-from optpipe.measured.messages import clocks_ahead, gaps, impossible, spans_ms
+from optpipe.measured.messages import clocks_ahead, gaps, impossible, span_ms, spans_ms
 from optpipe.measured.recording import MeasuredOp, Recording, stage_of
 from optpipe.measured.steps import Step, TrainingSteps, find_training_steps
 from optpipe.model.arrays import NONE, Floats, Ints
@@ -213,14 +213,14 @@ def _runs(
         assumed.append(f"the order of ops: {_ASSUMED}, as not all starts were measured")
     runs = []
     for n, step in enumerate(training.steps):
-        order = _order(step, devices) if timed else _megatrons(training, step)
+        order = programs_of(step, devices) if timed else _megatrons(training, step)
         at = {each.op: each for each in step}
         ways = [max(0.0, gap.message_ms) for gap in gaps([step]) if not gap.same_device]
         runs.append(
             _Run(
                 tuple(at[op] for ops in order for op in ops),
                 order,
-                spans[n] if spans else _span(step, ahead) if timed else whole_ms.get(step[0].step, float("nan")),
+                spans[n] if spans else span_ms(step, ahead) if timed else whole_ms.get(step[0].step, float("nan")),
                 median(ways) if ways else 0.0,
                 tuple(ahead.get(d, 0.0) for d in range(devices)),
             )
@@ -229,15 +229,6 @@ def _runs(
 
 
 _ASSUMED = "Megatron's, 1F1B or interleaved 1F1B"
-
-
-def _span(step: Step, ahead: dict[int, float]) -> float:
-    starts = [(each.start_ms or 0.0) - ahead[each.device] for each in step]
-    return max(start + each.ms for start, each in zip(starts, step, strict=True)) - min(starts)
-
-
-def _order(step: Step, devices: int) -> Order:
-    return tuple(tuple(ops) for ops in programs_of(step, devices))
 
 
 def _megatrons(training: TrainingSteps, step: Step) -> Order:

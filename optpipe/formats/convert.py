@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,9 @@ import numpy as np
 
 from optpipe.errors import InputError, ScheduleError, did_you_mean
 from optpipe.evaluate.rows import Rows
-from optpipe.formats import megatron, op_texts, primus, torch_csv
+from optpipe.formats import megatron, primus, torch_csv
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, read_text
+from optpipe.model.problem import Problem, parse_json, read_text
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule, ScheduleFile, certify
 from optpipe.sizes import told_apart
@@ -124,10 +125,29 @@ def import_schedule(path: str | Path, problem: Problem) -> Schedule:
 def schedule_from(text: str, problem: Problem, what: str) -> Schedule:
     """The same for a file's text; `what` is its name."""
     rows = what.lower().endswith(".csv")
-    schedule = torch_csv.read(text, problem, what) if rows else op_texts.read(text, problem, what)
+    schedule = torch_csv.read(text, problem, what) if rows else _read_op_texts(text, problem, what)
     for d, program in enumerate(schedule.programs):
         try:
             Rows(program.table, np.full(len(program), d)).require_known(problem)
         except ScheduleError as error:
             raise InputError(f"{what}, {'line' if rows else 'program'} {d + 1}: {error}") from None
     return schedule
+
+
+def _read_op_texts(text: str, problem: Problem, what: str) -> Schedule:
+    """The schedule of programs as op texts: one line a device with its ops between spaces, or JSON, a list for each."""
+    is_json = text.lstrip().startswith("[")
+    lists = parse_json(text, what) if is_json else [re.findall(r"[^\s,]+", line) for line in text.rstrip().splitlines()]
+    if len(lists) != len(problem.devices):
+        raise InputError(
+            f"{what}: {len(lists)} programs, the problem has {len(problem.devices)} devices: one is expected for each"
+        )
+    programs = []
+    for n, texts in enumerate(lists, 1):
+        if not (isinstance(texts, list) and all(isinstance(op, str) for op in texts)):
+            raise InputError(f"{what}, program {n}: a list of op texts is expected, such as ['0F0', '0BW0']")
+        try:
+            programs.append(Program.parse(texts))
+        except InputError as error:
+            raise InputError(f"{what}, program {n}: {error}") from None
+    return Schedule(problem, tuple(programs))

@@ -323,12 +323,12 @@ def _order(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, 
     return schedule, [f"the order of {others} of {len(orders)} steps: the last one ran in another"] if others else []
 
 
-def programs_of(step: Step, devices: int) -> list[list[Op]]:
+def programs_of(step: Step, devices: int) -> tuple[tuple[Op, ...], ...]:
     """By device, its ops in the order in which they began."""
     ops: list[list[Op]] = [[] for _ in range(devices)]
     for each in sorted(step, key=lambda each: (each.start_ms or 0.0, each.end_ms)):
         ops[each.device].append(each.op)
-    return ops
+    return tuple(map(tuple, ops))
 
 
 def _unknown(

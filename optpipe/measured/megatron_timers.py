@@ -41,11 +41,11 @@ def read(
     totals = _totals(_by_timer(texts)[0], texts[0][0], microbatches, devices, chunks)
     where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
     share = microbatches * chunks
-    of_devices = [
+    times = [
         {kind: MeasuredTimes.from_samples([ms / share for ms in by_device[d]]) for kind, by_device in totals.items()}
-        for d in range(len(totals[Kind.F]))
+        for d in where
     ]
-    return [of_devices[d] for d in where], where
+    return times, where
 
 
 def record(

@@ -9,7 +9,7 @@ far the clocks are apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -102,8 +102,10 @@ def spans_ms(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) -> lis
     ahead = clocks_ahead(steps, where)
     if any(each.start_ms is None or each.device not in ahead for step in steps for each in step):
         return None
-    return [
-        max(each.end_ms - ahead[each.device] for each in step)
-        - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
-        for step in steps
-    ]
+    return [span_ms(step, ahead) for step in steps]
+
+
+def span_ms(step: Sequence[MeasuredOp], ahead: Mapping[int, float]) -> float:
+    """From the first start to the last end of a step, by how far the clock of each device is ahead."""
+    ends = [each.end_ms - ahead[each.device] for each in step]
+    return max(ends) - min((each.start_ms or 0.0) - ahead[each.device] for each in step)

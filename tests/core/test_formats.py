@@ -188,7 +188,7 @@ def test_a_file_is_read_by_its_name(name: str, text: str) -> None:
         ("s.csv", "0F0\n1F2\n", r"s\.csv, line 2: 1F2 in the program of device 1: there are 2 micro-batches"),
         ("s.txt", "0F0\n1I0\n", r"s\.txt, program 2: op '1I0': expected stage, kind"),
         ("s.txt", "0F0\n", r"s\.txt: 1 programs, the problem has 2 devices"),
-        ("s.json", '["0F0"]', r"s\.json, program 1: a list of op texts is expected"),
+        ("s.json", '["0F0", "1F0"]', r"s\.json, program 1: a list of op texts is expected"),
         ("s.json", "[[", r"s\.json is not JSON: Expecting"),
     ],
 )
