@@ -10,7 +10,7 @@ import typer
 
 from optpipe_cli.measured import Chunks, Devices, Microbatches, Shape, WeightShare
 from optpipe_cli.options import numbers
-from optpipe_cli.output import Json, echo, print_json, print_table, require_folder, require_writable
+from optpipe_cli.output import Json, echo, print_figures, print_json, print_table, require_folder, require_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +99,7 @@ def report(diagnosis: Diagnosis) -> None:
         f"replica{'s' * (len(runs.replicas) > 1)}, {len(runs.where)} stages on {runs.devices} devices; a step takes "
         f"{step.mean():.5g} ms ({step.min():.5g} to {step.max():.5g}); replayed within {losses.replay_error:.2%}"
     )
-    print_table(_losses(diagnosis))
+    _print_losses(diagnosis)
     for sentence in diagnosis.causes or ["nothing costs more than 3% of a step"]:
         echo(f"cause: {sentence}")
     if cures.cures:
@@ -115,21 +115,15 @@ def report(diagnosis: Diagnosis) -> None:
             echo(f"{what}: {len(sentences) - MOST_SAID} more, in --json")
 
 
-def _losses(diagnosis: Diagnosis) -> Table:
-    from rich.table import Table
-
+def _print_losses(diagnosis: Diagnosis) -> None:
     from optpipe.diagnose.losses import NAMES
 
-    step = diagnosis.losses.measured_ms
-    table = Table(box=None)
-    for name in ("where the time goes", "", "mean: ms", "of a step", "least", "most"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("where the time goes", "") else "right")
+    step, rows = diagnosis.losses.measured_ms, []
     for part in diagnosis.losses.parts:
-        share = part.ms / step
-        mean = part.mean_ms / step.mean()
+        share, mean = part.ms / step, part.mean_ms / step.mean()
         shares = (f"{mean:.1%}", f"{share.min():.1%}", f"{share.max():.1%}")
-        table.add_row(NAMES[part.name], "█" * round(BAR * max(0.0, mean)), f"{part.mean_ms:.1f}", *shares)
-    return table
+        rows.append([NAMES[part.name], "█" * round(BAR * max(0.0, mean)), f"{part.mean_ms:.1f}", *shares])
+    print_figures("", ("where the time goes", "", "mean: ms", "of a step", "least", "most"), rows, names=2)
 
 
 def _cures(diagnosis: Diagnosis) -> Table:

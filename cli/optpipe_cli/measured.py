@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe_cli.options import numbers, register
-from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_json, require_writable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from optpipe.measured.estimate import Measurements
 
 WeightShare = Annotated[float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")]
@@ -105,7 +103,7 @@ def from_(
     if json:
         print_json(measurements.to_dict())
     else:
-        print_table(_table(measurements))
+        _print_times(measurements)
         for line in _lines(measurements):
             echo(line)
         for what, path in (("problem", output), ("schedule", schedule if measurements.schedule else None)):
@@ -119,20 +117,17 @@ def from_(
 register(app, None, from_)
 
 
-def _table(measurements: Measurements) -> Table:
-    from rich.table import Table
-
+def _print_times(measurements: Measurements) -> None:
     from optpipe.model.ops import Kind
 
-    table = Table(box=None, title="times in ms: median ± interquartile range", title_justify="left")
     kinds = [kind for kind in (Kind.F, Kind.B, Kind.W, Kind.BW) if any(kind in times for times in measurements.stages)]
-    for name in ("stage", "device", *(kind.name for kind in kinds), "measured"):
-        table.add_column(name, no_wrap=True, justify="right")
+    rows = []
     for s, times in enumerate(measurements.stages):
         cells = [f"{times[kind].ms:.3f} ± {times[kind].iqr_ms:.3f}" if kind in times else "–" for kind in kinds]
         count = sum(times[kind].count for kind in kinds if kind in times)
-        table.add_row(str(s), str(measurements.problem.stages[s].device), *cells, f"{count} times")
-    return table
+        rows.append([str(s), str(measurements.problem.stages[s].device), *cells, f"{count} times"])
+    columns = ("stage", "device", *(kind.name for kind in kinds), "measured")
+    print_figures("times in ms: median ± interquartile range", columns, rows, names=0)
 
 
 def _lines(measurements: Measurements) -> Iterator[str]:

@@ -12,7 +12,7 @@ import typer
 
 from optpipe.printable import printable
 from optpipe_cli.options import flag
-from optpipe_cli.output import Json, ProblemOutput, echo, print_json, print_table, require_writable
+from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.model.records import Level, Stage
@@ -129,19 +129,16 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
     if json:
         print_json(_content(measured))
         return
-    from rich.table import Table
-
-    table = Table(box=None, title="\n".join(filter(None, (printable(problem.name), TITLE))), title_justify="left")
-    for name in ("stage", "rank", *COLUMNS):
-        table.add_column(name, no_wrap=True, justify="right")
+    rows = []
     for s, stage in enumerate(problem.stages):
         times = measured.stages[s]
-        table.add_row(str(s), str(stage.device), *_cells(stage, times, COLUMNS.values()))
+        rows.append([str(s), str(stage.device), *_cells(stage, times, COLUMNS.values())])
         for level in stage.levels or ():
             before = f"{level.name}."
             of_level = {name.removeprefix(before): spread for name, spread in times.items() if name.startswith(before)}
-            table.add_row(f"{s} {printable(level.name)}", "", *_cells(level, of_level, OF_LEVEL))
-    print_table(table)
+            rows.append([f"{s} {printable(level.name)}", "", *_cells(level, of_level, OF_LEVEL)])
+    title = "\n".join(filter(None, (printable(problem.name), TITLE)))
+    print_figures(title, ("stage", "rank", *COLUMNS), rows, names=0)
     for (source, target), spread in measured.links.items():
         echo(f"a message from rank {source} to rank {target}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
     for rank, place in enumerate(measured.places):

@@ -11,12 +11,15 @@ from support.commands import Run, run
 from support.faults import Job, recorded
 from support.problems import pipeline, stage
 from support.recordings import csv_table, primus_dump, torch_events, torch_traces
+from support.units import units
 
 from optpipe import InputError
-from optpipe.diagnose import Diagnosis, diagnose, diagnose_recording
+from optpipe.diagnose import Change, Diagnosis, diagnose, diagnose_recording
+from optpipe.diagnose.lines import file_of, lines_of
 from optpipe.formats import megatron
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
+from optpipe_solver.systems import generate
 
 __all__ = ["run"]  # a fixture
 
@@ -57,14 +60,13 @@ def test_layers_are_divided_as_evenly_as_they_can_be() -> None:
     assert cures["layers"].gain > 0.6 * (1 - step_ms("none") * 1.15 / step_ms("stages"))
 
 
-def test_a_cure_names_the_file_that_it_comes_with() -> None:
-    job = JOB._replace(fault="none", replicas=1, steps=2)
-    cures = diagnose_recording(recorded(job), "csv", "torch", memory=8, weight_share=0.5, time_limit_s=5.0).cures.cures
-    assert any("schedule_csv" in " ".join(cure.lines) for cure in cures)
-    for cure in cures:
-        said = " ".join(cure.lines)
-        assert ("schedule_csv" in said) == (cure.file is not None)
-        assert cure.file is None or f"schedule_csv {cure.file[0]}" in said
+@pytest.mark.parametrize(("method", "name"), [("1f1b", None), ("zb-h1", "ours.csv")])
+def test_a_schedule_that_the_stack_does_not_have_is_a_file_that_the_lines_name(method: str, name: str | None) -> None:
+    job, schedule = diagnosed("none"), generate(method, units(4, 8))
+    file = file_of(schedule, "torch", "ours")
+    assert (file and file[0]) == name
+    _, lines = lines_of(Change(schedule=schedule), job.runs, job.losses, "torch", False, name or "")
+    assert ("--parallelism.pipeline_parallel_schedule_csv ours.csv" in lines) == (name is not None)
 
 
 def test_work_is_spread_over_replicas() -> None:
