@@ -35,10 +35,8 @@ class _Known:
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(
-        self, request: Request, admit: Callable[[int], None] | None = None, used: CacheUse | None = None
-    ) -> None:
-        self._used = used or CacheUse(None)
+    def __init__(self, request: Request, admit: Callable[[int], None] | None, used: CacheUse) -> None:
+        self._used = used
         self._child = Child(SOLVER, request, admit)
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
@@ -216,7 +214,7 @@ def _searching(
     problem: Problem,
     warm_start: Schedule | None,
     options: SolveArguments,
-    cache: ScheduleCache | None = None,
+    cache: ScheduleCache | None,
     admit: Callable[[int], None] | None = None,
 ) -> Search:
     """`improve`; a wrong argument is one of `what`."""

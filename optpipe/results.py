@@ -85,16 +85,8 @@ class Result:
         objective, jitter = options.objective, options.jitter
         noise = Noise(schedule.problem, jitter, options.seed) if jitter else None
         percentile = noise.percentile_ms(schedule.compiled, objective) if noise else None
-        method = method or schedule.method
-        result = cls(
-            "feasible",
-            schedule,
-            objective,
-            lower_bound_ms,
-            method,
-            percentile_ms=percentile,
-            placements=options.placements,
-        )
+        result = cls("feasible", schedule, objective, lower_bound_ms, method or schedule.method)
+        result = replace(result, percentile_ms=percentile, placements=options.placements)
         return replace(result, status=result.proven_status)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,14 +34,6 @@ def ctrl_c_calls(cancel: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def shown(newest: Callable[[], Result], time_limit_s: float, on: bool) -> Iterator[None]:
-    """Show a search on stderr while the block runs; nothing of it stays. `newest` is asked for the result so far."""
-    began = time.monotonic()
-    with shown_while(lambda: view(newest(), time.monotonic() - began, time_limit_s), on):
-        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,10 +84,13 @@ def usable_cache() -> Cache | None:
 
 def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
     """Return the last result; meanwhile a terminal shows what is known."""
-    from optpipe_cli.live import ctrl_c_calls, shown
+    from optpipe_cli.live import ctrl_c_calls, shown_while, view
 
-    on_terminal = not quiet and sys.stderr.isatty()
-    with ctrl_c_calls(search.cancel), shown(lambda: search.known, time_limit_s, on_terminal):
+    began, on_terminal = time.monotonic(), not quiet and sys.stderr.isatty()
+    with (
+        ctrl_c_calls(search.cancel),
+        shown_while(lambda: view(search.known, time.monotonic() - began, time_limit_s), on_terminal),
+    ):
         *_, last = search
     return last
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -165,11 +165,9 @@ class Costs:
     def op_ms(self, kind: Table | Ints, stage: Table | Ints, microbatch: Table | Ints, level: Ints) -> Floats:
         """(n,) durations of ops of activations that are computed again by a level, or `NONE`. Arrays of one shape."""
         ms: Floats = self.ms[kind, stage, microbatch]
-        for k, by_level in (
-            (Kind.C, self.levels.recompute_ms),
-            (Kind.O, self.levels.offload_ms),
-            (Kind.R, self.levels.reload_ms),
-        ):
+        levels = self.levels
+        of_kind = {Kind.C: levels.recompute_ms, Kind.O: levels.offload_ms, Kind.R: levels.reload_ms}
+        for k, by_level in of_kind.items():
             rows = np.flatnonzero((kind == k) & (level >= 0))
             ms[rows] = by_level[level[rows], stage[rows], microbatch[rows]]
         return ms
@@ -192,7 +190,11 @@ class Costs:
         Only such micro-batches can change places in a schedule.
         """
         m = len(self.route)
-        varying = [array.reshape(-1, m) for array in self._figures() if stored_width(array) > 1]
+        levels = self.levels
+        figures: list[Floats | Ints] = [self.ms, self.message_ms, self.activation, self.saved_for_weight]
+        figures += [self.offload, self.evict, levels.recompute_ms, levels.checkpoint]
+        figures += [levels.offload_ms, levels.reload_ms, levels.offload]
+        varying = [array.reshape(-1, m) for array in figures if stored_width(array) > 1]
         if not varying and not self.route.any():
             return np.zeros(m, np.int64)
         columns = np.concatenate([self.route[None].astype(np.float64), *varying])
@@ -215,13 +217,6 @@ class Costs:
     def are_equal(self) -> bool:
         """Whether all micro-batches of a route have the same figures."""
         return len(self.examples) == len(np.unique(self.route))
-
-    def _figures(self) -> Iterator[Floats | Ints]:
-        """Yield the arrays whose last axis is that of micro-batches."""
-        yield from (self.ms, self.message_ms)
-        yield from (self.activation, self.saved_for_weight, self.offload, self.evict)
-        levels = self.levels
-        yield from (levels.recompute_ms, levels.checkpoint, levels.offload_ms, levels.reload_ms, levels.offload)
 
 
 def stored_width(array: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,19 +88,28 @@ class Problem(Document):
                 raise ValueError(message)
         return self
 
+    def _costs(self) -> Iterator[tuple[str, StageCosts]]:
+        """The stages and the layers, each with its place in the file."""
+        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
+            yield from ((f"{name}[{i}]", costs) for i, costs in enumerate(records))
+
     def _stage_complaint(self) -> str | None:
+        named = [(f"devices[{d}].peer", device.peer) for d, device in enumerate(self.devices)]
+        named += [(f"stages[{s}].device", stage.device) for s, stage in enumerate(self.stages)]
+        named += [
+            (f"messages[{i}].{name}", getattr(message, name))
+            for i, message in enumerate(self.messages or ())
+            for name in ("sender", "receiver")
+        ]
+        for name, number in named:
+            if number is not None and number >= len(self.devices):
+                return f"{name} = {number}: there are {len(self.devices)} devices, numbered from 0"
         for d, device in enumerate(self.devices):
-            if device.peer is not None and device.peer >= len(self.devices):
-                return f"devices[{d}].peer = {device.peer}: there are {len(self.devices)} devices, numbered from 0"
             if device.peer == d:
                 return f"devices[{d}].peer = {d}: a device evicts to another one"
-        for s, stage in enumerate(self.stages):
-            if stage.device >= len(self.devices):
-                return f"stages[{s}].device = {stage.device}: there are {len(self.devices)} devices, numbered from 0"
-        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
-            for i, record in enumerate(records):
-                if complaint := record.complaint():
-                    return f"{name}[{i}].{complaint}"
+        for name, costs in self._costs():
+            if complaint := costs.complaint():
+                return f"{name}.{complaint}"
         for s, stage in enumerate(self.stages):
             if stage.can_evict and self.devices[stage.device].peer is None:
                 return f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
@@ -109,9 +118,6 @@ class Problem(Document):
     def _message_complaint(self) -> str | None:
         pairs = set()
         for i, message in enumerate(self.messages or ()):
-            for name, device in (("sender", message.sender), ("receiver", message.receiver)):
-                if device >= len(self.devices):
-                    return f"messages[{i}].{name} = {device}: there are {len(self.devices)} devices, numbered from 0"
             pair = message.sender, message.receiver
             if message.sender == message.receiver:
                 return f"messages[{i}].receiver = {message.receiver}: a message goes to another device"
@@ -124,9 +130,7 @@ class Problem(Document):
         """A list that has not one number for each micro-batch."""
         lists: list[tuple[str, Any]] = [("p2p_ms", self.p2p_ms)]
         lists += [(f"messages[{i}].ms", message.ms) for i, message in enumerate(self.messages or ())]
-        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
-            for i, costs in enumerate(records):
-                lists += [(f"{name}[{i}].{field}", figures) for field, figures in costs.lists()]
+        lists += [(f"{name}.{field}", figures) for name, costs in self._costs() for field, figures in costs.lists()]
         for name, figures in lists:
             if isinstance(figures, tuple) and len(figures) != self.microbatches:
                 return (

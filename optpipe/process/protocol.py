@@ -189,20 +189,16 @@ def requests(model: type[Asked]) -> Iterator[Asked | ValidationError]:
     keep_output_for_frames()
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
-    return _requests(model, lines)
 
+    def read() -> Iterator[Asked | ValidationError]:
+        write_frame(Ready())
+        while True:
+            try:
+                yield model.model_validate_json(lines.get())
+            except ValidationError as error:
+                yield error
 
-def _requests(model: type[Asked], lines: queue.SimpleQueue[bytes]) -> Iterator[Asked | ValidationError]:
-    write_frame(Ready())
-    while True:
-        yield _request(model, lines.get())
-
-
-def _request(model: type[Asked], line: bytes) -> Asked | ValidationError:
-    try:
-        return model.model_validate_json(line)
-    except ValidationError as error:
-        return error
+    return read()
 
 
 def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:

@@ -20,30 +20,28 @@ from optpipe.show.lanes import (
 )
 from optpipe.sizes import bytes_text
 
-LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
+WIDTH, LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 1200, 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
 
 
-def gantt(schedule: Scheduled, title: str = "", width: int = 1200, until_ms: float | None = None) -> str:
+def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -> str:
     """The picture as SVG text.
 
     Parameters
     ----------
     title
         By default the problem's name and the schedule's method.
-    width
-        In pixels.
     until_ms
         Where the time axis ends at least, so that two schedules can be compared by eye.
     """
     horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
-    scale = (width - LEFT - 16) / horizon
+    scale = (WIDTH - LEFT - 16) / horizon
     drawn = list(blocks(schedule))
     transfers = any(block.transfer for block in drawn)
     pitch = COMPUTE + (TRANSFER + 2 if transfers else 0) + MEMORY + GAP
     devices = len(schedule.problem.devices)
     height = TOP + pitch * devices + 22
-    body = [*_head(schedule, title, width), *_axis(horizon, scale, height)]
+    body = [*_head(schedule, title), *_axis(horizon, scale, height)]
     for block in drawn:
         top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
         body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
@@ -51,7 +49,7 @@ def gantt(schedule: Scheduled, title: str = "", width: int = 1200, until_ms: flo
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
         body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)
-    return document(width, height, body)
+    return document(WIDTH, height, body)
 
 
 def document(width: int, height: int, body: Iterable[str]) -> str:
@@ -74,11 +72,11 @@ def round_step(length: float, most: float) -> float:
     return next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if length / (s * 10.0**k) <= most)
 
 
-def _head(schedule: Scheduled, title: str, width: int) -> Iterator[str]:
+def _head(schedule: Scheduled, title: str) -> Iterator[str]:
     heading = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
     figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
     yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{text_of(heading)}</text>'
-    yield f'<text x="{width - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
+    yield f'<text x="{WIDTH - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
     x = float(LEFT)
     for kind in kinds_in(schedule):
         yield f'<rect x="{x}" y="30" width="11" height="11" rx="2" fill="{COLOURS[kind]}"/>'
