@@ -14,9 +14,10 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe_cli.options import with_options
+from optpipe_solver.exact import serial_ms
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.milp.backend import minimize
-from optpipe_solver.milp.model import Model, serial_ms
+from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL, PLAIN, Switches
 from optpipe_solver.milp.task import Limits, Task

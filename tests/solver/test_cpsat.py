@@ -124,14 +124,6 @@ def _compute(schedule: Schedule, device: int) -> list[str]:
     return [text for text in schedule.programs[device].texts() if not set(text) & set("ODR")]
 
 
-def test_a_warm_start_is_what_is_to_be_beaten() -> None:
-    problem = EXHAUSTIVE["both offload"]
-    *_, best = [frame for frame in answers(problem) if isinstance(frame, Incumbent)]
-    frames = answers(problem, warm_start=best.schedule)
-    assert not any(isinstance(frame, Incumbent) for frame in frames)
-    assert bound(problem, frames) == 24.0
-
-
 def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() -> None:
     problem = problem_of([stage(0, (2, 2, 1), 2, 1), stage(1, (2, 2, 1), 2, 1)], [6, 6], 3, overlap_factor=0.5)
     pairs = Schedule.parse(
@@ -165,14 +157,6 @@ def test_micro_batches_are_numbered_as_they_enter() -> None:
 
 def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
     assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == [Ready()]
-
-
-def test_only_small_problems_are_supported() -> None:
-    small = problem_of([stage(0, (2, 2, 1), 2, 1)], [2], 3)
-    assert cpsat.ENGINE.unsupported(small) is None
-    large = small.model_copy(update={"microbatches": 1000})
-    reason = "the problem has 1000 forwards, and this engine takes 200 at most"
-    assert cpsat.ENGINE.unsupported(large) == reason
 
 
 def test_the_same_request_has_the_same_answer() -> None:

@@ -3,18 +3,15 @@ optimum is that of all programs."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.effects import TABLES, effects
 from support.enumeration import best_of_all, problem_of, stage
+from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, certify, check
+from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.reuse.repair import repair
 from optpipe_solver import cpsat
@@ -24,40 +21,12 @@ PROBLEMS = {
     "offload": problem_of([stage(0, (2, 3, 1), 2, 1, (2, 2, 2)), stage(1, (3, 2, 2), 1)], [99, 99], 2, 3.0),
     "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 1)], [99, 99], 2),
 }
-# In a process of its own, as highspy cannot be loaded beside ortools. The start must satisfy every row, so that no
-# memory is counted twice, and all that is found must fit, so that none is left out.
-MILP = """
-import json, sys, time
-from itertools import pairwise
-import numpy as np
-from support.effects import effects
-from optpipe import Problem, Schedule, check
-from optpipe.lift import lift
-from optpipe_solver.milp.backend import minimize
-from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.start import assignment
-from optpipe_solver.milp.switches import Switches
-from optpipe_solver.milp.task import Limits, Task
-with effects(sys.argv[1]):
-    problem = Problem.from_dict(json.loads(sys.argv[2]))
-    programs = [[f"{s}{kind}{j}" for j in range(2) for kind in "FBW"] for s in range(2)]
-    schedule = Schedule.parse(problem, programs)
-    assert check(problem, schedule) == []
-    model = Model(problem, "makespan", schedule.makespan_ms, Switches(order="entry"))
-    given, x = assignment(model.variables, schedule), np.array(model.rows.lower)
-    x[list(given)] = list(given.values())
-    x = model.rows.earliest(x)
-    begins, index, value = model.rows.matrix()
-    sums = np.array([value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)])
-    assert (sums >= np.array(model.rows.at_least) - 1e-7).all()
-    found = []
-    def take(x):
-        found.append(lift(problem, model.starts(x)))
-        assert check(problem, found[-1]) == []
-    limits = Limits(time.monotonic() + 60, 1, 0)
-    minimize("highs", Task(model.rows, model.C, given, limits, take, lambda bound: None), sys.exit)
-    print(min(schedule.makespan_ms for schedule in found))
-"""
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    with solver_process() as running:
+        yield running
 
 
 @pytest.fixture(params=TABLES)
@@ -107,13 +76,10 @@ def test_repair_makes_a_schedule_fit(table: str, name: str) -> None:
     assert certify(problem, repaired).fits
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_milp_finds_schedules_that_fit(name: str) -> None:
-    with effects(name):
-        problem = tight(PROBLEMS["offload"])
-        best, _ = best_of_all(problem, "makespan")
-        slow = one_after_the_other(problem).makespan_ms
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", MILP, name, json.dumps(problem.to_dict())]
-    found = float(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, text=True).stdout)
-    assert best - 1e-6 <= found < slow
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_the_milp_finds_the_best_of_all_programs(solver: Solver, table: str, objective: Objective) -> None:
+    problem = tight(PROBLEMS["offload"])
+    best, _ = best_of_all(problem, objective)
+    values, bound = solver.solve(problem, objective, table=table)
+    assert values[-1] == pytest.approx(best)
+    assert bound <= best + 1e-9

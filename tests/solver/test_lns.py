@@ -14,7 +14,7 @@ from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.choice import FEWEST_OPS, QUICK_S, VAIN_WINDOWS, Breadth, WindowChoice
+from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice
 from optpipe_solver.paths import deliveries, tails
 from optpipe_solver.systems import generate
 
@@ -114,14 +114,3 @@ def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_no
     assert breadth.size == FEWEST_OPS
     breadth.learn(5.0, QUICK_S, True, QUICK_S)
     assert breadth.score > 0.0
-
-
-def test_where_nothing_is_gained_windows_have_more_time() -> None:
-    choice = WindowChoice(Grid.for_problem(offloading(4, 6)), random.Random(0))
-    for _ in range(VAIN_WINDOWS):
-        choice.learn(choice.breadths[0], 0.0, QUICK_S, True)
-    assert choice.quick_s > QUICK_S
-    before = choice.quick_s
-    for _ in range(3 * VAIN_WINDOWS):
-        choice.learn(choice.breadths[0], 1.0, QUICK_S, True)
-    assert choice.quick_s == before

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, problem_of, stage
+from support.enumeration import EXHAUSTIVE, LATE_START, best_of_all, problem_of, stage
 from support.examples import examples
 from support.milp import Solver, solver_process
 
@@ -37,17 +37,6 @@ def test_the_optimum_is_the_best_of_all_programs(solver: Solver, name: str) -> N
     best, tried = best_of_all(problem, "makespan")
     values, bound = solver.solve(problem)
     assert tried > 10
-    assert values[-1] == pytest.approx(best)
-    assert bound == pytest.approx(best)
-
-
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize("times", [((2, 3, 0), (3, 2, 0)), ((0, 3, 0), (0, 1, 0))])
-def test_ops_may_take_no_time(solver: Solver, times: tuple[tuple[int, ...], ...], objective: Objective) -> None:
-    stages = [stage(0, times[0], 2, 1, (2, 2, 2)), stage(1, times[1], 2, 1)]  # type: ignore[arg-type]
-    problem = problem_of(stages, [2, 4], 2, 3.0)
-    best, _ = best_of_all(problem, objective)
-    values, bound = solver.solve(problem, objective)
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
 
@@ -82,14 +71,6 @@ def test_a_problem_with_more_ops_than_the_limit_is_not_searched(solver: Solver) 
     assert end == End()
     notes = [frame.text for frame in solver.frames(problem, milp_ops=12) if isinstance(frame, Note)]
     assert all("HiGHS: optimal" in note for note in notes)
-
-
-def test_the_optimum_of_the_span(solver: Solver) -> None:
-    best, _ = best_of_all(SPAN, "span")
-    assert best < best_of_all(SPAN, "makespan")[0]
-    values, bound = solver.solve(SPAN, "span")
-    assert values[-1] == pytest.approx(best)
-    assert bound == pytest.approx(best)
 
 
 OVERTAKING = {
@@ -151,15 +132,6 @@ def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objecti
     assert bound <= values[-1] * (1 + 1e-9)
 
 
-def test_a_warm_start_is_where_the_search_begins(solver: Solver) -> None:
-    problem = EXHAUSTIVE["both offload"]
-    *_, best, _ = [f for f in solver.frames(problem) if isinstance(f, Incumbent | End)]
-    assert isinstance(best, Incumbent)
-    frames = solver.frames(problem, warm_start=best.schedule)
-    assert [frame for frame in frames if isinstance(frame, Incumbent)] == []  # nothing is better
-    assert max(frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)) == 24.0
-
-
 @pytest.mark.parametrize(
     "name", ["both offload", "full duplex", "two chunks", "a shared link", "three micro-batches, no offload"]
 )
@@ -219,7 +191,7 @@ def test_what_is_supported() -> None:
     large = small.model_copy(update={"microbatches": 1000})
     assert unsupported(small) is None
     assert unsupported(large) is None
-    assert unsupported(problem_of([stage(0, (0, 0, 0), 2, 1)], [2], 3)) == "nothing takes any time"
+    assert "some take none" in str(unsupported(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3)))
     for host_memory, fits in ((6, True), (5, False)):
         devices = [{"host_memory_bytes": host_memory}]
         limited = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=devices)

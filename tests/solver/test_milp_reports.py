@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from pydantic import ValidationError
 from support.enumeration import SPAN, problem_of, stage
 from support.milp import Solver, solver_process
 
@@ -71,12 +70,6 @@ def test_a_solver_of_pulps_that_used_its_share_of_the_time_is_not_said_to_have_e
     assert by_pulp.find_solver("PULP_CBC_CMD")(task).status == "time is up"
 
 
-@pytest.mark.parametrize("name", ["gurobi:", "auto:", "pulp:", "cbc:"])
-def test_a_colon_needs_a_name(name: str) -> None:
-    with pytest.raises(ValidationError, match="or one of PuLP's solvers such as pulp:cbc was expected"):
-        Request(problem=SPAN, solver=name)
-
-
 def test_a_search_says_how_far_it_is(solver: Solver) -> None:
     """So that its last report is known whenever it is stopped."""
     frames = solver.all_frames(SPAN, time_limit_s=10)
@@ -85,18 +78,6 @@ def test_a_search_says_how_far_it_is(solver: Solver) -> None:
     texts = [report.text for report in reports if report.ongoing]
     assert any(text.startswith("milp: HiGHS: not ended, ") and "bound" in text for text in texts)
     assert not reports[-1].ongoing
-
-
-def test_a_bound_in_a_report_is_no_longer_than_the_best(solver: Solver) -> None:
-    """Ops without time last a moment in the model, which is taken off its bounds."""
-    stages = [stage(0, (1, 0, 0), 1, 1), stage(1, (1, 0, 0), 1, 1)]
-    frames = solver.frames(problem_of(stages, [9, 9], 3))
-    for frame in frames:
-        if isinstance(frame, Note) and (told := re.search(r"best (\S+) ms, bound (\S+) ms", frame.text)):
-            assert float(told[2]) <= float(told[1])
-            break
-    else:
-        pytest.fail("no report has both")
 
 
 def finished(*said: Frame, stops: bool) -> list[Frame]:

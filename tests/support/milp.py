@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,16 +23,20 @@ from support.enumeration import length
 
 DRIVER = """
 import json, sys
+from contextlib import nullcontext
 from optpipe.process.protocol import End, Request, keep_output_for_frames, write_frame
 from optpipe_solver.milp import solve
 from optpipe_solver.milp.switches import Switches
+from support.effects import effects
 
 keep_output_for_frames()
 for line in sys.stdin:
     asked = json.loads(line)
-    solve.solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
+    with effects(asked["table"]) if asked["table"] else nullcontext():
+        solve.solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
 
 
@@ -45,11 +51,12 @@ class Solver:
         frames = self.all_frames(problem, switches, **asked)
         return [frame for frame in frames if not (isinstance(frame, Note) and frame.ongoing)]
 
-    def all_frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
+    def all_frames(self, problem: Problem, switches: Switches = ALL, table: str = "", **asked: Any) -> list[Frame]:
+        """`table`: the name of a table of effects to be in place."""
         assert self._process.stdin
         assert self._process.stdout
         request = Request(problem=problem, method="milp", **{"solver": "highs"} | asked).model_dump(mode="json")
-        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches)}) + "\n")
+        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches), "table": table}) + "\n")
         self._process.stdin.flush()
         frames: list[Frame] = []
         while not frames or not isinstance(frames[-1], End):
@@ -72,7 +79,7 @@ class Solver:
 @contextmanager
 def solver_process() -> Iterator[Solver]:
     with subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
         yield Solver(process)
         process.kill()

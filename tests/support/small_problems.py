@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from optpipe.model.problem import Problem
+from optpipe.model.records import each_microbatch
 from support.enumeration import problem_of, stage
 from support.strategies import differing, problems
 
@@ -141,7 +142,7 @@ def partly_frozen(draw: st.DrawFn, most_devices: int = 2, most_microbatches: int
 @st.composite
 def unequal_and_tiny(draw: st.DrawFn) -> Problem:
     """Two or three micro-batches that differ, in memory that is scarce for them, few enough for every schedule to be
-    tried."""
+    tried. Mostly each F, B and W takes time, as the MILP needs it."""
     problem = draw(equal_and_tiny())
     if problem.routes is None and not any(s.can_offload or s.can_recompute for s in problem.stages):
         problem = problem.replace(microbatches=draw(st.integers(2, 3)))
@@ -157,4 +158,11 @@ def unequal_and_tiny(draw: st.DrawFn) -> Problem:
         )
         for d, device in enumerate(problem.devices)
     ]
+    if draw(st.integers(0, 3)):
+        fields = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+        lasting = [
+            each.model_copy(update={f: each_microbatch(lambda ms: ms or 1.0, getattr(each, f)) for f in fields})
+            for each in problem.stages
+        ]
+        problem = problem.replace(stages=lasting)
     return problem.replace(devices=devices, fixed_order=draw(st.sampled_from((False, False, True))))

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from math import ceil, floor, gcd, lcm
-from typing import Any, TypeAlias, TypeVar
+from math import ceil, floor, gcd
 
 import numpy as np
 
 from optpipe.evaluate.effects import Effects, Holding
 from optpipe.model.arrays import NONE, Flags
-from optpipe.model.costs import FORWARDS, GRADIENTS, IN_PARTS, MS_FIELDS
-from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
+from optpipe.model.costs import FORWARDS, GRADIENTS
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.records import EachMs, Level, Stage, StageCosts, each_microbatch, of_microbatch
+from optpipe_solver.exact import common_step_ms, exact, serial_ms, with_times
 from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
@@ -30,10 +29,6 @@ LONGEST = 2**40
 # Grains of the roomiest device before sizes are rounded.
 FULL = 100_000
 BACKWARDS = ((Kind.B, Kind.W), (Kind.BW,))
-
-Number = TypeVar("Number", int, Fraction)
-# Of each kind of op, of C by each level, and of O and R of the activation (`NONE`) or of a level's checkpoint.
-Times: TypeAlias = dict[tuple[Kind, int], Number]
 
 
 @dataclass(frozen=True)
@@ -62,16 +57,16 @@ class Grid:
     def for_problem(cls, problem: Problem, finest: int = FINEST) -> Grid:
         """A grid on which every duration is whole, if the busiest device's work on one micro-batch then takes `finest`
         ticks at most; else a coarser one on which it takes that many."""
-        durations, messages = _durations(problem), _messages(problem)
-        times = [*messages.ravel(), *(ms for of_stage in durations for each in of_stage for ms in each.values())]
-        denominator = lcm(*(ms.denominator for ms in times))
-        unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
+        unit = common_step_ms(problem)
         if not unit:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
-        coarsest = max(_most_work(problem, durations) / finest, _serial(problem, durations, messages) / LONGEST)
-        computing = (ms for of_stage in durations for each in of_stage for (k, _), ms in each.items() if k in COMPUTE)
-        lasting = all(computing)
-        return cls(problem, max(unit, coarsest), exact=unit >= coarsest and lasting)
+        work = np.zeros((len(problem.devices), problem.microbatches))
+        np.add.at(work, problem.costs.device, problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0))
+        coarsest = max(exact(work.max()) / finest, exact(serial_ms(problem)) / LONGEST)
+        lasting = problem.costs.ms[[Kind.F, Kind.B, Kind.W]].all() and all(
+            level.recompute_ms for stage in problem.stages for level in stage.all_levels
+        )
+        return cls(problem, max(unit, coarsest), exact=bool(unit >= coarsest and lasting))
 
     @cached_property
     def relaxed(self) -> Grid:
@@ -83,69 +78,37 @@ class Grid:
         """Whether nothing was rounded."""
         return self.exact and self.grain == max(self._common, 1)
 
-    @cached_property
-    def _ticks(self) -> list[list[Times[int]]]:
-        """By stage and class of micro-batches. Rounded up, compute takes a tick at least: starts tell no order of ops
-        that take no time."""
-
-        def ticks(kind: Kind, ms: Fraction) -> int:
-            return max(self._whole(ms), int(kind in COMPUTE and not self.down))
-
-        return [
-            [{what: ticks(what[0], ms) for what, ms in each.items()} for each in of_stage]
-            for of_stage in _durations(self.problem)
-        ]
-
-    @cached_property
-    def _alike(self) -> list[int]:
-        """The class of each micro-batch."""
-        alike: list[int] = self.problem.costs.alike.tolist()
-        return alike
-
     def _whole(self, ms: Fraction) -> int:
         return floor(ms / self.tick) if self.down else ceil(ms / self.tick)
 
     @cached_property
     def rounded(self) -> Problem:
-        """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks."""
-        stages = []
-        for stage, by_class in zip(self.problem.stages, self._ticks, strict=True):
+        """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks.
 
-            def ms(kind: Kind, level: int = NONE, by_class: list[Times[int]] = by_class, of: Stage = stage) -> EachMs:
-                parts = of.offload_parts if kind in IN_PARTS else 1
-                return self._for_each([ticks[kind, level] * parts for ticks in by_class])
-
-            fields: dict[str, Any] = {MS_FIELDS[kind][0]: ms(kind) for kind in (Kind.F, Kind.B, Kind.W)}
-            if stage.can_offload:
-                fields |= {"offload_ms": ms(Kind.O), "reload_ms": ms(Kind.R)}
-            if stage.levels is None and stage.can_recompute:
-                fields["recompute_ms"] = ms(Kind.C, 0)
-            levels = []
-            for k, level in enumerate(stage.levels or ()):
-                moved = {"offload_ms": ms(Kind.O, k), "reload_ms": ms(Kind.R, k)} if level.can_offload else {}
-                levels.append(level.model_copy(update={"recompute_ms": ms(Kind.C, k), **moved}))
-            stages.append(stage.model_copy(update={**fields, "levels": tuple(levels) or None}))
-
-        def rounded(ms: EachMs) -> EachMs:
-            whole: EachMs = each_microbatch(lambda each: float(self._whole(_exact(each))), ms)
-            return whole
-
-        messages = self.problem.messages and tuple(
-            message.model_copy(update={"ms": rounded(message.ms)}) for message in self.problem.messages
+        Rounded up, compute takes a tick at least: starts tell no order of ops that take no time.
+        """
+        return with_times(
+            self.problem, lambda ms, computes: float(max(self._whole(ms), int(computes and not self.down)))
         )
-        p2p_ms = rounded(self.problem.p2p_ms)
-        return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": p2p_ms, "messages": messages})
 
-    def _for_each(self, ticks: list[int]) -> EachMs:
-        """The figure of a problem file: by class one number, or one for each micro-batch where they differ."""
-        if len(set(ticks)) == 1:
-            return float(ticks[0])
-        return tuple(float(ticks[c]) for c in self._alike)
+    @cached_property
+    def _ticks(self) -> list[list[list[float]]]:
+        """By kind, stage and micro-batch; of O and R those of a part."""
+        ticks: list[list[list[float]]] = self.rounded.costs.ms.tolist()
+        return ticks
+
+    @cached_property
+    def _level_ticks(self) -> dict[Kind, list[list[list[float]]]]:
+        """By kind, then by level, stage and micro-batch."""
+        levels = self.rounded.costs.levels
+        ticks = {Kind.C: levels.recompute_ms, Kind.O: levels.offload_ms, Kind.R: levels.reload_ms}
+        return {kind: ms.tolist() for kind, ms in ticks.items()}
 
     def duration(self, op: Op) -> int:
         """Ticks of an F, B, W, C, O or R."""
         level = op.part if op.kind == Kind.C else self.level_of_part(op.stage, op.part)
-        return self._ticks[op.stage][self._alike[op.microbatch]][op.kind, level]
+        ticks = self._ticks[op.kind] if level == NONE else self._level_ticks[op.kind][level]
+        return round(ticks[op.stage][op.microbatch])
 
     def level_of_part(self, stage: int, part: int) -> int:
         """The level of whose checkpoint this is a part, `NONE` for a part of the activation: the parts of checkpoints
@@ -155,24 +118,20 @@ class Grid:
     @cached_property
     def serial(self) -> int:
         """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
-        return _serial(self.problem, self._ticks, self._message_ticks)
+        return round(serial_ms(self.rounded))
 
     @cached_property
     def needs_fused(self) -> Flags:
         """(S,) as the function: the stages on which BW can do what B and W cannot."""
         return needs_fused(self.problem)
 
-    @cached_property
-    def _message_ticks(self) -> Any:
-        return np.vectorize(self._whole, otypes=[object])(_messages(self.problem))
-
     def forward_delay(self, stage: int, microbatch: int) -> int:
         """Ticks of the message that a stage's forward waits for."""
-        return int(self._message_ticks[FORWARDS, stage, self._alike[microbatch]])
+        return int(self.rounded.costs.message_ms[FORWARDS, stage, microbatch])
 
     def gradient_delay(self, stage: int, microbatch: int) -> int:
         """Ticks of the message that a stage's backward waits for."""
-        return int(self._message_ticks[GRADIENTS, stage, self._alike[microbatch]])
+        return int(self.rounded.costs.message_ms[GRADIENTS, stage, microbatch])
 
     def ms(self, ticks: int) -> float:
         return float(ticks * self.tick)
@@ -210,26 +169,27 @@ class Grid:
     @cached_property
     def _parts(self) -> list[list[dict[int, int]]]:
         examples = self.problem.costs.examples.tolist()
-        by_stage: list[list[dict[int, int]]] = []
-        for s, stage in enumerate(self.problem.stages):
-            n = stage.offload_parts
-            leaving = [self._effects.parts] * stage.can_offload
-            first = [0] * stage.can_offload
-            for k, level in enumerate(stage.all_levels):
-                if level.can_offload:
-                    leaving.append(self._effects.parts_by_level[k])
-                    first.append((1 + k) * n)
-            by_stage.append(
-                [
-                    {
-                        at + p: self._grains(size)
-                        for at, nbytes in zip(first, leaving, strict=True)
-                        for p, size in enumerate(nbytes[s, j, :n].tolist())
-                    }
-                    for j in examples
-                ]
-            )
-        return by_stage
+        return [[self._parts_of(s, j) for j in examples] for s in range(len(self.problem.stages))]
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """The class of each micro-batch."""
+        alike: list[int] = self.problem.costs.alike.tolist()
+        return alike
+
+    def _parts_of(self, s: int, j: int) -> dict[int, int]:
+        stage, n = self.problem.stages[s], self.problem.stages[s].offload_parts
+        leaving = [(0, self._effects.parts)] * stage.can_offload
+        leaving += [
+            ((1 + k) * n, self._effects.parts_by_level[k])
+            for k, level in enumerate(stage.all_levels)
+            if level.can_offload
+        ]
+        return {
+            first + p: self._grains(size)
+            for first, nbytes in leaving
+            for p, size in enumerate(nbytes[s, j, :n].tolist())
+        }
 
     def parts(self, stage: int, microbatch: int) -> dict[int, int]:
         """The grains of each part of an activation that can leave, or of its checkpoints (`level_of_part`)."""
@@ -307,60 +267,3 @@ class Grid:
         """The transfers that run one at a time: their kinds, and the stages that they are of."""
         together = [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
         return [(kinds, stages) for stages in self._link_users if stages for kinds in together]
-
-
-def _exact(ms: float) -> Fraction:
-    return Fraction(repr(float(ms)))  # what the file says, not its nearest float
-
-
-def _durations(problem: Problem) -> list[list[Times[Fraction]]]:
-    """By stage and class of micro-batches."""
-    return [[_of_microbatch(stage, j) for j in problem.costs.examples.tolist()] for stage in problem.stages]
-
-
-def _of_microbatch(stage: Stage, j: int) -> Times[Fraction]:
-    parts = stage.offload_parts
-
-    def exact(ms: EachMs | None) -> Fraction:
-        return _exact(of_microbatch(ms or 0.0, j))
-
-    def moved(costs: StageCosts | Level) -> list[Fraction]:
-        return [exact(ms) / parts for ms in (costs.offload_ms, costs.reload_ms)]
-
-    ms = {(kind, NONE): exact(getattr(stage, MS_FIELDS[kind][0])) for kind in (Kind.F, Kind.B, Kind.W)}
-    ms |= dict(zip(((Kind.O, NONE), (Kind.R, NONE)), moved(stage), strict=True))
-    for k, level in enumerate(stage.all_levels):
-        ms[Kind.C, k] = exact(level.recompute_ms)
-        if level.can_offload:
-            ms |= dict(zip(((Kind.O, k), (Kind.R, k)), moved(level), strict=True))
-    return ms
-
-
-def _messages(problem: Problem) -> Any:
-    """(2, S, classes) of the message that the F, the backward of each stage waits for, as exact fractions."""
-    return np.vectorize(_exact, otypes=[object])(problem.costs.message_ms[..., problem.costs.examples])
-
-
-def _most_work(problem: Problem, durations: list[list[Times[Fraction]]]) -> Fraction:
-    """Time of compute of the busiest device on one micro-batch."""
-    kinds = Kind.F, Kind.B, Kind.W
-    compute = [[sum((times[k, NONE] for k in kinds), Fraction(0)) for times in by_class] for by_class in durations]
-    work = [
-        sum((compute[s][c] for s in problem.stages_on(d)), Fraction(0))
-        for d in range(len(problem.devices))
-        for c in range(len(compute[0]))
-    ]
-    return max(work)
-
-
-def _serial(problem: Problem, durations: list[list[Times[Number]]], messages: Any) -> Number:
-    """Time of everything that could be done, one after the other."""
-    total: Any = 0
-    for c, batches in enumerate(problem.costs.classes):
-        once = messages[:, :, c].sum()
-        for stage, by_class in zip(problem.stages, durations, strict=True):
-            times = by_class[c].items()
-            once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for (kind, _), time in times)
-        total += len(batches) * once
-    serial: Number = total
-    return serial

@@ -28,8 +28,7 @@ from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.least_memory import one_level
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
-from optpipe_solver.cpsat.grid_schedule import place_on_grid
+from optpipe_solver.cpsat.grid_schedule import BestGridSchedule, place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
 from optpipe_solver.cpsat.variables import Order, Window
 

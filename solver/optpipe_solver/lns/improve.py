@@ -1,25 +1,117 @@
-"""Window after window of a schedule. A solution that ends no later is taken: even if nothing is gained, it makes room
-for other windows."""
+"""Window after window of a schedule, each around a moment at which a device is idle, as wide as can be solved quickly.
+
+A solution that ends no later is taken: even if nothing is gained, it makes room for other windows.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
+from optpipe.model.ops import COMPUTE
 from optpipe.process.protocol import Frame, Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
-from optpipe_solver.cpsat.grid_schedule import place_on_grid
+from optpipe_solver.cpsat.grid_schedule import BestGridSchedule, GridSchedule, place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
-from optpipe_solver.lns.choice import PATIENCE, WindowChoice
 
 METHOD = "lns"
+FIRST_OPS = 60  # compute ops in the first windows
+FEWEST_OPS = 8  # in a window
+QUICK_S = 0.3  # at first windows that are solved sooner may grow
+PATIENCE = 6  # one window may take this times as long
+VAIN_WINDOWS = 10  # in a row, until windows have more time
+SCORE_KEPT = 0.9  # of a breadth's score after one more window
+LEAST_CHANCE = 0.3  # of every breadth to be chosen, as a share of the best one's
+
+
+@dataclass
+class Breadth:
+    """A size of windows: how many neighbouring devices are free at a time, with how many compute ops.
+
+    Attributes
+    ----------
+    most
+        Compute ops of that many devices.
+    score
+        What such windows gained of late, in ms per second.
+    """
+
+    devices: int
+    most: int
+    size: float = FIRST_OPS
+    score: float = 0.0
+
+    def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
+        """Learn from one window whether such windows pay, and whether to try larger or smaller ones."""
+        self.score += (1 - SCORE_KEPT) * (gained_ms / max(used_s, quick_s) - self.score)
+        if proven and used_s < quick_s:
+            self.size = min(self.most, 1.15 * self.size)
+        elif not proven or used_s > 2 * quick_s:
+            self.size = max(FEWEST_OPS, 0.85 * self.size)
+
+
+class WindowChoice:
+    """An adaptive choice of windows: breadths by what they gained, moments by where time is lost."""
+
+    def __init__(self, grid: Grid, random_: random.Random) -> None:
+        self.grid, self.problem, self.random = grid, grid.problem, random_
+        self.quick_s, self.vain = QUICK_S, 0
+        devices = len(self.problem.devices)
+        ops = 3 * len(self.problem.stages) * self.problem.microbatches
+        self.breadths = [
+            Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})
+        ]
+
+    def window(self, incumbent: GridSchedule) -> tuple[Breadth, Window]:
+        """A window of the incumbent, and its breadth."""
+        least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST_CHANCE
+        breadth = self.random.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
+        idle = list(self._idle(incumbent))
+        device, begin, end = (
+            self.random.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, incumbent.end)
+        )
+        return breadth, self._window_near(incumbent, breadth, device, self.random.randint(begin, end))
+
+    def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:
+        """Learn from one window for the next ones."""
+        breadth.learn(gained_ms, used_s, proven, self.quick_s)
+        self.vain = 0 if gained_ms else self.vain + 1
+        if self.vain >= VAIN_WINDOWS:
+            self.quick_s, self.vain = self.quick_s * 1.5, 0
+
+    def _window_near(self, incumbent: GridSchedule, breadth: Breadth, device: int, moment: int) -> Window:
+        """The ops nearest to a moment, of this device and its neighbours."""
+        last = len(self.problem.devices) - breadth.devices
+        first = self.random.randint(max(0, device - breadth.devices + 1), min(device, last))
+        devices = frozenset(range(first, first + breadth.devices))
+        starts = sorted(
+            at
+            for x, at in incumbent.start.items()
+            if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices
+        )
+        near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.size)]
+        everything = Window.of_all(incumbent)
+        begin, end = (everything.begin, everything.end) if len(near) == len(starts) else (min(near), max(near) + 1)
+        return Window(begin, end, devices if breadth.devices < len(self.problem.devices) else None)
+
+    def _idle(self, incumbent: GridSchedule) -> Iterator[tuple[int, int, int]]:
+        """Device, begin and end of every time at which a device computes nothing, and which counts."""
+        latest = max(incumbent.delivery)
+        reached = [latest - delivery for delivery in incumbent.delivery]  # with the span a device's start is its own
+        compute = [(at, x) for x, at in incumbent.start.items() if x.kind in COMPUTE]
+        runs = sorted((at, at + self.grid.duration(x), self.problem.stages[x.stage].device) for at, x in compute)
+        ends = [(incumbent.end - delivery,) * 2 + (d,) for d, delivery in enumerate(incumbent.delivery)]
+        for begin, end, device in [*runs, *ends]:
+            if begin > reached[device]:
+                yield device, reached[device], begin
+            reached[device] = max(reached[device], end)
 
 
 def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:

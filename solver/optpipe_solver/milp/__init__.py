@@ -21,8 +21,8 @@ class MilpEngine:
         costs = problem.costs
         if costs.can_evict.any():
             return "the model has no evictions"
-        if not costs.ms[[Kind.F, Kind.B, Kind.W]].any():
-            return "nothing takes any time"
+        if not costs.ms[[Kind.F, Kind.B, Kind.W]].all():
+            return "the model tells the order of ops by their times, and some take none; cpsat and lns know it"
         if not _all_offloads_fit_on_host(problem):
             return (
                 "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "

@@ -39,7 +39,7 @@ def minimize(task: Task) -> Outcome:
     task.on_start(NAME)
     try:
         with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
-            return _GurobiRun(model, task).run()
+            return _run(model, task)
     except gp.GurobiError as error:
         if error.errno == GRB.Error.SIZE_LIMIT_EXCEEDED:
             size = f"{len(task.rows.lower)} variables and {len(task.rows.at_least)} rows"
@@ -49,34 +49,30 @@ def minimize(task: Task) -> Outcome:
         raise UnavailableError(f"Gurobi failed: {error}") from None
 
 
-class _GurobiRun:
-    def __init__(self, model: gp.Model, task: Task) -> None:
-        self._model, self._task = model, task
-        self._vars = _fill(model, task.rows)
-        model.setObjective(self._vars[task.objective], GRB.MINIMIZE)
-        for var, value in task.start.items():
-            self._vars[var].Start = value
-        self._best = -np.inf
+def _run(model: gp.Model, task: Task) -> Outcome:
+    variables, best = _fill(model, task.rows), -np.inf
+    model.setObjective(variables[task.objective], GRB.MINIMIZE)
+    for var, value in task.start.items():
+        variables[var].Start = value
 
-    def run(self) -> Outcome:
-        self._model.optimize(self._callback)
-        if self._model.SolCount:
-            self._task.on_solution(np.array(self._model.getAttr(GRB.Attr.X, self._vars)))
-        if self._model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
-            self._bound(self._model.ObjBound)
-        bound = self._best if self._best > -np.inf else None
-        return Outcome(NAME, ENDINGS.get(self._model.Status, "ended"), bound, int(self._model.NodeCount))
+    def bound(value: float) -> None:
+        nonlocal best
+        if best < value < GRB.INFINITY:
+            best = value
+            task.on_bound(value * (1 - MARGIN))
 
-    def _callback(self, model: gp.Model, where: int) -> None:
+    def callback(model: gp.Model, where: int) -> None:
         if where == GRB.Callback.MIPSOL:
-            self._task.on_solution(np.array(model.cbGetSolution(self._vars)))
+            task.on_solution(np.array(model.cbGetSolution(variables)))
         elif where == GRB.Callback.MIP:
-            self._bound(model.cbGet(GRB.Callback.MIP_OBJBND))
+            bound(model.cbGet(GRB.Callback.MIP_OBJBND))
 
-    def _bound(self, value: float) -> None:
-        if self._best < value < GRB.INFINITY:
-            self._best = value
-            self._task.on_bound(value * (1 - MARGIN))
+    model.optimize(callback)
+    if model.SolCount:
+        task.on_solution(np.array(model.getAttr(GRB.Attr.X, variables)))
+    if model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
+        bound(model.ObjBound)
+    return Outcome(NAME, ENDINGS.get(model.Status, "ended"), best if best > -np.inf else None, int(model.NodeCount))
 
 
 def _params(limits: Limits) -> dict[str, float | int]:

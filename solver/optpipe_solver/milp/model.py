@@ -15,23 +15,15 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.milp import compute, memory, transfers, triangles
-from optpipe_solver.milp.longest_paths import LongestPaths
-from optpipe_solver.milp.precedences import COMPUTE
+from optpipe_solver.exact import serial_ms
+from optpipe_solver.milp import memory, streams
+from optpipe_solver.milp.precedences import LongestPaths
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
 from optpipe_solver.paths import needs_fused
 
 LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
-
-
-def serial_ms(problem: Problem) -> float:
-    """The time of everything one after the other. Started as early as can be, no schedule is longer."""
-    costs = problem.costs
-    moved = costs.ms[[Kind.O, Kind.R]].sum(axis=0) * costs.parts[:, None]
-    whole = costs.ms[list(COMPUTE)].sum(axis=0) + moved + costs.message_ms.sum(axis=0)
-    return float(sum(whole[s, j] for j in range(problem.microbatches) for s in problem.route(j)))
 
 
 class Model:
@@ -52,22 +44,22 @@ class Model:
             return
         self.variables = v = Variables(problem, self.paths, switches, self.rows)
         self.C = v.C
-        compute.dependencies(v)
-        compute.no_overlap_on_device(v)
+        streams.dependencies(v)
+        streams.no_overlap_on_device(v)
         if objective == "makespan":
-            compute.makespan(v)
+            streams.makespan(v)
         else:
-            compute.span(v)
-            compute.first_forward_at_once(v)
+            streams.span(v)
+            streams.first_forward_at_once(v)
         if switches.workload:
-            compute.work_before_and_after(v, objective)
-        transfers.forward_offload_reload_backward(v)
-        transfers.no_overlap_on_link(v)
-        transfers.reloads_allocate_in_link_order(v)
+            streams.work_before_and_after(v, objective)
+        streams.forward_offload_reload_backward(v)
+        streams.no_overlap_on_link(v)
+        streams.reloads_allocate_in_link_order(v)
         memory.activation_budget(v)
-        orders = {"none": lambda _: [], "compute": triangles.compute_orders, "all": triangles.all_orders}
+        orders = {"none": lambda _: [], "compute": streams.compute_orders, "all": streams.all_orders}
         for order in orders[switches.triangles](v):
-            triangles.no_cycles_of_three(self.rows, order)
+            streams.no_cycles_of_three(self.rows, order)
 
     @property
     def is_bound(self) -> bool:

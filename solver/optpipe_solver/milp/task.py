@@ -1,11 +1,11 @@
-"""What a backend is asked to solve, and what it is: a function of a task."""
+"""What a backend is asked to solve, and how it ends. A backend is a function from one to the other."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 from optpipe.errors import SolverError
 from optpipe.model.arrays import Floats
@@ -22,20 +22,15 @@ class UnavailableError(SolverError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a solve may take: until when (`time.monotonic`), on how many threads; its seed, and when it began."""
+    """What a solve may take: until when (`time.monotonic`), on how many threads; its seed."""
 
     until: float
     threads: int
     seed: int
-    since: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         return max(0.0, self.until - time.monotonic())
-
-    @property
-    def spent_s(self) -> float:
-        return time.monotonic() - self.since
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,4 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Minimize(Protocol):
-    """A backend. Returns when the optimum is proven or time is up. Raises UnavailableError."""
-
-    def __call__(self, task: Task) -> Outcome: ...
+Minimize = Callable[[Task], Outcome]  # returns when the optimum is proven or time is up; raises UnavailableError

@@ -7,8 +7,7 @@ from itertools import combinations, product
 from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.milp.longest_paths import LongestPaths
-from optpipe_solver.milp.precedences import COMPUTE, equal_microbatches
+from optpipe_solver.milp.precedences import COMPUTE, LongestPaths, equal_microbatches
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
 from optpipe_solver.milp.switches import Switches
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NEVER, shorter
@@ -34,13 +34,9 @@ MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
 Phase = Literal["bounds", "published schedules", "list scheduling", "searches"]
 
 
-class Solve(Protocol):
-    """Searches one candidate's schedule, from one that is known, for so many seconds.
-
-    Returns None, or raises OptPipeError, if nothing came of it.
-    """
-
-    def __call__(self, problem: Problem, start: Schedule | None, seconds: float) -> Result | None: ...
+# Searches a candidate's schedule, from one that is known, for so many seconds. Returns None, or raises OptPipeError, if
+# nothing came of it.
+Solve = Callable[[Problem, Schedule | None, float], Result | None]
 
 
 @dataclass(frozen=True)
@@ -291,11 +287,9 @@ class PlanSearch:
             self.solved = len(searched)
 
     def _handle(self, candidate: Candidate, result: Result | None) -> None:
-        if result is None:
-            return
-        if result.schedule:
+        if result and result.schedule:
             self._take(candidate, result.schedule)
-        if result.lower_bound_ms is not None:
+        if result and result.lower_bound_ms is not None:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(result.lower_bound_ms))
 
     def _place(self, candidate: Candidate) -> None:
