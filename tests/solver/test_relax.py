@@ -25,7 +25,6 @@ from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.relax import ENGINE, STATES_PER_S, one_device
-from optpipe_solver.relax.bottlenecks import RoundTrip
 from optpipe_solver.relax.one_device import device_bounds, searchable_devices
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
@@ -183,21 +182,6 @@ def test_stages_of_a_device_share_its_memory() -> None:
     assert list(device_bounds(problem, 0))[-1] == pytest.approx(3 * 6 + 8 + 1)
     assert list(device_bounds(problem, 0, "span"))[-1] == pytest.approx(3 * 6 + 8 + 1)
     assert memory_bound(problem) < 27.0
-
-
-def test_other_devices_do_one_micro_batch_after_the_other() -> None:
-    """From stage 0 on, device 1 needs 1 + 4 + 8 ms for one micro-batch and 12 for each further one, device 2 all 20 of
-    the way, and 5. Between forwards of device 0, which has stage 2, too, there is only stage 1."""
-    times = [(1, 1, 1), (4, 8, 1), (2, 3, 1)]
-    straight = problems.pipeline(
-        3, 4, 9, [problems.stage(each) | {"device": d} for d, each in enumerate(times)], p2p_ms=0.5
-    )
-    assert RoundTrip(straight, 0).bottlenecks(0, 5) == [(13.0, 12.0), (19.0, 5.0)]
-    looped = straight.replace(
-        stages=[stage.model_copy(update={"device": s % 2}) for s, stage in enumerate(straight.stages)]
-    )
-    assert RoundTrip(looped, 0).bottlenecks(0, 2) == [(5.0, 4.0)]
-    assert RoundTrip(looped, 0).bottlenecks(2, 3) == []
 
 
 def test_rounding_of_long_times_makes_no_bound_longer() -> None:

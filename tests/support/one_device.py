@@ -40,8 +40,6 @@ class State(NamedTuple):
     started: int = 0
     waiting: int = 0
     lines: tuple[Transfer | None, Transfer | None] = (None, None)
-    passed: tuple[float, ...] = ()
-    turns: tuple[float, ...] = ()  # when the next input gradients may start, whosever they are
     activations: tuple[tuple[int, Activation], ...] = ()  # by micro-batch
 
 
@@ -69,9 +67,8 @@ def least_end(first: S, follow: Callable[[S], Iterator[S]], value: Callable[[S],
 
 
 def one_stage_end(device: OneStage, most: int) -> float:
-    first = State(passed=(0.0,) * len(device.bottlenecks))
     return least_end(
-        first,
+        State(),
         lambda state: _successors(state, device),
         lambda state: max(state.now, state.end),
         lambda state: state.started == device.microbatches and not (state.op or state.activations or state.waiting),
@@ -118,12 +115,7 @@ def _all_ops(state: State, device: OneStage) -> Iterator[tuple[State, int]]:
         yield run, memory.weight - memory.waiting
     if state.started < device.microbatches:
         ends = now + ms.forward
-        passed = tuple(
-            max(before + works_ms, ends + passes_ms)
-            for before, (passes_ms, works_ms) in zip(state.passed, device.bottlenecks.tolist(), strict=True)
-        )
-        run = state._replace(op="F", op_ends=ends, started=state.started + 1, passed=passed)
-        run = run._replace(turns=(*state.turns, max(passed)))
+        run = state._replace(op="F", op_ends=ends, started=state.started + 1)
         for again in (False, True) if device.can_recompute else (False,):
             new = Activation(ends + ms.between, 0 if again else device.parts, again, is_computed=True)
             yield run._replace(activations=(*state.activations, (state.started, new))), memory.forward
@@ -135,9 +127,9 @@ def _all_ops(state: State, device: OneStage) -> Iterator[tuple[State, int]]:
             yield run, memory.recompute - memory.checkpoint
         moves = any(transfer and transfer.microbatch == j for transfer in state.lines)
         is_whole = activation.parts == device.parts and not (activation.has_checkpoint_only or moves)
-        if is_whole and max(activation.ready, state.turns[0]) <= now:
+        if is_whole and activation.ready <= now:
             ends = now + ms.backward
-            run = state._replace(op="B", op_ends=ends, end=ends + ms.tail, activations=others, turns=state.turns[1:])
+            run = state._replace(op="B", op_ends=ends, end=ends + ms.tail, activations=others)
             yield run, memory.backward - int(memory.present[device.parts])
 
 
@@ -166,7 +158,7 @@ def _with_transfer(state: State, line: int, transfer: Transfer, device: OneStage
 
 def _at_next_event(state: State, device: OneStage) -> State | None:
     ends = [transfer.ends for transfer in state.lines if transfer] + ([state.op_ends] if state.op else [])
-    starts = [activation.ready for _, activation in state.activations] + list(state.turns[:1])
+    starts = [activation.ready for _, activation in state.activations]
     now = min([*ends, *(at for at in starts if at > state.now)], default=NEVER)
     if now == NEVER:
         return None
@@ -198,14 +190,13 @@ class Passing(NamedTuple):
     now: float
     ready: tuple[float, ...]  # by micro-batch: when its next step may start
     step: tuple[int, ...]  # by micro-batch: the next one
-    passed: tuple[float, ...]  # by step
     waiting: tuple[int, ...]  # by group
     end: float = 0.0
 
 
 def several_stages_end(device: SeveralStages, most: int) -> float:
     m, steps = device.microbatches, len(device.step_ms)
-    first = Passing(0.0, (0.0,) * m, (0,) * m, (0.0,) * steps, (0,) * len(device.weights.ms))
+    first = Passing(0.0, (0.0,) * m, (0,) * m, (0,) * len(device.weights.ms))
     return least_end(
         first,
         lambda state: _passings(state, device),
@@ -231,15 +222,12 @@ def _passings(state: Passing, device: SeveralStages) -> Iterator[Passing]:
         if held - memory.held[step] + memory.held[step + 1] + memory.beside[step] > memory.budget:
             continue
         now = state.now + float(device.step_ms[step])
-        passes_ms, works_ms = device.bottlenecks[step].tolist()
         is_last = step + 1 == len(device.step_ms)
-        passed = 0.0 if is_last else max(state.passed[step] + works_ms, now + passes_ms)
-        ready = max(now + float(device.gap_ms[step]), passed)
+        ready = now + float(device.gap_ms[step])
         following = Passing(
             now,
             _with(state.ready, j, 0.0 if is_last else ready),
             _with(state.step, j, step + 1),
-            _with(state.passed, step, passed),
             state.waiting,
             max(state.end, ready) if is_last else state.end,
         )

@@ -51,9 +51,9 @@ def device_bounds(
     """Yield rising bounds in ms on a schedule's length, from device d alone.
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
-    from the end of an op here to the start of what needs it here. But up to two of them serve one micro-batch after
-    the other (`Bottleneck`). Of several levels of recomputation one is made that is as good as each (`one_level`). The
-    last bound is what this pipeline takes, if `most_states` suffice. If no schedule fits, the bounds end without it.
+    from the end of an op here to the start of what needs it here. Of several levels of recomputation one is made that
+    is as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
+    schedule fits, the bounds end without it.
 
     To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage_state`),
     what can follow (`one_stage_moves`) and its bound (`one_stage_bound`).

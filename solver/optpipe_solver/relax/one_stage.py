@@ -14,9 +14,6 @@ from optpipe.model.problem import Problem
 from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import LevelBytes, StageBytes, stage_bytes
-from optpipe_solver.relax.bottlenecks import RoundTrip
-
-BOTTLENECKS = 2  # other devices that a state knows
 
 
 class Durations(NamedTuple):
@@ -99,8 +96,6 @@ class OneStage(NamedTuple):
         streams of the host link: 0 if nothing leaves, 1 where one carries both directions, else 2.
     can_recompute
         Whether activations may be computed again.
-    bottlenecks
-        (2, 2) rows of `Bottleneck`: other devices between F and B here.
     """
 
     microbatches: int
@@ -110,7 +105,6 @@ class OneStage(NamedTuple):
     ms: Durations
     memory: Memory
     shares: Shares
-    bottlenecks: Floats
 
 
 def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
@@ -138,7 +132,6 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
             present=present,
         ),
         shares=_shares(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
-        bottlenecks=_bottlenecks(problem, j, s),
     )
 
 
@@ -160,14 +153,6 @@ def _durations(problem: Problem, j: int, s: int, objective: Objective) -> Durati
         between=max(0.0, float(paths.round_trip[j, s]) - (ms[Kind.F] + ms[Kind.B])),
         tail=float(paths.after[j, s]) if objective == "makespan" else ms[Kind.W],
     )
-
-
-def _bottlenecks(problem: Problem, j: int, s: int) -> Floats:
-    """Return (2, 2) the device that takes longest for one micro-batch, and the one with most work."""
-    at, last = problem.route(j).index(s), 2 * len(problem.route(j)) - 1
-    devices = RoundTrip(problem, j).bottlenecks(at, last - at)
-    chosen = {max(devices), max(devices, key=lambda each: (each.works_ms, each.passes_ms))} if devices else set()
-    return np.array([*sorted(chosen), *[(0.0, 0.0)] * BOTTLENECKS][:BOTTLENECKS])
 
 
 def _shares(each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool) -> Shares:

@@ -23,7 +23,6 @@ from optpipe_solver.relax.one_stage_state import (
     PARTS,
     READY,
     STARTED,
-    TURN,
     WAITING_FOR_W,
     WEIGHT,
     WHOSE,
@@ -116,12 +115,8 @@ def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float
     end = free + ms.tail if row[OP] == BACKWARD else row[NOW]
     if forwards:
         end = free + forwards * ms.forward + ms.between + ms.backward + ms.tail
-        for b in range(len(state.passed)):
-            passes_ms, works_ms = device.bottlenecks[b]
-            last = max(state.passed[b] + works_ms, free + ms.forward + passes_ms) + (forwards - 1.0) * works_ms
-            end = max(end, last + ms.backward + ms.tail)
     for i in range(int(row[IN_FLIGHT])):
-        end = max(end, max(activations[i, READY], activations[i, TURN]) + ms.backward + ms.tail)
+        end = max(end, activations[i, READY] + ms.backward + ms.tail)
     return float(end)
 
 

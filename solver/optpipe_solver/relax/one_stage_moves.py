@@ -26,7 +26,6 @@ from optpipe_solver.relax.one_stage_state import (
     RECOMPUTE,
     RECOMPUTING,
     STARTED,
-    TURN,
     WAITING_FOR_W,
     WEIGHT,
     WHOSE,
@@ -83,10 +82,6 @@ def _start_forward(state: State, op: int, device: OneStage, held: int) -> int:
     row[IN_FLIGHT] += 1.0
     activations[i, READY] = row[OP_ENDS] + ms.between
     activations[i, PARTS] = CHECKPOINT if will_be_recomputed else device.parts
-    for b in range(len(state.passed)):
-        passes_ms, works_ms = device.bottlenecks[b]
-        state.passed[b] = max(state.passed[b] + works_ms, row[OP_ENDS] + passes_ms)
-        activations[i, TURN] = max(activations[i, TURN], state.passed[b])
     return held + device.memory.forward
 
 
@@ -105,8 +100,6 @@ def _start_recompute(state: State, device: OneStage, held: int) -> int:
 def _start_backward(state: State, device: OneStage, held: int) -> int:
     """Start the input gradient of the first activation that is ready and there as a whole."""
     now, activations = state.row[NOW], state.activations
-    if activations[0, TURN] > now:
-        return IMPOSSIBLE
     for i in range(int(state.row[IN_FLIGHT])):
         is_ready = activations[i, READY] <= now and activations[i, PARTS] == device.parts
         if is_ready and not is_moving(state, i):
@@ -118,13 +111,10 @@ def _start_backward(state: State, device: OneStage, held: int) -> int:
 
 @compiled_part_in_place
 def _remove_activation(state: State, i: int) -> None:
-    """Remove an activation, and the first turn."""
     activations, lines, last = state.activations, state.lines, int(state.row[IN_FLIGHT]) - 1
     for j in range(i, last):
         activations[j, READY], activations[j, PARTS] = activations[j + 1, READY], activations[j + 1, PARTS]
-    for rank in range(last):
-        activations[rank, TURN] = activations[rank + 1, TURN]
-    activations[last, READY] = activations[last, PARTS] = activations[last, TURN] = 0.0
+    activations[last, READY] = activations[last, PARTS] = 0.0
     state.row[IN_FLIGHT] -= 1.0
     for line in range(2):
         if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] > i:
@@ -182,7 +172,7 @@ def go_to_next_event(state: State, device: OneStage) -> bool:
     _end_op(state, event, device)
     _end_transfers(state, event)
     state.row[NOW] = event
-    _forget_the_past(state, device)
+    _forget_the_past(state)
     _sort_equally_ready(state)
     return True
 
@@ -198,8 +188,6 @@ def _next_event(state: State) -> float:
         for i in range(count):
             if activations[i, READY] > now:
                 event = min(event, activations[i, READY])
-        if count and activations[0, TURN] > now:
-            event = min(event, activations[0, TURN])
     for line in range(2):
         if lines[line, DIRECTION] != 0.0:
             event = min(event, lines[line, ENDS])
@@ -231,16 +219,11 @@ def _end_transfers(state: State, event: float) -> None:
 
 
 @compiled_part_in_place
-def _forget_the_past(state: State, device: OneStage) -> None:
+def _forget_the_past(state: State) -> None:
     """Raise the times that are over to now, so that states that differ only there are equal."""
     row, activations, now = state.row, state.activations, state.row[NOW]
     for i in range(int(row[IN_FLIGHT])):
         activations[i, READY] = max(activations[i, READY], now)
-        activations[i, TURN] = max(activations[i, TURN], now)
-    for b in range(len(state.passed)):  # the next one to pass it has its forward yet to begin
-        passes_ms, works_ms = device.bottlenecks[b]
-        soonest = now + device.ms.forward + passes_ms - works_ms
-        state.passed[b] = max(state.passed[b], soonest) if row[STARTED] < device.microbatches else 0.0
 
 
 @compiled_part_in_place

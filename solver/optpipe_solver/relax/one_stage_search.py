@@ -41,10 +41,10 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     that an input gradient may start. So every schedule that starts its ops as soon as its order allows is among those
     that follow.
 
-    Activations with equally many parts there are interchangeable, as the wait for other devices goes by rank (`TURN`).
-    So only one of them is tried: to leave, the one that began last; to come back or to have its B, the one that began
-    first. An activation may leave more than once, and also after it was computed again: both only make the least end
-    earlier. A BW is B followed at once by W, with the least bytes of both.
+    Activations with equally many parts there are interchangeable. So only one of them is tried: to leave, the one that
+    began last; to come back or to have its B, the one that began first. An activation may leave more than once, and
+    also after it was computed again: both only make the least end earlier. A BW is B followed at once by W, with the
+    least bytes of both.
 
     A state's bound is at least that of the one before it: after the last B, a state no longer knows the tail.
     After `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.

@@ -8,7 +8,7 @@ import numpy as np
 
 from optpipe.evaluate.jit import compiled_part, compiled_part_in_place
 from optpipe.model.arrays import Flags, Floats
-from optpipe_solver.relax.one_stage import BOTTLENECKS, OneStage
+from optpipe_solver.relax.one_stage import OneStage
 
 MOST_ACTIVATIONS = 128  # before their B; a search ends where there would be more
 
@@ -20,15 +20,13 @@ WAITING_FOR_W = 4  # activations after their B
 LINES = 5  # the first column of `State.lines`
 IN_FLIGHT = 11  # activations before their B
 BYTES = 12  # held until the op on compute ends
-PASSED = 13  # the first column of `State.passed`
-FIRST_ACTIVATION = PASSED + BOTTLENECKS  # the first column of `State.activations`
+FIRST_ACTIVATION = 13  # the first column of `State.activations`
 # Columns of `State.lines`: when the transfer on it ends, its direction, and whose part it carries.
 ENDS, DIRECTION, WHOSE = 0, 1, 2
 # Columns of `State.activations`: when its B may start if the activation is here by then; how many of its parts are
-# here. The third belongs to the row, not to the activation in it: before TURN of row n, the n-th B from now on cannot
-# start, whichever micro-batch has it.
-READY, PARTS, TURN = 0, 1, 2
-WIDTH = 3
+# here.
+READY, PARTS = 0, 1
+WIDTH = 2
 
 # What compute can start; a forward whose activation is to be computed again runs as FORWARD.
 IDLE, FORWARD, FORWARD_THEN_RECOMPUTE, BACKWARD, RECOMPUTE, WEIGHT = range(6)
@@ -47,16 +45,12 @@ class State(NamedTuple):
         All columns.
     lines
         (2, 3) what each line to the host carries.
-    passed
-        (bottlenecks,) when the micro-batch begun last can be back from each bottleneck, raised so that the next one can
-        be back `works_ms` later.
     activations
-        (most, 3) the activations in flight, in the order of READY.
+        (most, 2) the activations in flight, in the order of READY.
     """
 
     row: Floats
     lines: Floats
-    passed: Floats
     activations: Floats
 
 
@@ -64,7 +58,7 @@ class State(NamedTuple):
 def empty_state(columns: int) -> State:
     row = np.zeros(columns)
     activations = row[FIRST_ACTIVATION:].reshape((columns - FIRST_ACTIVATION) // WIDTH, WIDTH)
-    return State(row, row[LINES:IN_FLIGHT].reshape(2, 3), row[PASSED:FIRST_ACTIVATION], activations)
+    return State(row, row[LINES:IN_FLIGHT].reshape(2, 3), activations)
 
 
 def must_equal(microbatches: int) -> Flags:

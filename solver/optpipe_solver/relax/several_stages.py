@@ -3,7 +3,6 @@ stay, as the compiled search needs it."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from optpipe.model.problem import Problem
 from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
-from optpipe_solver.relax.bottlenecks import RoundTrip
 
 Passes = list[tuple[int, int]]  # of a device: the first micro-batch of a route, and a stage, in the order of passing
 
@@ -97,8 +95,6 @@ class SeveralStages(NamedTuple):
         (2c,) of a micro-batch's steps from this one on.
     shortest_backward_ms
         Of the shortest input gradient.
-    bottlenecks
-        (2c, 2) rows of `Bottleneck`: after each step the device with most work before the next one.
     """
 
     microbatches: int
@@ -107,7 +103,6 @@ class SeveralStages(NamedTuple):
     rest_ms: Floats
     work_ms: Floats
     shortest_backward_ms: float
-    bottlenecks: Floats
     weights: WeightGradients
     memory: Memory
     shares: Shares
@@ -143,7 +138,6 @@ def several_stages_device(problem: Problem, passes: Passes, microbatches: int, o
         rest_ms=np.cumsum((step_ms + gap_ms)[::-1])[::-1],
         work_ms=np.cumsum(step_ms[::-1])[::-1],
         shortest_backward_ms=float(step_ms[c:].min()),
-        bottlenecks=_bottlenecks(problem, passes),
         weights=WeightGradients(
             ms=np.array([gradient.ms for gradient in groups]),
             waiting_bytes=np.array([gradient.waiting_bytes for gradient in groups], dtype=np.int64),
@@ -169,17 +163,6 @@ def _gaps(problem: Problem, passes: Passes, step_ms: Floats, objective: Objectiv
     first = passes[0]
     tail = paths.after[first] if objective == "makespan" else float(shortest_times(problem, first[0])[Kind.W, first[1]])
     return np.maximum(0.0, [*there, turn, *back, tail])
-
-
-def _bottlenecks(problem: Problem, passes: Passes) -> Floats:
-    j = passes[0][0]
-    trip, route = RoundTrip(problem, j), problem.route(j)
-    there = [route.index(s) for _, s in passes]
-    places = [*there, *(2 * len(route) - 1 - at for at in reversed(there))]
-    largest = [
-        max(trip.bottlenecks(a, b), key=lambda device: device[::-1], default=(0.0, 0.0)) for a, b in pairwise(places)
-    ]
-    return np.array([*largest, (0.0, 0.0)])
 
 
 def _present(c: int) -> Ints:

@@ -46,25 +46,21 @@ class State(NamedTuple):
         All columns.
     waiting
         (groups,) weight gradients that wait.
-    passed
-        (2c,) when the last micro-batch to begin can be back here from the bottleneck after each step.
     microbatches
         (most, 2) those under way, in the order of their steps, then of READY.
     """
 
     row: Floats
     waiting: Floats
-    passed: Floats
     microbatches: Floats
 
 
 @compiled_part
 def _empty_state(columns: int, device: SeveralStages) -> State:
     row = np.zeros(columns)
-    passed = WAITING + len(device.weights.ms)
-    first = passed + len(device.step_ms)
+    first = WAITING + len(device.weights.ms)
     microbatches = row[first:].reshape((columns - first) // WIDTH, WIDTH)
-    return State(row, row[WAITING:passed], row[passed:first], microbatches)
+    return State(row, row[WAITING:first], microbatches)
 
 
 @compiled_part_in_place
@@ -75,7 +71,7 @@ def _width(state: State) -> int:
 
 def must_equal(device: SeveralStages) -> Flags:
     """Return the mask of the columns that must be equal for one state to dominate another."""
-    first = WAITING + len(device.weights.ms) + len(device.step_ms)
+    first = WAITING + len(device.weights.ms)
     mask = np.zeros(first + WIDTH * min(device.microbatches, MOST_UNDER_WAY), dtype=bool)
     mask[[STARTED, UNDER_WAY]] = True
     mask[first:].reshape(-1, WIDTH)[:, STEP] = True
@@ -138,7 +134,7 @@ def _add_successors(state: State, following: State, device: SeveralStages, state
         else:
             is_possible = _run_weight_gradient(following, choice + groups, device)
         if is_possible:
-            _forget_the_past(following, device)
+            _forget_the_past(following)
             end = max(least, _end_bound(following, device))
             add_unless_dominated(following.row, _width(following), waits, end, states)
             if states.tally[IS_FULL]:
@@ -173,9 +169,7 @@ def _run_step(state: State, step: int, device: SeveralStages, held: int) -> bool
     if group >= 0:
         state.waiting[group] += 1.0
     if step + 1 < len(device.step_ms):
-        passes_ms, works_ms = device.bottlenecks[step]
-        state.passed[step] = max(state.passed[step] + works_ms, row[NOW] + passes_ms)
-        _insert(state, max(row[NOW] + device.gap_ms[step], state.passed[step]), step + 1)
+        _insert(state, row[NOW] + device.gap_ms[step], step + 1)
     return True
 
 
@@ -234,18 +228,11 @@ def _wait(state: State) -> bool:
 
 
 @compiled_part_in_place
-def _forget_the_past(state: State, device: SeveralStages) -> None:
+def _forget_the_past(state: State) -> None:
     """Raise the times that are over to now, so that states that differ only there are equal."""
     now, microbatches = state.row[NOW], state.microbatches
     for i in range(int(state.row[UNDER_WAY])):
         microbatches[i, READY] = max(microbatches[i, READY], now)
-    yet_to_pass = device.microbatches - state.row[STARTED]
-    for step in range(len(device.step_ms) - 1):
-        for i in range(int(state.row[UNDER_WAY])):
-            yet_to_pass += microbatches[i, STEP] == step  # summed from step to step
-        passes_ms, works_ms = device.bottlenecks[step]
-        soonest = now + device.step_ms[step] + passes_ms - works_ms
-        state.passed[step] = max(state.passed[step], soonest) if yet_to_pass and works_ms else 0.0
 
 
 # The least end
@@ -264,7 +251,6 @@ def _end_bound(state: State, device: SeveralStages) -> float:
     """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by memory."""
     now, remaining = state.row[NOW], _remaining(state, device)
     end = max(_end_by_paths(state, device), now + remaining.steps_ms + remaining.weight_ms)
-    end = max(end, _end_by_bottlenecks(state, device))
     if remaining.backwards == 0.0:
         return float(end)
     end = max(end, now + remaining.steps_ms + device.gap_ms[-1])
@@ -298,21 +284,6 @@ def _end_by_paths(state: State, device: SeveralStages) -> float:
     end = now + (to_come - 1.0) * device.step_ms[0] + device.rest_ms[0] if to_come else now
     for i in range(int(state.row[UNDER_WAY])):
         end = max(end, state.microbatches[i, READY] + device.rest_ms[int(state.microbatches[i, STEP])])
-    return float(end)
-
-
-@compiled_part_in_place
-def _end_by_bottlenecks(state: State, device: SeveralStages) -> float:
-    """The least end by the last micro-batch that passes the bottleneck after each step."""
-    now, end = state.row[NOW], 0.0
-    yet_to_pass = device.microbatches - state.row[STARTED]
-    for step in range(len(device.step_ms) - 1):
-        for i in range(int(state.row[UNDER_WAY])):
-            yet_to_pass += state.microbatches[i, STEP] == step  # summed from step to step
-        if yet_to_pass:
-            passes_ms, works_ms = device.bottlenecks[step]
-            first = max(state.passed[step] + works_ms, now + device.step_ms[step] + passes_ms)
-            end = max(end, first + (yet_to_pass - 1.0) * works_ms + device.rest_ms[step + 1])
     return float(end)
 
 
