@@ -17,11 +17,13 @@ from weakref import WeakSet
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.pool import NullPool
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
 from optpipe_server.database.migrations import upgrade
+from optpipe_server.database.retry import first_line
 from optpipe_server.database.sqlite_file import (
     SqliteFile,
     UnusableError,
@@ -33,6 +35,7 @@ from optpipe_server.database.tables import probes
 
 BUSY_MS = 10_000  # how long a connection to SQLite waits for another that writes
 CONNECTIONS = 20  # to SQLite, per process
+CONNECT_S = 3  # to PostgreSQL
 PROBE_BYTES = 2**16  # written to see whether jobs can be stored
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
@@ -101,12 +104,12 @@ class Database:
             **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
         )
         try:
-            self._migrate()
+            self._migrate(parsed)
         except BaseException as error:
             self.close()
             if isinstance(error, SQLAlchemyError):
                 kind = AwayError if isinstance(error, OperationalError) else InputError
-                raise kind(f"database = {_shown(parsed)!r}: {_first_line(error)}") from None
+                raise kind(f"database = {_shown(parsed)!r}: {first_line(error)}") from None
             raise
 
     def close(self) -> None:
@@ -144,20 +147,6 @@ class Database:
             self.require_same_file()
             yield connection
 
-    @contextmanager
-    def pipelined(self, db: Connection) -> Iterator[None]:
-        """Send the statements of the block to PostgreSQL in one round trip; nothing may read their results.
-
-        Their errors are raised at the end of the block.
-        """
-        if self.sqlite:
-            yield
-            return
-        from optpipe_server.database.postgres import pipeline  # needs psycopg, which is optional
-
-        with pipeline(db, _is_broken):
-            yield
-
     def require_same_file(self) -> None:
         """Raise `UnusableError` if the SQLite file that was opened has been removed or replaced."""
         if self._file is not None:
@@ -181,19 +170,14 @@ class Database:
         if self._closed and connection is not None:
             connection.close()
 
-    def _migrate(self) -> None:
-        with self.write() as connection:
-            if self.sqlite:
-                upgrade(connection, only_check=self._lock_file is None)
-            else:
-                self._migrate_postgresql(connection)
+    def _migrate(self, url: URL) -> None:
         if self._file is not None:
+            with self.write() as connection:
+                upgrade(connection, only_check=self._lock_file is None)
             self._file.keep_log()
-
-    def _migrate_postgresql(self, connection: Connection) -> None:
-        from optpipe_server.database.postgres import without_deadline  # needs psycopg, which is optional
-
-        with without_deadline(connection):
+            return
+        unlimited = create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S})
+        with unlimited.begin() as connection:  # a migration may take its time
             upgrade(connection)
 
 
@@ -303,7 +287,3 @@ def _is_broken(error: BaseException) -> bool:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in broken
     return getattr(error, "sqlstate", None) == READ_ONLY
-
-
-def _first_line(error: SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]

@@ -145,22 +145,21 @@ class Jobs(JobQueries):
                 ended_at=None if state == "queued" else at,
                 **best_values(initial.best),
             )
-            with self._database.pipelined(db):
-                # The values are apart from the statement, so that it is compiled only once.
-                db.execute(_NEW_JOB, row)
-                db.execute(insert(problems), {**problem_row, "created_at": at})
-                if key is not None:
-                    db.execute(
-                        insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
-                    )
-                add_log_line(db, job_id, 0, f"submitted: {'stream' if job.is_stream else _asked(job.options)}")
-                if first is not None:
-                    db.execute(
-                        insert(incumbents),
-                        {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first},
-                    )
-                if initial.best.lower_bound_ms is not None:
-                    add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
+            # The values are apart from the statement, so that it is compiled only once.
+            db.execute(_NEW_JOB, row)
+            db.execute(insert(problems), {**problem_row, "created_at": at})
+            if key is not None:
+                db.execute(
+                    insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
+                )
+            add_log_line(db, job_id, 0, f"submitted: {'stream' if job.is_stream else _asked(job.options)}")
+            if first is not None:
+                db.execute(
+                    insert(incumbents),
+                    {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first},
+                )
+            if initial.best.lower_bound_ms is not None:
+                add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:

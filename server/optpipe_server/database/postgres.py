@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from select import POLLIN, poll
+from contextlib import suppress
 from typing import Any
 
 import psycopg
 from sqlalchemy import URL, Engine, create_engine, event
-from sqlalchemy import Connection as Transaction
-from sqlalchemy.exc import DBAPIError, InvalidatePoolError
-from sqlalchemy.pool import ConnectionPoolEntry
 
 CONNECT_S = 3
 STATEMENT_MS = 10_000  # the longest statement, waiting for locks included
@@ -33,11 +28,7 @@ class DeadlineConnection(psycopg.Connection[Any]):
     connection is closed here.
     """
 
-    has_deadline = True
-
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        if not self.has_deadline:
-            return super().wait(gen, interval, timeout)
         until = time.monotonic() + ANSWER_S
         try:
             return super().wait(gen, interval, ANSWER_S if timeout is None else timeout)
@@ -68,58 +59,16 @@ def connections(url: URL) -> Engine:
         "options": " ".join(f"-c {name}={value}" for name, value in (limits | {"timezone": "UTC"}).items()),
         "application_name": "optpipe",
     }
-    limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
-    # Looking for hstore would be one more query per connection.
-    engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)
+    engine = create_engine(
+        url,
+        pool_size=CONNECTIONS,
+        max_overflow=0,
+        pool_timeout=CONNECT_S,
+        pool_pre_ping=True,
+        use_native_hstore=False,  # looking for it would be one more query per connection
+        connect_args=arguments,
+    )
     event.listen(
         engine, "do_connect", lambda _dialect, _record, given, named: DeadlineConnection.connect(*given, **named)
     )
-    event.listen(engine, "checkout", _check)
     return engine
-
-
-def _check(line: DeadlineConnection, record: ConnectionPoolEntry, _proxy: object) -> None:
-    """Have the pool connect again if the server has closed this connection: there is something to read before any
-    request.
-
-    `pool_pre_ping` would tell it, too, at the price of one more round trip per transaction.
-    """
-    if record.info.get("used"):
-        waiting = poll()
-        if not line.closed:
-            waiting.register(line.fileno(), POLLIN)
-        if line.closed or waiting.poll(0):
-            raise InvalidatePoolError
-    record.info["used"] = True  # cleared when the pool connects again; new connections are not checked
-
-
-@contextmanager
-def without_deadline(db: Transaction) -> Iterator[None]:
-    """Allow statements in the block to take any time, for example those of a migration."""
-    line: Any = db.connection.driver_connection
-    line.has_deadline = False
-    try:
-        yield
-    finally:
-        line.has_deadline = True
-
-
-@contextmanager
-def pipeline(db: Transaction, is_broken: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Send the statements of the block in one round trip; nothing may read their results. Raises SQLAlchemy's errors.
-
-    Connections are not used again after an error that `is_broken` tells.
-    """
-    line: Any = db.connection.driver_connection
-    try:
-        with line.pipeline():
-            yield
-    except psycopg.Error as error:  # SQLAlchemy did not see it, because it waited for none of the statements
-        if gone := line.closed or is_broken(error):
-            line.close()
-            with suppress(DBAPIError):
-                # SQLAlchemy then sees that it is closed, and replaces the other connections of the pool, too.
-                db.exec_driver_sql("select 1")
-        raise DBAPIError.instance(
-            None, None, error, psycopg.Error, connection_invalidated=gone, dialect=db.dialect
-        ) from error

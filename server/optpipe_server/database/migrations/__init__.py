@@ -1,4 +1,5 @@
-"""Alembic's migrations of the tables, run whenever a database is opened."""
+"""Tables are made from `tables`, and those of an older release brought up to date by Alembic, whenever a database is
+opened."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, insert, text
 
 from optpipe.errors import InputError
+from optpipe_server.database.tables import metadata, probes
 
 _LOCK = 0x6F70_7470_6970_65  # advisory lock of PostgreSQL, held while a process migrates
 
@@ -29,15 +31,13 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
         If the tables are those of a newer release, or with `only_check` of an older one.
     """
     if connection.dialect.name == "postgresql":
-        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-            connection.execute(text(f"set local {name} = 0"))
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
-    scripts = ScriptDirectory.from_config(config)
-    current = MigrationContext.configure(connection).get_current_revision()
-    if current == scripts.get_current_head():
+    scripts, context = ScriptDirectory.from_config(config), MigrationContext.configure(connection)
+    current, newest = context.get_current_revision(), scripts.get_current_head()
+    if current == newest:
         return
     if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
         raise InputError(
@@ -45,4 +45,9 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
         )
     if only_check:
         raise InputError("database: a process of an older release uses it; end that first")
-    command.upgrade(config, "head")
+    if current is None:
+        metadata.create_all(connection)
+        connection.execute(insert(probes).values(number=1, text=""))
+        context.stamp(scripts, "head")
+    else:
+        command.upgrade(config, "head")
