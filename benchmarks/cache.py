@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from benchmarks.timing import timed
 from optpipe.evaluate.objective import gap
 from optpipe.model.problem import Problem
 from optpipe_cache import Cache, features, release_pack, structure
-from optpipe_cache.storage import COLUMNS, FileStorage, StoredRow
+from optpipe_cache.storage import FileStorage, StoredRow
 from optpipe_solver.bounds import lower_bound
 
 DEVICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -67,12 +68,13 @@ def spread_problem(random: np.random.Generator) -> Problem:
 
 def _fill(storage: FileStorage, random: np.random.Generator, entries: int) -> None:
     """Rows without schedules, written at once."""
-    same, marks = structure(spread_problem(random)), ", ".join(f":{name}" for name in COLUMNS)
+    columns = [column.name for column in fields(StoredRow)]
+    same, marks = structure(spread_problem(random)), ", ".join(f":{name}" for name in columns)
     with closing(sqlite3.connect(storage.path)) as db, db:
         for n in range(entries):
             key = features(spread_problem(random))
             row = StoredRow(f"{n:064}", "makespan", same, key.packed, key.cell, f"{n:09}", 0, "")
-            db.execute(f"INSERT INTO schedules ({', '.join(COLUMNS)}) VALUES ({marks})", row.columns)
+            db.execute(f"INSERT INTO schedules ({', '.join(columns)}) VALUES ({marks})", asdict(row))
 
 
 def _nearest(store: Cache, problem: Problem) -> tuple[bool, float]:

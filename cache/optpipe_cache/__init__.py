@@ -10,8 +10,7 @@ from __future__ import annotations
 from optpipe_cache.cache import Cache, Entry, Hit, default_path, user_cache
 from optpipe_cache.features import distance, features, structure
 from optpipe_cache.pack import Pack, release_pack, write_pack
-from optpipe_cache.retention import Retention
-from optpipe_cache.storage import Source, Storage, StoredRow
+from optpipe_cache.storage import Retention, Source, Storage, StoredRow
 
 __all__ = [
     "Cache",

@@ -26,9 +26,8 @@ from optpipe.reuse.devices import resized
 from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import REACH, STEP, Features, features, structure
 from optpipe_cache.pack import release_pack
-from optpipe_cache.retention import Retention
 from optpipe_cache.seal import seal, user_folder
-from optpipe_cache.storage import FileStorage, Source, Storage, StoredRow
+from optpipe_cache.storage import FileStorage, Retention, Source, Storage, StoredRow
 
 log = logging.getLogger("optpipe.cache")
 

@@ -1,7 +1,7 @@
 """Where a cache keeps its schedules.
 
 `Storage` is the interface that a cache needs; `FileStorage` is a SQLite file. The service has another one, rows of its
-database.
+database. `Retention` says what is kept, there and among a service's jobs that are over.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
 from optpipe.errors import InputError
-from optpipe_cache.retention import Retention
 
 VERSION = 2  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
-Cells = Sequence[int] | None  # None: all
+MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
 
-COLUMNS = ("problem_sha256", "objective", "structure", "features", "cell", "used", "hits", "entry")
+Cells = Sequence[int] | None  # None: all
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS schedules (
@@ -54,10 +54,48 @@ class StoredRow:
     hits: int  # how often it was found
     entry: str  # JSON
 
+
+@dataclass(frozen=True)
+class Retention:
+    """What was used last is kept; of jobs, what ended last. Raises `InputError` for a negative number.
+
+    Attributes
+    ----------
+    keep
+        How many are kept; None is no limit.
+    days
+        How many days they are kept after that; None is no limit.
+    """
+
+    keep: int | None = None
+    days: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.keep), ("days", self.days)):
+            if value is not None and not value >= 0:
+                raise InputError(f"{name} = {value}: must not be negative")
+
     @property
-    def columns(self) -> dict[str, object]:
-        """All values by the names of their columns."""
-        return {name: getattr(self, name) for name in COLUMNS}
+    def limited(self) -> bool:
+        return self.keep is not None or self.days is not None
+
+    @property
+    def most(self) -> int:
+        """How many are kept at most."""
+        return MOST_KEPT if self.keep is None else min(self.keep, MOST_KEPT)
+
+    @property
+    def since(self) -> str:
+        """The time, ISO in UTC, before which nothing is kept; the empty text is before all."""
+        if self.days is None:
+            return ""
+        try:
+            return (datetime.now(UTC) - timedelta(days=self.days)).isoformat()
+        except OverflowError:  # before the calendar begins
+            return ""
+
+
+KEEP_ALL = Retention()
 
 
 class Source(Protocol):
@@ -147,7 +185,7 @@ class FileStorage:
             return db.execute("SELECT entry, hits FROM schedules ORDER BY used DESC, problem_sha256").fetchall()
 
     def swap(self, row: StoredRow, known: str | None) -> bool:
-        columns = row.columns
+        columns = asdict(row)
         with self._open() as db:
             if known is None:
                 marks = ", ".join(f":{name}" for name in columns)

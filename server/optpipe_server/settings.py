@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optpipe_cache import Retention, default_path
 from optpipe_cache.pack import PATH
-from optpipe_cache.retention import KEEP_ALL
+from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database.leases import LEASE_S
 
 LOCAL = "(no key)"  # the tenant of a service without keys; no key can be for it

@@ -11,7 +11,7 @@ from support.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError
 from optpipe_cache import Cache
-from optpipe_cache.retention import Retention
+from optpipe_cache.storage import Retention
 
 
 def _create(paths: list[Path], start: Any) -> None:

@@ -24,15 +24,13 @@ from optpipe_server import Settings, first_schedules
 from optpipe_server.database import job_queries
 from optpipe_server.http import (
     bodies,
-    compute_queue,
     connections,
-    diagnoses,
     guarded_route,
     own_processes,
     results,
     routes,
     service,
-    tools,
+    shares,
     workbench,
 )
 from optpipe_server.metrics import REGISTRY
@@ -166,20 +164,20 @@ def test_the_table_of_limits_matches_the_code() -> None:
     limits = {
         "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB",
         "a trace": f"{guarded_route.LONGEST_UPLOAD // 2**20} MiB",
-        "/diagnose`: time": f"{diagnoses.LONGEST_S:g} s",
+        "/diagnose`: time": f"{own_processes.LONGEST_DIAGNOSIS_S:g} s",
         "a request's first line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
         "time for a request to arrive": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}, {bodies.MOST_STAGES}",
         "parts of activations": f"{bodies.MOST_PARTS:,}; with `jitter` {bodies.MOST_PARTS // noisy:,}; "
-        f"of `/compare` {tools.MOST_COMPARED:,}, with `jitter` {tools.MOST_COMPARED // noisy:,}; "
+        f"of `/compare` {own_processes.MOST_COMPARED:,}, with `jitter` {own_processes.MOST_COMPARED // noisy:,}; "
         f"of `/workbench` {workbench.MOST_PARTS:,}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
         "waiting jobs of a tenant": f"{settings.queue} (",
         "event streams of one process": f"{settings.streams} (",
-        "comparisons and diagnoses at a time": f"{own_processes.AT_ONCE}, of one tenant {own_processes.OF_A_TENANT}",
-        "requests that wait for": f"{compute_queue.MOST_WAITING} each, of one tenant {compute_queue.OF_A_TENANT}",
+        "comparisons and diagnoses at a time": f"{service.OWN_PROCESSES}, of one tenant 1",
+        "requests that wait for": f"{shares.MOST_QUEUED} each, of one tenant {shares.QUEUED_OF_A_TENANT}",
         "submissions of one tenant that are read": f"{service.OF_A_TENANT};",
-        "large problems": f"{first_schedules.MOST_LARGE}, of one tenant {first_schedules.MOST_LARGE // 2};",
+        "large problems": f"{service.MOST_LARGE}, of one tenant {service.MOST_LARGE // 2};",
         "schedules in the cache of a tenant": f"{KEPT.keep:,}, ",
         "/workbench": f"{workbench.MOST_FORWARDS}",
         "/figure": f"{workbench.MOST_OPS:,}",

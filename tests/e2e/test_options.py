@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import shlex
 import sys
@@ -35,6 +32,7 @@ from optpipe.options import (
     listed,
 )
 from optpipe.process import child
+from optpipe.process.protocol import CompareRequest
 from optpipe_cli import main as cli
 from optpipe_cli.app import app
 from optpipe_cli.options import flag
@@ -42,8 +40,8 @@ from optpipe_runtime import follow
 from optpipe_runtime.demo.on_ranks import load, save
 from optpipe_runtime.demo.train import DemoSettings
 from optpipe_runtime.service.client import ScheduleClient
-from optpipe_server import compare_process
-from optpipe_server.http import tools
+from optpipe_server import own_process
+from optpipe_server.http import own_processes
 
 PROBLEM = chain()
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -113,15 +111,10 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def url(asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A service whose comparisons run in this process."""
 
-    async def compared(_module: str, _what: str, request: str, _limit_s: float) -> str:
-        monkeypatch.setattr(compare_process, "read_one", lambda model: model.model_validate_json(request))
-        monkeypatch.setattr(os, "nice", lambda _: 0)
-        monkeypatch.setattr(compare_process, "group_as_nice", lambda _: None)
-        with contextlib.redirect_stdout(io.StringIO()) as told:
-            compare_process.main()
-        return told.getvalue()
+    async def compared(_what: str, request: str, *_: Any) -> str:
+        return own_process.compared(CompareRequest.model_validate_json(request))
 
-    monkeypatch.setattr(tools, "run_process", compared)
+    monkeypatch.setattr(own_processes, "run_process", compared)
     with running(replace(settings_in(tmp_path), threads=64)) as (url, _):
         yield url
 

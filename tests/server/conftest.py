@@ -15,7 +15,7 @@ from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
-from optpipe_server.http import tools
+from optpipe_server.http import own_processes
 from optpipe_server.http.server import Server
 from optpipe_server.work import solve
 
@@ -62,7 +62,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patched)
-        patched.setattr(tools, "EXTRA_S", 200.0)  # it starts processes, on a busy machine
+        patched.setattr(own_processes, "EXTRA_S", 200.0)  # it starts processes, on a busy machine
         url = (
             None
             if request.param == "sqlite"

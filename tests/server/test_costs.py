@@ -10,7 +10,7 @@ import pytest
 from support.databases import shared_on_sqlite
 
 from optpipe_server.http.bodies import MOST_PARTS
-from optpipe_server.http.tools import MOST_COMPARED
+from optpipe_server.http.own_processes import MOST_COMPARED
 from optpipe_server.http.workbench import MOST_FORWARDS
 
 pytestmark = [shared_on_sqlite]

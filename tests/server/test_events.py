@@ -19,8 +19,7 @@ from support.rest import submit, until_over
 from support.service import events, running
 
 from optpipe_server import Settings
-from optpipe_server.http.events import PING, EventStream
-from optpipe_server.http.job_updates import JobUpdates, Topic
+from optpipe_server.http.job_updates import PING, EventStream, JobUpdates, Topic
 
 Serving = Callable[[Settings], httpx.Client]
 

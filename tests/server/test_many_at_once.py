@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain, gpipe
+from support.chain import chain, gpipe, one_by_one
 from support.databases import on_sqlite
+from support.fake_service import document
 from support.service import events, running
 from support.work import until
 
@@ -51,7 +52,7 @@ def test_large_problems_do_not_delay_small_ones(
     settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_schedules, "LARGE", 20)
-    monkeypatch.setattr(first_schedules, "MOST_LARGE", 2)
+    monkeypatch.setattr(service, "MOST_LARGE", 2)
     monkeypatch.setattr(service, "FIRST_SCHEDULES_AT_ONCE", 3)
     limit_s = 20.0
     with (
@@ -59,8 +60,8 @@ def test_large_problems_do_not_delay_small_ones(
         httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
     ):
 
-        def one(m: int, method: str) -> Any:
-            return client.post("/v1/jobs", json={"problem": chain(m=m).to_dict(), "method": method})
+        def one(m: int, method: str, **more: Any) -> Any:
+            return client.post("/v1/jobs", json={"problem": chain(m=m).to_dict(), "method": method, **more})
 
         with ThreadPoolExecutor(8) as pool:
             began = time.monotonic()
@@ -70,3 +71,7 @@ def test_large_problems_do_not_delay_small_ones(
             assert not any(reply.done() for reply in large), "each waits for a schedule, which a search might find"
             assert [reply.result().status_code for reply in large] == [201] * 8
             assert time.monotonic() - began < 6 * limit_s, "they do not wait for each other"
+            held = [pool.submit(one, 20, "asleep") for _ in range(2)]
+            until(lambda: len(server.server_state.tasks) == len(held))
+            refused = one(20, "plain", warm_start=document(one_by_one(chain(m=20))))
+            assert (refused.status_code, "the warm start cannot be checked" in refused.json()["detail"]) == (503, True)

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from optpipe.errors import InputError
 from optpipe_cli.app import app
 from optpipe_server import Settings
-from optpipe_server.database import Database, sqlite_file
-from optpipe_server.database.job_queries import JobQueries
+from optpipe_server.database import Database, Jobs, sqlite_file
 from optpipe_server.http import service
 from optpipe_server.http.service import Service
 
@@ -106,7 +105,7 @@ def test_a_log_without_its_file_is_never_emptied(sqlite_url: str) -> None:
     with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
         Database(sqlite_url, secondary=True)
     elsewhere.rename(file)
-    assert JobQueries(database).job(A, job) is not None
+    assert Jobs(database).job(A, job) is not None
     database.close()
 
 

@@ -17,14 +17,13 @@ from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.database import Database, Jobs
 from optpipe_server.database.keys import SCOPES, Keys
-from optpipe_server.http.compute_queue import OF_A_TENANT, ComputeQueue
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.shares import Shares, Turns
+from optpipe_server.http.shares import QUEUED_OF_A_TENANT, ComputeQueue, Shares, Turns
 from optpipe_server.settings import LOCAL
 
 
 def test_a_tenant_has_its_share_and_another_one_too() -> None:
-    shares = Shares(2, "apples")
+    shares = Shares(7, 2, "apples")
     with ExitStack() as held:
         for tenant in ("a", "a", "b"):
             held.enter_context(shares.one(tenant))
@@ -67,7 +66,7 @@ def test_computations_of_a_tenant_leave_room_for_others() -> None:
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
             return "done"
 
-        greedy = [asyncio.create_task(queue.run("a", held)) for _ in range(OF_A_TENANT + 3)]
+        greedy = [asyncio.create_task(queue.run("a", held)) for _ in range(QUEUED_OF_A_TENANT + 3)]
         other = asyncio.create_task(queue.run("b", lambda: "done"))
         await asyncio.sleep(0)
         go_on.set()
@@ -94,7 +93,7 @@ def test_a_key_for_local_does_not_share_the_jobs_without_a_key(tmp_path: Path) -
     database = Database(url)
     jobs = Jobs(database)
     own, keyed = submit(database, LOCAL), submit(database, "local")
-    assert jobs.job_without_problem("local", own) is None
+    assert jobs.job("local", own) is None
     Keys(database).create("local", ["read"])
     assert [job.id for job in jobs.page("local", None, None, 9)] == [keyed]
     database.close()

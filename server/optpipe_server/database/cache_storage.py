@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
 from sqlalchemy import ColumnElement, Update, bindparam, delete, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -46,11 +47,11 @@ class TableStorage:
         if known is None:
             try:
                 with self._database.write() as db:
-                    db.execute(insert(schedules).values(tenant=self._tenant, **row.columns))
+                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(row)))
             except IntegrityError:  # another process was first
                 return False
             return True
-        columns = {name: value for name, value in row.columns.items() if name != "hits"}
+        columns = {name: value for name, value in asdict(row).items() if name != "hits"}
         swapped = self._update(row.problem_sha256, row.objective).where(schedules.c.entry == known).values(**columns)
         with self._database.write() as db:
             return db.execute(swapped).rowcount == 1

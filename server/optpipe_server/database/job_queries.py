@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, bindparam, func, select
+from sqlalchemy import Row, Select, bindparam, func, select
 
 from optpipe_server.database.engine import Database
 from optpipe_server.database.fair_share import jobs_ahead, standings
@@ -15,41 +14,22 @@ from optpipe_server.database.tables import State, adoptions, bounds, incumbents,
 MOST_LISTED = 200
 
 # The statements that run often, built once: building one costs more than running it.
-_LAST_PREFIX = "of_last_"  # prefix of an incumbent's columns in a row with its job
-_SHORT: list[ColumnElement[Any]] = [column for column in incumbents.c if column.name != "programs"]
-_SHORT += [
-    adoptions.c.step,
-    adoptions.c.measured_iteration_ms,
-    adoptions.c.adopted_at,
-    problems.c.sha256.label("problem_sha256"),
-]
+_JOB = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
 _OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
 _OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
-
-
-def _incumbents(*more: Any) -> Any:
-    """Select incumbents without their programs, with adoption, problem hash and the columns `more`."""
-    joined = incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION)
-    return select(*_SHORT, *more).select_from(joined).where(incumbents.c.job == bindparam("job"))
-
-
-_JOB_WITHOUT_PROBLEM = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-_JOB_WITH_PROBLEM = (
-    select(jobs, problems.c.problem)
-    .select_from(jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version)))
-    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-)
-_INCUMBENTS = _incumbents().where(incumbents.c.seq > bindparam("after")).order_by(incumbents.c.seq)
-_INCUMBENT = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
-_JOB_WITH_LAST = (
-    select(jobs, *(column.label(f"{_LAST_PREFIX}{column.name}") for column in _INCUMBENT.selected_columns))
-    .select_from(
-        jobs.outerjoin(incumbents, (incumbents.c.job == jobs.c.id) & (incumbents.c.seq == jobs.c.last_seq))
-        .outerjoin(problems, _OF_PROBLEM)
-        .outerjoin(adoptions, _OF_ADOPTION)
+_INCUMBENTS: Select[Any] = (
+    select(
+        *(column for column in incumbents.c if column.name != "programs"),
+        adoptions.c.step,
+        adoptions.c.measured_iteration_ms,
+        adoptions.c.adopted_at,
+        problems.c.sha256.label("problem_sha256"),
     )
-    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+    .select_from(incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION))
+    .where(incumbents.c.job == bindparam("job"), incumbents.c.seq > bindparam("after"))
+    .order_by(incumbents.c.seq)
 )
+_INCUMBENT = _INCUMBENTS.add_columns(incumbents.c.programs, problems.c.problem).limit(1)
 
 
 class JobQueries:
@@ -63,27 +43,16 @@ class JobQueries:
         self._database = database
 
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """Return a job with its current problem in the column `problem`."""
+        """Return a job."""
         with self._database.read() as db:
-            return db.execute(_JOB_WITH_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
+            return db.execute(_JOB, {"job": job_id, "tenant": tenant}).one_or_none()
 
-    def job_without_problem(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """Return a job without its problem."""
+    def problem(self, job: Row[Any]) -> str:
+        """Return the text of a job's current problem."""
+        of_job = problems.c.job == job.id, problems.c.version == job.problem_version
         with self._database.read() as db:
-            return db.execute(_JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
-
-    def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any], Any] | None:
-        """Return a job without its problem, and its last incumbent or None, both as of the same moment; None if there
-        is no such job."""
-        with self._database.read() as db:
-            job = db.execute(_JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
-        if job is None:
-            return None
-        if not job.last_seq:
-            return job, None
-        return job, SimpleNamespace(
-            **{column.name: job._mapping[f"{_LAST_PREFIX}{column.name}"] for column in _INCUMBENT.selected_columns}
-        )
+            text: str = db.execute(select(problems.c.problem).where(*of_job)).scalar_one()
+        return text
 
     def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
         """Return a job of any tenant, and its incumbents numbered above `after` without their programs.
@@ -119,7 +88,8 @@ class JobQueries:
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
         """Return one incumbent with its programs and its problem."""
         with self._database.read() as db:
-            return db.execute(_INCUMBENT, {"job": job_id, "seq": seq}).one_or_none()
+            found = db.execute(_INCUMBENT, {"job": job_id, "after": seq - 1}).one_or_none()
+        return found if found is not None and found.seq == seq else None
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """Return the versions of these jobs by id; purged jobs are missing."""

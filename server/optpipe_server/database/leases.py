@@ -66,7 +66,6 @@ class Claim:
     best: Schedule | None  # re-timed for `problem`; verified on it only if `best_version` is its version
     best_version: int  # version of the problem that `best` was found for
     lower_bound_ms: float | None  # of this problem
-    crashes: int
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Leases:
                 db, job, crashes=job.crashes + 1, spent_s=spent, **({"attempt": job.attempt + 1} if again else {})
             )
             work = problem_and_last_incumbent(db, job)
-        return replace(_claim(job, job.attempt + 1, *work), spent_s=spent, crashes=job.crashes + 1) if again else None
+        return replace(_claim(job, job.attempt + 1, *work), spent_s=spent) if again else None
 
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
         """End a job; return False if it goes on, with another problem or more time. Raises `LostError`.
@@ -326,7 +325,6 @@ def _claim(job: Row[Any], attempt: int, problem_text: str, last: Row[Any] | None
         best=_read(last, problem) if last else None,
         best_version=last.problem_version if last else 0,
         lower_bound_ms=job.lower_bound_ms,
-        crashes=job.crashes,
     )
 
 

@@ -1,6 +1,6 @@
 """The API over HTTP.
 
-`server` runs uvicorn with `app`; `auth`, `limits` and `connections` stand before every route. `routes`, `results`,
-`tools` and `health` are the routes; `bodies` are what they read, `views` what they write, `schemas`, `openapi` and
-`examples` how the API's description shows both. `service` is what the routes work on.
+`server` runs uvicorn with `app`; `auth`, `guarded_route` and `connections` stand before every route. `routes`,
+`results`, `tools`, `own_processes`, `workbench`, `health` and `page` are the routes; `bodies` are what they read,
+`schemas` what they reply of jobs, `examples` bodies for the API's description. `service` is what the routes work on.
 """

@@ -10,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
-from optpipe_server.http import diagnoses, estimates, health, page, results, routes, tools, workbench
+from optpipe_server.http import health, own_processes, page, results, routes, tools, workbench
 from optpipe_server.http.auth import Callers
 from optpipe_server.http.replies import ANY_ERROR, HANDLERS
 from optpipe_server.http.service import Service
@@ -24,8 +24,8 @@ ROUTERS = (
     routes.router,
     results.router,
     tools.router,
-    estimates.router,
-    diagnoses.router,
+    own_processes.router,
+    own_processes.uploads,
     workbench.router,
     health.router,
     health.guarded,

@@ -85,6 +85,13 @@ def require_parts(problem: Problem, what: str, most: int) -> None:
         )
 
 
+def require_counts(what: str, stages: int, microbatches: int) -> None:
+    """Raise `InputError` if there are more stages or micro-batches than the service accepts; `what` has them."""
+    for count, most, name in ((stages, MOST_STAGES, "stages"), (microbatches, MOST_MICROBATCHES, "micro-batches")):
+        if count > most:
+            raise InputError(f"{what} {count} {name}: expected up to {most} here")
+
+
 class SearchBody(ProblemBody, SearchOptions):
     """A problem, and the options of a search for it."""
 

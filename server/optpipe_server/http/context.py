@@ -11,13 +11,13 @@ import anyio
 from fastapi import Depends, Header, Path, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
-from starlette.types import Receive
 
 from optpipe_server.database.jobs import NO_INCUMBENT, NO_JOB, MissingError, is_best
-from optpipe_server.http.compute_queue import ComputeQueue
+from optpipe_server.http.job_updates import disconnected
 from optpipe_server.http.replies import JsonContent, json_reply
+from optpipe_server.http.schemas import job_document
 from optpipe_server.http.service import Service
-from optpipe_server.http.stored import job_text
+from optpipe_server.http.shares import ComputeQueue
 
 LARGEST = 2**53  # number that the database is queried for
 NO_SCHEDULE = "The job has no schedule for its problem."
@@ -61,17 +61,24 @@ class RequestContext:
         return await queue.run(self.tenant, reply)
 
     def job(self, job_id: str) -> Row[Any]:
-        """Return the tenant's job without its problem. Raises `MissingError`."""
-        job = self.service.jobs.job_without_problem(self.tenant, job_id) if ID.fullmatch(job_id) else None
+        """Return the tenant's job. Raises `MissingError`."""
+        job = self.service.jobs.job(self.tenant, job_id) if ID.fullmatch(job_id) else None
         if job is None:
             raise MissingError(NO_JOB)
         return job
 
+    def best(self, job: Row[Any]) -> Row[Any] | None:
+        """Return the best incumbent for the job's current problem."""
+        last = self.service.jobs.incumbent(job.id, job.last_seq) if job.last_seq else None
+        return last if last is not None and is_best(job, last) else None
+
     def incumbent(self, job: Row[Any], seq: int | None) -> Row[Any]:
         """Return the incumbent of this number, or the best for the job's current problem. Raises `MissingError`."""
-        wanted = seq or job.last_seq
-        incumbent = self.service.jobs.incumbent(job.id, wanted) if 1 <= wanted <= job.last_seq else None
-        if incumbent is None or (seq is None and not is_best(job, incumbent)):
+        if seq is None:
+            incumbent = self.best(job)
+        else:
+            incumbent = self.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+        if incumbent is None:
             raise MissingError(NO_SCHEDULE if seq is None else NO_INCUMBENT)
         return incumbent
 
@@ -79,21 +86,11 @@ class RequestContext:
         self, job_id: str, status: int = 200, headers: Mapping[str, str] | None = None, if_none_match: str | None = None
     ) -> Response:
         """Return the reply that shows a job with its best schedule, or 304. Raises `MissingError`."""
-        job_and_last = self.service.jobs.job_with_last_incumbent(self.tenant, job_id) if ID.fullmatch(job_id) else None
-        if job_and_last is None:
-            raise MissingError(NO_JOB)
-        job, last = job_and_last
+        job = self.job(job_id)
         headers = {"ETag": etag(job.version), **(headers or {})}
         if matches_etag(if_none_match, job.version):
             return Response(status_code=304, headers=headers)
-        best = last if last is not None and is_best(job, last) else None
-        return json_reply(job_text(job, best), status, headers)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        return json_reply(job_document(job, self.best(job)), status, headers)
 
 
 def etag(number: int) -> str:

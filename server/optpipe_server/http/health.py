@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
+from optpipe.model.records import Record
 from optpipe_server.database.tables import State
-from optpipe_server.http import schemas
 from optpipe_server.http.auth import ADMIN, READ
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import SOON, ReplyError
 from optpipe_server.http.service import Service
-from optpipe_server.metrics import REGISTRY, REQUESTS
+from optpipe_server.metrics import JOBS, REGISTRY, REQUESTS
 
 router, guarded = APIRouter(tags=["operation"]), guarded_router("", "operation")  # the first needs no key
 
 
+class Health(Record):
+    status: Literal["ok"] = "ok"
+    version: str
+
+
+class Ready(Record):
+    """`solves` is the number of searches that this process runs at a time; with 0, workers search."""
+
+    status: Literal["ready"] = "ready"
+    solves: int
+
+
 @router.get("/healthz")
-async def healthz() -> schemas.Health:
+async def healthz() -> Health:
     """The process answers."""
-    return schemas.Health(version=optpipe.__version__)
+    return Health(version=optpipe.__version__)
 
 
 @router.get("/readyz")
-async def readyz(request: Request) -> schemas.Ready:
+async def readyz(request: Request) -> Ready:
     """The service accepts jobs: it is not about to end, and its database stores what is written.
 
     This says nothing of workers in other processes: without any, jobs wait with their first schedule.
@@ -45,17 +54,19 @@ async def readyz(request: Request) -> schemas.Ready:
     if service.job_updates.closing:
         raise ReplyError(503, "The service is about to end.", SOON)
     await service.probe()
-    return schemas.Ready(solves=service.settings.solves)
+    return Ready(solves=service.settings.solves)
 
 
 @guarded.get("/metrics", dependencies=[ADMIN], response_class=PlainTextResponse)
 def metrics(context: Context) -> Response:
     """The counters of this process in Prometheus' text format, and the number of jobs in each state if the database
     answers."""
-    counted = CollectorRegistry(auto_describe=False)
+    JOBS.clear()
     with suppress(SQLAlchemyError):
-        counted.register(_Jobs(context.service.jobs.count()))
-    return Response(generate_latest(REGISTRY) + generate_latest(counted), media_type=CONTENT_TYPE_LATEST)
+        counted = context.service.jobs.count()
+        for state in get_args(State):
+            JOBS.labels(state).set(counted.get(state, 0))
+    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
 
 @guarded.get("/openapi.json", dependencies=[READ])
@@ -66,19 +77,6 @@ async def description(request: Request) -> dict[str, Any]:
 
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # clients may invent others, and each would stay a label
-
-
-class _Jobs(Collector):
-    """Counts of jobs by state."""
-
-    def __init__(self, count: Mapping[State, int]) -> None:
-        self._count = count
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        jobs = GaugeMetricFamily("optpipe_jobs", "Jobs of all tenants", labels=["state"])
-        for state in get_args(State):
-            jobs.add_metric([state], self._count.get(state, 0))
-        yield jobs
 
 
 class RequestMetrics:

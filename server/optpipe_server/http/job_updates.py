@@ -1,4 +1,4 @@
-"""`JobUpdates`: tells event streams and waiting requests what has changed in their jobs.
+"""`JobUpdates`: tells event streams and waiting requests what has changed in their jobs; `EventStream` sends it.
 
 It polls the database, since workers in other processes write to it, and what is stored there cannot be missed, even
 while the database was away. One query per poll asks for all jobs; a job that has changed is read once for all of its
@@ -12,22 +12,29 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import structlog
 from pydantic import BaseModel
 from sqlalchemy import Row
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from optpipe_server.database import Jobs
 from optpipe_server.database.jobs import is_best, is_over
+from optpipe_server.database.retry import first_line
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.schemas import EndedJob, Incumbent
 from optpipe_server.http.shares import Shares
+from optpipe_server.metrics import STREAMS
 
 log = structlog.get_logger("optpipe.updates")
 
 POLL_S = 0.05
 POLL_WHEN_AWAY_S = 0.5  # while the database is away
 FIRST_READ_S = 10.0  # how long a new subscriber waits for the job to be read
+PING = b": ping\n\n"
+AT_ONCE = 100  # events that are sent together; a slow client holds no more of them in memory
 
 
 class Topic:
@@ -89,10 +96,9 @@ class JobUpdates:
     """The topics of one process; used from its event loop only."""
 
     def __init__(self, jobs: Jobs, most: int) -> None:
-        self._jobs, self._most = jobs, most
-        self._shares = Shares(max(1, most // 2), "clients that follow jobs")
+        self._jobs = jobs
+        self._shares = Shares(most, max(1, most // 2), "clients that follow jobs")
         self._topics: dict[str, Topic] = {}
-        self._subscribers = 0
         self._subscribed = asyncio.Event()  # set when there is a new subscriber
         self._limiter = anyio.CapacityLimiter(1)  # a thread of its own, which no other query can keep busy
         self.closing = False
@@ -114,12 +120,9 @@ class JobUpdates:
         """
         if self.closing:
             raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
-        if self._subscribers >= self._most:
-            raise ReplyError(503, f"{self._most} clients follow jobs already.", {"Retry-After": "5"})
         with self._shares.one(tenant):
             topic = self._topics.setdefault(job_id, Topic())
             topic.subscribers += 1
-            self._subscribers += 1
             try:
                 if topic.version < version:
                     self._subscribed.set()
@@ -127,7 +130,6 @@ class JobUpdates:
                         raise ReplyError(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
                 yield topic
             finally:
-                self._subscribers -= 1
                 topic.subscribers -= 1
                 if topic.subscribers == 0:
                     self._topics.pop(job_id, None)
@@ -144,10 +146,7 @@ class JobUpdates:
                 away = False
             except Exception as error:  # whatever it is, subscribers keep waiting until it is over
                 if not away:
-                    log.warning(
-                        "jobs cannot be followed: the database is away",
-                        error=str(getattr(error, "orig", None) or error),
-                    )
+                    log.warning("jobs cannot be followed: the database is away", error=first_line(error))
                 away = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_WHEN_AWAY_S if away else POLL_S if self._topics else None):
@@ -179,3 +178,50 @@ def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
     """The last event of a job: the job, and its best incumbent in short form. Its id is that of the last incumbent."""
     best = Incumbent.from_row(last) if last is not None and is_best(job, last) else None
     return event("end", EndedJob.from_row(job, best=best), job.last_seq)
+
+
+class EventStream(Response):
+    """Sends every incumbent numbered above `after`, old and new, until the job or the service ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, updates: JobUpdates, tenant: str, job_id: str, version: int, after: int, ping_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._subscribed = updates.subscribe(tenant, job_id, version)
+        self._after, self._ping_s = after, ping_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._subscribed as topic, anyio.create_task_group() as group:
+
+            async def until_disconnected() -> None:
+                await disconnected(receive)
+                group.cancel_scope.cancel()
+
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            group.start_soon(until_disconnected)
+            with STREAMS.track_inprogress():
+                await self._send_events(topic, send)
+            await send({"type": "http.response.body", "body": b""})
+            group.cancel_scope.cancel()
+
+    async def _send_events(self, topic: Topic, send: Send) -> None:
+        sent = self._after
+        while not topic.closing:
+            # `over` is read first, so that events added in between are sent before the end.
+            over = topic.over
+            fresh = topic.events[sent : sent + AT_ONCE]
+            sent += len(fresh)
+            if fresh:
+                await send({"type": "http.response.body", "body": b"".join(fresh), "more_body": True})
+            elif over:
+                await send({"type": "http.response.body", "body": topic.end, "more_body": True})
+                return
+            elif not await topic.change(self._ping_s):
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

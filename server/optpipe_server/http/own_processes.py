@@ -1,4 +1,4 @@
-"""`OwnProcesses`: requests that compute for long, each in a process of its own."""
+"""`/v1/compare` and `/v1/diagnose`: requests that compute for long, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,94 +8,140 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import anyio
 import anyio.to_thread
 import structlog
+from fastapi import Query
+from fastapi.responses import HTMLResponse, Response
 
+from optpipe.comparison import searches
+from optpipe.errors import InputError
 from optpipe.process import process_tree
-from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.shares import Shares
+from optpipe.process.protocol import CompareRequest
+from optpipe_server.first_schedules import NOISY
+from optpipe_server.http.auth import READ
+from optpipe_server.http.bodies import CompareBody, require_parts
+from optpipe_server.http.context import Context, RequestContext
+from optpipe_server.http.guarded_route import UPLOADED, UploadRequest, UploadRoute, guarded_router
+from optpipe_server.http.replies import ReplyError, json_reply
+from optpipe_server.own_process import UPLOAD, DiagnoseOptions, DiagnoseRequest
+from optpipe_server.settings import within
 
 log = structlog.get_logger("optpipe.server")
 
-AT_ONCE = 2
-OF_A_TENANT = 1
+router, uploads = guarded_router("/v1", "tools"), guarded_router("/v1", "tools", UploadRoute)
+
+MODULE = "optpipe_server.own_process"
+EXTRA_S = 120.0  # for methods that need no search, and for processes to start and end on a busy machine
+MOST_COMPARED = 2**14  # activation parts: about 600 MiB and half a minute
+LONGEST_DIAGNOSIS_S = 240.0  # for a trace of the largest size, packed
 WHOLE = ("}", "</html>")  # how an answer ends
+BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {UPLOADED: {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
-class OwnProcesses:
-    """The long computations of one app; used from its event loop only."""
+@router.post("/compare", dependencies=[READ], response_model=dict[str, Any])
+async def compare_methods(sent: CompareBody, context: Context) -> Response:
+    """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
+    The reply is what `optpipe compare --json` prints.
 
-    def __init__(self) -> None:
-        self._running, self._shares = 0, Shares(OF_A_TENANT, "comparison or diagnosis running")
-
-    @contextlib.contextmanager
-    def one(self, tenant: str, wait_s: float) -> Iterator[None]:
-        """Hold one more; `wait_s` is what a client that comes too early is told. Raises `ReplyError`: 429 if the tenant
-        has one, 503 if too many run."""
-        if self._running >= AT_ONCE:
-            wait = {"Retry-After": str(round(wait_s) + 1)}
-            raise ReplyError(503, f"{AT_ONCE} comparisons or diagnoses run already.", wait)
-        with self._shares.one(tenant):
-            self._running += 1
-            try:
-                yield
-            finally:
-                self._running -= 1
-
-
-async def run_process(module: str, what: str, request: str, limit_s: float, folder: Path | None = None) -> str:
-    """Return what `python -m module` answers to a request, one line of JSON; the process ends if this is cancelled.
-
-    Parameters
-    ----------
-    what
-        It is called in errors, such as compare.
-    folder
-        In which it runs; by default here.
-
-    Raises
-    ------
-    ReplyError
-        422 if it refused the request; 503 if it failed or took too long.
+    It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
     """
-    mark = process_tree.new_mark()
+    require_parts(sent.problem, "compare: problem", MOST_COMPARED // (NOISY if sent.jitter else 1))
+    compare = CompareRequest.model_validate(dict(sent))
+    settings = context.service.settings
+    limits = {
+        "threads": within(compare.threads, settings.threads_per_solve),
+        "memory_mib": within(compare.memory_mib, settings.memory_mib),
+    }
+    request = compare.model_copy(update=limits).model_dump_json(exclude_none=True)
+    limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
+    with context.service.own_processes.one(context.tenant, compare.time_limit_s):
+        return json_reply(await _answer(context, "compare", request, limit_s))
+
+
+@uploads.post(
+    "/diagnose",
+    dependencies=[READ],
+    response_model=dict[str, Any],
+    responses={200: {"content": {"text/html": {}}}},
+    openapi_extra=BODY,
+)
+async def diagnose(asked: Annotated[DiagnoseOptions, Query()], context: Context) -> Response:
+    """Where the time of the steps in a trace goes, and what to change. The body is a trace, or a tar archive of more
+    than one; each may be packed by gzip.
+
+    The reply is what `optpipe diagnose --json` prints; with `to=html` a page, with `to=figure` the document that the
+    page draws. It ends if the client disconnects.
+    """
+    settings = context.service.settings
+    request = DiagnoseRequest(**asked.model_dump(), threads=settings.threads_per_solve, memory_mib=settings.memory_mib)
+    assert isinstance(context.request, UploadRequest)
+    with context.service.own_processes.one(context.tenant, 60.0), tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / UPLOAD).open("wb") as file:
+            async for chunk in context.request.chunks():
+                file.write(chunk)
+            if not file.tell():
+                raise InputError("body: it is missing: a trace is expected")
+        text = await _answer(context, "diagnose", request.model_dump_json(), LONGEST_DIAGNOSIS_S, folder)
+        return HTMLResponse(text) if asked.to == "html" else json_reply(text)
+
+
+async def _answer(context: RequestContext, what: str, request: str, limit_s: float, folder: str | None = None) -> str:
+    """What a process answers to this request, unless the client disconnects or it refuses (`ReplyError`)."""
+    async with context.cancelled_on_disconnect():
+        text = await run_process(what, request, limit_s, folder)
+        if text.startswith('{"refused"'):
+            raise ReplyError(422, f"{what}: {json.loads(text)['refused']}")
+        return text
+    raise ReplyError(408, "The client disconnected.")
+
+
+async def run_process(what: str, request: str, limit_s: float, folder: str | None = None) -> str:
+    """Return what `python -m MODULE what` writes, run in the folder; it ends if this is cancelled. Raises `ReplyError`
+    (503) if it fails or takes too long."""
     with tempfile.TemporaryFile() as errors:
-        process = await anyio.open_process(
-            [sys.executable, "-m", module],
-            cwd=folder,
-            stderr=errors,
-            env=process_tree.environment(mark),
-            start_new_session=True,
-        )
-        assert process.stdin
-        assert process.stdout
         try:
             with anyio.fail_after(limit_s):
-                with contextlib.suppress(anyio.BrokenResourceError):  # it ended before it read, as its output tells
-                    # The input stays open, because the process ends when it closes.
-                    await process.stdin.send(request.encode() + b"\n")
-                output = b"".join([chunk async for chunk in process.stdout])
+                async with _started(what, folder, errors) as process:
+                    assert process.stdin
+                    assert process.stdout
+                    with contextlib.suppress(anyio.BrokenResourceError):  # it ended before it read, as its output tells
+                        # The input stays open, because the process ends when it closes.
+                        await process.stdin.send(request.encode() + b"\n")
+                    output = b"".join([chunk async for chunk in process.stdout])
         except TimeoutError:
             raise ReplyError(503, f"{what}: it was not done after {limit_s:g} s.", {"Retry-After": "60"}) from None
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(process_tree.end, mark)
-                await process.aclose()
-        errors.seek(0)
-        return _read(what, output, errors.read())
+        text = output.decode(errors="replace").strip()
+        if not text.endswith(WHOLE):
+            errors.seek(0)
+            why = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            log.error("a process failed", what=what, why=why)
+            raise ReplyError(503, f"{what}: its process ended before it was done.", {"Retry-After": "60"})
+        return text
 
 
-def _read(what: str, output: bytes, errors: bytes) -> str:
-    text = output.decode(errors="replace").strip()
-    if not text.endswith(WHOLE):
-        log.error("a process failed", what=what, why=errors.decode(errors="replace").strip().rpartition("\n")[2])
-        raise ReplyError(503, f"{what}: its process ended before it was done.", {"Retry-After": "60"})
-    if text.startswith('{"refused"'):
-        raise ReplyError(422, f"{what}: {json.loads(text)['refused']}")
-    return text
+@contextlib.asynccontextmanager
+async def _started(what: str, folder: str | None, errors: Any) -> AsyncIterator[anyio.abc.Process]:
+    """The process; none of what it has started is left afterwards."""
+    mark = process_tree.new_mark()
+    process = await anyio.open_process(
+        [sys.executable, "-m", MODULE, what],
+        cwd=folder,
+        stderr=errors,
+        env=process_tree.environment(mark),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(process_tree.end, mark)
+            await process.aclose()

@@ -25,6 +25,10 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {kind: {} for kind in TYPES.values()}},
+    304: {"description": "Not changed"},
+}
 
 
 @cache
@@ -40,19 +44,13 @@ def files() -> dict[str, tuple[bytes, str, str]]:
     }
 
 
-_FILE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/javascript": {}, "text/css": {}, "text/html": {}}},
-    304: {"description": "Not changed"},
-}
-
-
 @router.get("/", response_class=HTMLResponse)
 async def index(request: Request) -> Response:
     """The page: jobs, their schedules as they come in, and a workbench."""
     return _file(request, "index.html")
 
 
-@router.get("/page/{name:path}", response_class=Response, responses=_FILE)
+@router.get("/page/{name:path}", response_class=Response, responses=FILE)
 async def page_file(name: str, request: Request) -> Response:
     """A file of the page."""
     return _file(request, name)

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -23,7 +23,6 @@ from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.jobs import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
 from optpipe_server.database.sqlite_file import UnusableError
-from optpipe_server.first_schedules import BusyError
 
 log = logging.getLogger("optpipe.server")
 
@@ -58,15 +57,13 @@ ANY_ERROR: dict[int | str, dict[str, Any]] = {
 }
 
 
-JsonContent = BaseModel | Mapping[str, Any] | str  # a model, plain data, or a JSON text
+JsonContent = Mapping[str, Any] | str  # plain data, or a JSON text
 
 
 def json_reply(content: JsonContent, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a reply that is written here: FastAPI would write large ones in the event loop, where they hold up all
     others."""
-    if isinstance(content, BaseModel):
-        content = content.model_dump_json()
-    elif not isinstance(content, str):
+    if not isinstance(content, str):
         content = json.dumps(content, separators=(",", ":"))
     return Response(content, status, headers, "application/json")
 
@@ -147,7 +144,6 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     ConflictError: _with_message(409),
     StaleError: _with_message(412),
     QueueFullError: _with_message(429, {"Retry-After": "10"}),
-    BusyError: _with_message(503, {"Retry-After": "10"}),
     SQLAlchemyError: _database_failed,
     Exception: _unexpected,
 }

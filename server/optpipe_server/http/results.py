@@ -9,10 +9,12 @@ from fastapi import Path, Query
 from fastapi.responses import Response
 from sqlalchemy import Row
 
+from optpipe.evaluate.memory import Certificate
 from optpipe.formats.convert import export as export_as
 from optpipe.model.problem import Problem
+from optpipe.model.records import Record
 from optpipe.model.rules import RulesRecord
-from optpipe.schedule import Schedule, certify, timed_ops
+from optpipe.schedule import Schedule, TimedOp, certify, timed_ops
 from optpipe.show.figure import figure
 from optpipe.show.trace import trace
 from optpipe_server.http import schemas
@@ -22,8 +24,7 @@ from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, etag
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ReplyError, json_reply
 from optpipe_server.http.routes import NOT_CHANGED
-from optpipe_server.http.schemas import job_url
-from optpipe_server.http.stored import incumbent_text, stored_schedule
+from optpipe_server.http.schemas import incumbent_document, job_url, stored_schedule
 from optpipe_server.metrics import ADOPTIONS
 
 router = guarded_router("/v1/jobs/{job_id}", "schedules")
@@ -68,7 +69,7 @@ def _whole(incumbent: Row[Any], if_none_match: str | None, cache_control: str) -
     headers = {"ETag": etag(incumbent.seq), "Cache-Control": cache_control}
     if matches_etag(if_none_match, incumbent.seq):
         return Response(status_code=304, headers=headers)
-    return json_reply(incumbent_text(incumbent), headers=headers)
+    return json_reply(incumbent_document(incumbent), headers=headers)
 
 
 @router.put("/adoptions/{seq}", dependencies=[SUBMIT])
@@ -102,14 +103,10 @@ def show_rules(job: Job, context: Context) -> schemas.Stream:
 def tell_rules(job: Job, told: RulesBody, context: Context) -> schemas.Stream:
     """Record what the training follows, in place of the former rules."""
     problem, rules = show_rules(job, context).problem, told.rules
-    shape, expected = (len(rules.in_flight), len(rules.order)), (len(problem.stages), problem.microbatches)
-    if shape != expected:
-        raise ReplyError(
-            422,
-            "rules: for {} stages and {} micro-batches; expected {} and {}, as of the stream.".format(
-                *shape, *expected
-            ),
-        )
+    told_for, expected = (len(rules.in_flight), len(rules.order)), (len(problem.stages), problem.microbatches)
+    if told_for != expected:
+        sentence = "rules: for {} stages and {} micro-batches; expected {} and {}, as of the stream."
+        raise ReplyError(422, sentence.format(*told_for, *expected))
     figures = told.model_dump(exclude={"rules"})
     context.service.streams.tell(context.tenant, job.id, rules=rules.model_dump_json(), **figures)
     return show_rules(job, context)
@@ -129,13 +126,49 @@ def show_log(
     return schemas.Log(lines=lines, next=following)
 
 
-@router.get("/trace", dependencies=[READ], response_model=schemas.Trace)
+@router.get("/trace", dependencies=[READ], response_model=dict[str, Any])
 async def show_trace(job: Job, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     return await context.computed(context.service.pictures, lambda: trace(_drawable(context.incumbent(job, seq))))
 
 
-@router.get("/timeline", dependencies=[READ], response_model=schemas.Timeline)
+class DeviceUse(Record):
+    """The most bytes that a device and its host memory hold with this schedule, at any op times, and their limits."""
+
+    peak_bytes: int
+    peak_at: str
+    activation_budget_bytes: int
+    host_peak_bytes: int
+    host_memory_bytes: int | None
+
+
+def device_uses(certificate: Certificate) -> list[dict[str, Any]]:
+    """Return a `DeviceUse` of each device, as plain data."""
+    return [
+        {
+            "peak_bytes": device.bytes,
+            "peak_at": device.at,
+            "activation_budget_bytes": device.limit,
+            "host_peak_bytes": host.bytes,
+            "host_memory_bytes": host.limit,
+        }
+        for device, host in zip(certificate.device, certificate.host, strict=True)
+    ]
+
+
+class Timeline(Record):
+    """When every op runs, by nominal times."""
+
+    seq: int
+    problem_sha256: schemas.Hash
+    makespan_ms: float
+    span_ms: float
+    bubble: float  # share of the makespan in which devices do not compute
+    ops: list[TimedOp]
+    devices: list[DeviceUse]
+
+
+@router.get("/timeline", dependencies=[READ], response_model=Timeline)
 async def show_timeline(job: Job, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
 
@@ -155,18 +188,18 @@ def times(schedule: Schedule, most_ops: int | None = None) -> dict[str, Any]:
         "span_ms": schedule.span_ms,
         "bubble": schedule.timeline.bubble,
         "ops": timed_ops(schedule, most_ops),
-        "devices": schemas.device_uses(certify(schedule.problem, schedule)),
+        "devices": device_uses(certify(schedule.problem, schedule)),
     }
 
 
-@router.get("/figure", dependencies=[READ], response_model=schemas.Figure)
+@router.get("/figure", dependencies=[READ], response_model=dict[str, Any])
 async def show_figure(
     job: Job,
     context: Context,
     seq: WhichSeq = None,
     before: Annotated[int | None, Query(ge=1, le=LARGEST, description="An incumbent to show beside it.")] = None,
 ) -> Response:
-    """What the interactive picture draws of a schedule, or of two on one time axis with what changed."""
+    """What the interactive picture (`optpipe.show.figure`) draws of a schedule, or of two with what changed."""
 
     def drawn() -> dict[str, Any]:
         shown = context.incumbent(job, seq)

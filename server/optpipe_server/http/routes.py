@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 from fastapi import Header, Query, Request
 from fastapi.responses import Response
 
+from optpipe.model.records import Record
 from optpipe_server.database.job_queries import MOST_LISTED
 from optpipe_server.database.jobs import StaleError, is_over
 from optpipe_server.database.tables import State
@@ -18,8 +19,8 @@ from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
 from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
 from optpipe_server.http.context import Context, IfNoneMatch, Job, JobId, matches_etag
-from optpipe_server.http.events import EventStream
 from optpipe_server.http.guarded_route import guarded_router
+from optpipe_server.http.job_updates import EventStream
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.schemas import job_url
 
@@ -92,20 +93,37 @@ def _job_number(cursor: str) -> int:
     return number
 
 
+class WorkerJobs(Record):
+    worker: str
+    jobs: list[schemas.JobId]
+
+
+class Queue(Record):
+    """A tenant's jobs that wait or run. `ahead` are jobs of others whose turn is before that of the first that waits;
+    `solves` is the number of searches that this process runs at a time."""
+
+    waiting: int
+    ahead: int
+    most_waiting: int
+    running: int
+    solves: int
+    workers: list[WorkerJobs]
+
+
 @router.get("/queue", dependencies=[READ])
-def show_queue(context: Context) -> schemas.Queue:
+def show_queue(context: Context) -> Queue:
     """The tenant's jobs that wait or run, and the workers that have them."""
     running, waiting, ahead = context.service.jobs.queue(context.tenant)
     workers: dict[str, list[str]] = {}
     for job_id, worker in running:
         workers.setdefault(worker or "", []).append(job_id)
-    return schemas.Queue(
+    return Queue(
         waiting=waiting,
         ahead=ahead,
         most_waiting=context.service.settings.queue,
         running=len(running),
         solves=context.service.settings.solves,
-        workers=[schemas.WorkerJobs(worker=worker, jobs=ids) for worker, ids in sorted(workers.items())],
+        workers=[WorkerJobs(worker=worker, jobs=ids) for worker, ids in sorted(workers.items())],
     )
 
 

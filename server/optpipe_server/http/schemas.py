@@ -1,19 +1,20 @@
-"""What routes reply. FastAPI writes these models, and describes them."""
+"""What routes reply of jobs. FastAPI describes these models, and writes most of them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import json
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 from sqlalchemy import Row
 
-from optpipe.evaluate.memory import Certificate
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
 from optpipe.model.rules import RulesRecord
-from optpipe.options import CompareOptions, SolveOptions
-from optpipe.schedule import ScheduleFile, Status, TimedOp
+from optpipe.options import SolveOptions
+from optpipe.process.protocol import Programs
+from optpipe.schedule import Schedule, ScheduleFile, Status
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.tables import Level, Source, State
 
@@ -202,294 +203,42 @@ class Log(Record):
     next: str | None
 
 
-class DeviceUse(Record):
-    """The most bytes that a device and its host memory hold with this schedule, at any op times, and their limits."""
-
-    peak_bytes: int
-    peak_at: str
-    activation_budget_bytes: int
-    host_peak_bytes: int
-    host_memory_bytes: int | None
-
-
-def device_uses(certificate: Certificate) -> list[dict[str, Any]]:
-    """Return a `DeviceUse` of each device, as plain data."""
-    return [
-        {
-            "peak_bytes": device.bytes,
-            "peak_at": device.at,
-            "activation_budget_bytes": device.limit,
-            "host_peak_bytes": host.bytes,
-            "host_memory_bytes": host.limit,
-        }
-        for device, host in zip(certificate.device, certificate.host, strict=True)
-    ]
-
-
-class Timeline(Record):
-    """When every op runs, by nominal times."""
-
-    seq: int
-    problem_sha256: Hash
-    makespan_ms: float
-    span_ms: float
-    bubble: float  # share of the makespan in which devices do not compute
-    ops: list[TimedOp]
-    devices: list[DeviceUse]
-
-
-class Trace(Record):
-    """The Trace Event format, for Perfetto. Times in µs."""
-
-    traceEvents: list[dict[str, Any]]  # noqa: N815
-    displayTimeUnit: Literal["ms"]  # noqa: N815
-
-
-class Figure(Record):
-    """What the interactive picture draws, as `optpipe.show.figure` writes it. Arrays are typed ones, in base64."""
-
-    title: str
-    lower_bound_ms: float | None
-    gap: float | None
-    kinds: list[dict[str, Any]]
-    letters: list[str]
-    schedules: list[dict[str, Any]]  # two if another one is shown beside it: that one first
-
-
-class WorkerJobs(Record):
-    worker: str
-    jobs: list[JobId]
-
-
-class Queue(Record):
-    """A tenant's jobs that wait or run. `ahead` are jobs of others whose turn is before that of the first that waits;
-    `solves` is the number of searches that this process runs at a time."""
-
-    waiting: int
-    ahead: int
-    most_waiting: int
-    running: int
-    solves: int
-    workers: list[WorkerJobs]
-
-
-class Health(Record):
-    status: Literal["ok"] = "ok"
-    version: str
-
-
-class Ready(Record):
-    """`solves` is the number of searches that this process runs at a time; with 0, workers search."""
-
-    status: Literal["ready"] = "ready"
-    solves: int
-
-
-class Checked(Record):
-    """Whether a schedule is valid. `wrong` has a sentence per fault; `devices` is null if memory cannot be computed."""
-
-    valid: bool
-    wrong: list[str]
-    devices: list[DeviceUse] | None
-
-
-class Imported(Checked):
-    """The schedule of the file, and what `/v1/check` says of it. `schedule` is null if its ops have no times; `wrong`
-    tells why."""
-
-    schedule: ScheduleFile | None
-
-
-class Simulation(Record):
-    """A schedule by nominal times, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
-
-    makespan_ms: float
-    span_ms: float
-    bubble: float  # share of the makespan in which devices do not compute
-    ops: list[TimedOp]
-    ops_total: int
-    devices: list[DeviceUse]
-
-
-class CompareRow(Record):
-    """One method: the figures of its schedule, and why it does not fit or does not apply to the problem."""
-
-    method: str
-    placements: str
-    found_by: str | None
-    fits: bool
-    makespan_ms: float | None
-    span_ms: float | None
-    percentile_ms: float | None  # of the objective, where there is jitter
-    bubble: float | None
-    lower_bound_ms: float | None
-    gap: float | None
-    placement: dict[str, Any] | None
-    peak_bytes: list[int] | None
-    host_peak_bytes: list[int] | None
-    reason: str | None
-    notes: list[str]  # of a search, such as how the MILP's ended
-
-
-class Comparison(Record):
-    """The rows that fit, the shortest first, then the others: what `optpipe compare --json` prints."""
-
-    problem: str
-    options: CompareOptions  # with the threads and the memory that each search had
-    k: list[float | None]
-    rows: list[CompareRow]
-
-
-class CacheHit(Record):
-    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`); `terms`
-    is what each feature adds to it. `gap` says by which share a schedule could be shorter at most; it and the bound are
-    null unless it is `exact` and a bound is known."""
-
-    exact: bool
-    source: Literal["cache", "pack"]
-    distance: float
-    terms: dict[str, float]
-    status: str
-    lower_bound_ms: float | None
-    gap: float | None
-    makespan_ms: float
-    span_ms: float
-    schedule: ScheduleFile
-
-
-class Lookup(Record):
-    """`hit` is null if no similar problem is known."""
-
-    hit: CacheHit | None
-
-
-class KnownModel(FromRow):
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int | None
-    source: str
-
-
-class KnownGpu(Record):
-    name: str
-    memory_bytes: int
-    source: str
-
-
-class Presets(Record):
-    """What `POST /v1/estimate` knows by name."""
-
-    models: list[KnownModel]
-    gpus: list[KnownGpu]
-
-
-class Estimate(Record):
-    """The problem, and the bytes of each device's GPU that weights, gradients and optimizer state, workspace, and what
-    the driver reserves take; the rest is the budget for activations."""
-
-    problem: Problem
-    parameters: int
-    state_bytes: list[int]
-    workspace_bytes: list[int]
-    reserved_bytes: list[int]
-
-
-class MeasuredTimes(Record):
-    """Median and interquartile range of `count` times, in ms."""
-
-    ms: float
-    iqr_ms: float
-    count: int
-
-
-class Measured(Record):
-    """The problem, the times of each stage's F, B, W or BW and of a message, how long a step took and how long its
-    order takes by these times, what is not known, with what the problem has instead, what was measured and is not used,
-    with the reason, and the order that ran."""
-
-    problem: Problem
-    stages: list[dict[str, MeasuredTimes]]
-    message: MeasuredTimes | None
-    measured_ms: float | None
-    replayed_ms: float | None
-    unknown: list[str]
-    unused: list[str]
-    schedule: ScheduleFile | None
-
-
-class DiagnosedLoss(Record):
-    """What a step loses by one thing, in ms: the mean, and by step."""
-
-    name: str
-    what: str
-    avoidable: bool
-    mean_ms: float
-    ms: list[float]
-
-
-class DiagnosedCure(Record):
-    """What to change, with the step before and after it and the bound, in ms by step; shares of a step; activations by
-    device; the lines to write, and the file that goes with them."""
-
-    name: str
-    what: str
-    gain: float
-    gain_at_most: float
-    ms: list[float]
-    before_ms: list[float]
-    bound_ms: list[float]
-    activations: list[float]
-    lines: list[str]
-    file: dict[str, str] | None
-
-
-class Diagnosis(Record):
-    """What a trace shows: what `optpipe diagnose --json` prints."""
-
-    form: str
-    stack: str
-    steps: list[int]
-    replicas: int
-    devices: int
-    stages: int
-    measured_ms: list[float]
-    replayed_ms: list[float]
-    replay_error: float
-    losses: list[DiagnosedLoss]
-    causes: list[str]
-    slow_devices: list[dict[str, Any]]
-    uneven_stages: list[dict[str, Any]]
-    cures: list[DiagnosedCure]
-    cures_on_steps: list[int]
-    held_activations: list[float]
-    asked: list[str]  # what would help
-    assumed: list[str]
-    unused: list[str]
-
-
-class WorkbenchRow(Record):
-    """One method: why it has no schedule or does not fit, else its place among `figure.schedules`."""
-
-    method: str
-    fits: bool
-    reason: str | None
-    drawn: int | None
-    placement: Placement | None  # which stages it is for, if not for those of the problem
-    lower_bound_ms: float | None
-
-
-class Workbench(Record):
-    """The rows that fit, the shortest first, then the others."""
-
-    rows: list[WorkbenchRow]
-    figure: Figure | None  # null if no method has a schedule
-
-
-class JudgedFigure(Record):
-    """What is wrong with a schedule, and its picture, unless it has no ops, they wait for each other, or they are not
-    those of its problem."""
-
-    wrong: list[str]
-    figure: Figure | None
+def job_document(job: Row[Any], best: Row[Any] | None) -> dict[str, Any]:
+    """Return a `Job` as plain data."""
+    shown = JobSummary.from_row(job).model_dump(mode="json")
+    return {**shown, "best": incumbent_document(best) if best is not None else None}
+
+
+def incumbent_document(incumbent: Row[Any]) -> dict[str, Any]:
+    """Return a `WholeIncumbent` as plain data.
+
+    Its problem and programs were verified before they were stored; to read them as records again would take many times
+    as long as all else.
+    """
+    programs, problem, sha256 = json.loads(incumbent.programs), json.loads(incumbent.problem), incumbent.problem_sha256
+    placement = {name: value for name, value in (programs["placement"] or {}).items() if value is not None}
+    if placement:  # for other stages than the stored problem has
+        placed = Placement.from_dict(placement).apply(Problem.from_dict(problem))
+        problem, sha256 = placed.to_dict(), placed.sha256
+    schedule = {
+        "format": "optpipe.schedule/2",
+        "problem": problem,
+        "problem_sha256": sha256,
+        "placement": placement,
+        "method": incumbent.method,
+        "makespan_ms": incumbent.makespan_ms,
+        "span_ms": incumbent.span_ms,
+        "devices": [{"program": ops.split()} for ops in programs["programs"]],
+        "links": {link: ops.split() for link, ops in programs["links"].items()},
+    }
+    for name in ("placement", "links"):
+        if not schedule[name]:
+            del schedule[name]
+    return {**Incumbent.from_row(incumbent).model_dump(), "schedule": schedule}
+
+
+def stored_schedule(incumbent: Row[Any]) -> Schedule:
+    """Return the schedule itself."""
+    return Programs.model_validate_json(incumbent.programs).schedule(
+        Problem.from_json(incumbent.problem), incumbent.method
+    )

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -21,7 +22,7 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule
 from optpipe_cache.features import structure
-from optpipe_server.database import Database, Jobs, NewJob
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.jobs import (
     CANCELLED_DETAIL,
     NO_JOB,
@@ -35,13 +36,12 @@ from optpipe_server.database.jobs import (
 from optpipe_server.database.keys import Keys
 from optpipe_server.database.retry import first_line
 from optpipe_server.database.streams import Streams
-from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
+from optpipe_server.database.tables import Source
+from optpipe_server.first_schedules import FirstSchedules, ReadSchedule, is_large
 from optpipe_server.http.bodies import Submission, read_schedule
-from optpipe_server.http.compute_queue import ComputeQueue
 from optpipe_server.http.job_updates import JobUpdates
-from optpipe_server.http.own_processes import OwnProcesses
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.shares import Turns
+from optpipe_server.http.shares import ComputeQueue, Shares, Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
@@ -53,6 +53,8 @@ T = TypeVar("T")
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
 OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
+MOST_LARGE = 4  # large problems that get a first schedule or wait for it
+OWN_PROCESSES = 2  # comparisons and diagnoses at a time; of a tenant one
 TRIES = 5  # to change a problem while incumbents come in
 PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
 ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
@@ -84,12 +86,13 @@ class Service:
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
         self._first_schedule_limiter = anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE)
+        self._large, self._one_large = Shares(MOST_LARGE, MOST_LARGE // 2, "large problems"), asyncio.Lock()
         self.read_limiter = anyio.CapacityLimiter(1)  # for large bodies
         self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
-        self.own_processes = OwnProcesses()
+        self.own_processes = Shares(OWN_PROCESSES, 1, "comparisons or diagnoses running")
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
@@ -123,9 +126,32 @@ class Service:
                 await self.query(self.database.probe)
                 self._probed_at = time.monotonic()
 
-    async def _find_first(self, search: Callable[[], T]) -> T:
-        """Find a first schedule, which may take seconds; the end of the service does not wait for it."""
-        return await anyio.to_thread.run_sync(search, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
+    async def _find_first(
+        self, tenant: str, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source
+    ) -> InitialResult:
+        """Find a first schedule, which may take seconds; the end of the service does not wait for it.
+
+        Large problems are handled one at a time, as each takes this process seconds and much memory. Where too many
+        wait, or for too long, a job starts without one; raises `ReplyError` (503) if it has a warm start to check.
+        """
+        deadline = time.monotonic() + self.settings.first_schedule_s
+        find = partial(self.first_schedules.find, tenant, problem, options, given, source, deadline)
+        if not is_large(problem, options):
+            return await self._in_thread(find)
+        with suppress(ReplyError, TimeoutError), self._large.one(tenant):
+            async with asyncio.timeout(self.settings.first_schedule_s):
+                await self._one_large.acquire()
+            try:
+                return await self._in_thread(find)
+            finally:
+                self._one_large.release()
+        if given is not None and source == "warm_start":
+            sentence = "Other large problems are being handled, so the warm start cannot be checked now."
+            raise ReplyError(503, sentence, {"Retry-After": "10"})
+        return InitialResult()
+
+    async def _in_thread(self, find: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(find, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
 
     async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
         """Store a job with its first schedule, or a stream; return its id, and whether it is new.
@@ -144,9 +170,7 @@ class Service:
             return job_id, new
         began = time.monotonic()
         job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
-        initial = await self._find_first(
-            lambda: self.first_schedules.find(tenant, job.problem, job.options, _given(submission))
-        )
+        initial = await self._find_first(tenant, job.problem, job.options, _given(submission), "warm_start")
         job_id, new = await self.query(
             lambda: self.jobs.add(tenant, job, initial, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
         )
@@ -180,9 +204,7 @@ class Service:
     async def _change_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
         """Return False if an incumbent has come in since, from which the new problem would have to start."""
         job, best = await self.query(lambda: self._best_for(tenant, job_id, problem))
-        initial = await self._find_first(
-            lambda: self.first_schedules.find_after_change(tenant, problem, options_of(job), best)
-        )
+        initial = await self._find_first(tenant, problem, options_of(job), best, "carried")
         try:
             await self.query(
                 lambda: self.jobs.change_problem(
@@ -204,7 +226,7 @@ class Service:
             raise ConflictError(CANCELLED_DETAIL)
         if job.state == "stream":
             raise ConflictError(STREAM_DETAIL)
-        asked = Problem.from_json(job.problem)
+        asked = Problem.from_json(self.jobs.problem(job))
         if (structure(asked), asked.microbatches) != (structure(problem), problem.microbatches):
             raise ConflictError(
                 "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew."

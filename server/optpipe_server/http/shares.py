@@ -1,35 +1,62 @@
-"""How much of what all tenants share one of them may have at a time. More is refused (`Shares`) or waits (`Turns`)."""
+"""What all tenants share: how much there is of it, and how much of that one of them may have at a time. More is refused
+(`Shares`, `ComputeQueue`) or waits (`Turns`). All are used from one event loop only."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
 
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import LOCAL
 
+T = TypeVar("T")
+
+MOST_QUEUED = 32  # requests that wait; each keeps its body in memory
+QUEUED_OF_A_TENANT = 8  # that wait or are computed
+
 
 class Shares:
-    """Counts what tenants have, and refuses more than `most` of it; without keys there is only one, who may have all.
-    Used from the event loop only."""
+    """There are `most`, of which a tenant may have `of_a_tenant`; without keys there is only one, who may have all."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._most, self._what, self._held = most, what, Counter[str]()
+    def __init__(self, most: int, of_a_tenant: int, what: str) -> None:
+        self._most, self._of_a_tenant, self._what = most, of_a_tenant, what
+        self._held = Counter[str]()
 
     @contextmanager
-    def one(self, tenant: str) -> Iterator[None]:
-        """Hold one more for the tenant. Raises `ReplyError` (429) if it has its share."""
-        if tenant != LOCAL and self._held[tenant] >= self._most:
-            raise ReplyError(429, f"Your tenant has {self._most} {self._what} already.", {"Retry-After": "5"})
+    def one(self, tenant: str, wait_s: float = 4.0) -> Iterator[None]:
+        """Hold one more for the tenant. Raises `ReplyError` if there are too many (503) or it has its share (429);
+        `wait_s` is what the client is told to wait."""
+        wait = {"Retry-After": str(round(wait_s) + 1)}
+        if self._held.total() >= self._most:
+            raise ReplyError(503, f"There are {self._most} {self._what} already.", wait)
+        if tenant != LOCAL and self._held[tenant] >= self._of_a_tenant:
+            raise ReplyError(429, f"Your tenant has {self._of_a_tenant} {self._what} already.", wait)
         with _counted(self._held, tenant):
             yield
 
 
+class ComputeQueue:
+    """Runs one computation at a time in a thread, so that requests that need none are answered meanwhile."""
+
+    def __init__(self) -> None:
+        self._one = anyio.CapacityLimiter(1)
+        self._shares = Shares(MOST_QUEUED + 1, QUEUED_OF_A_TENANT, "queued computations")
+
+    async def run(self, tenant: str, computation: Callable[[], T]) -> T:
+        """Return what the computation returns. Raises as `Shares.one` does."""
+        with self._shares.one(tenant):
+            return await anyio.to_thread.run_sync(computation, limiter=self._one)
+
+
 class Turns:
     """Lets each tenant do `most` things at a time, one after the other; what waits holds up nobody else. Without keys
-    nothing waits. Used from one event loop only."""
+    nothing waits."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside = most, Counter[str]()

@@ -1,71 +1,108 @@
-"""Answers without a job: check, simulate and compare schedules, and look one up in the cache."""
+"""Answers without a job: check, simulate and import schedules, look one up in the cache, and make a problem by formula
+(`optpipe.transformer`) or of what another program has measured (`optpipe.measured`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.responses import Response
 
-from optpipe.comparison import searches
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import gap, length_ms
 from optpipe.formats.convert import schedule_from
+from optpipe.measured.convert import Run as MeasuredRun
+from optpipe.measured.convert import problem_of
+from optpipe.measured.estimate import Given
 from optpipe.model.ops import MARKS
-from optpipe.process.protocol import CompareRequest
-from optpipe.schedule import Schedule, certify, check
-from optpipe_server.first_schedules import NOISY
-from optpipe_server.http import schemas
+from optpipe.model.problem import Problem
+from optpipe.model.records import Record
+from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check
+from optpipe.transformer.estimate import estimate
+from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe_server.http.auth import READ
-from optpipe_server.http.bodies import CompareBody, ImportBody, LookupBody, ScheduleBody, require_parts
+from optpipe_server.http.bodies import (
+    EstimateBody,
+    ImportBody,
+    LookupBody,
+    MeasuredBody,
+    ScheduleBody,
+    require_counts,
+)
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
-from optpipe_server.http.own_processes import run_process
-from optpipe_server.http.replies import ReplyError, json_reply
-from optpipe_server.http.results import times
-from optpipe_server.http.stored import document
-from optpipe_server.settings import within
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.results import DeviceUse, device_uses, times
+from optpipe_server.http.schemas import FromRow
 
 router = guarded_router("/v1", "tools")
 
-MODULE = "optpipe_server.compare_process"
-EXTRA_S = 120.0  # for methods that need no search, and for processes to start and end on a busy machine
 MOST_WRONG = 50  # sentences in a reply
 MOST_OPS = 10_000  # in a reply, the first ones
-MOST_COMPARED = 2**14  # activation parts: about 600 MiB and half a minute, in processes of their own
 
 
-@router.post("/check", dependencies=[READ], response_model=schemas.Checked)
+class Checked(Record):
+    """Whether a schedule is valid. `wrong` has a sentence per fault; `devices` is null if memory cannot be computed."""
+
+    valid: bool
+    wrong: list[str]
+    devices: list[DeviceUse] | None
+
+
+@router.post("/check", dependencies=[READ], response_model=Checked)
 async def check_schedule(sent: ScheduleBody, context: Context) -> Response:
     """Whether a schedule is valid: its ops can run in their order, and no device needs more memory than it has."""
-    return await context.computed(context.service.checks, lambda: _checked(sent.read()))
+    return await context.computed(context.service.checks, lambda: checked(sent.read()))
 
 
-@router.post("/import", dependencies=[READ], response_model=schemas.Imported)
+class Imported(Checked):
+    """The schedule of the file, and what `/v1/check` says of it. `schedule` is null if its ops have no times; `wrong`
+    tells why."""
+
+    schedule: ScheduleFile | None
+
+
+@router.post("/import", dependencies=[READ], response_model=Imported)
 async def import_schedule(sent: ImportBody, context: Context) -> Response:
     """A schedule that another program wrote, such as PyTorch's pipelining, as a document, and whether it is valid."""
 
     def imported() -> dict[str, Any]:
         schedule = schedule_from(sent.text, sent.problem, sent.name)
         try:
-            file = document(schedule)
+            file = _document(schedule)
         except ScheduleError:
             file = None
-        return {**_checked(schedule), "schedule": file}
+        return {**checked(schedule), "schedule": file}
 
     return await context.computed(context.service.checks, imported)
 
 
-def _checked(schedule: Schedule) -> dict[str, Any]:
-    """What a `Checked` says."""
+def checked(schedule: Schedule) -> dict[str, Any]:
+    """Return what a `Checked` says."""
     wrong = check(schedule.problem, schedule)
     try:
-        devices = schemas.device_uses(certify(schedule.problem, schedule))
+        devices = device_uses(certify(schedule.problem, schedule))
     except ScheduleError:  # for other stages or micro-batches, as `wrong` tells
         devices = None
     return {"valid": not wrong, "wrong": wrong[:MOST_WRONG], "devices": devices}
 
 
-@router.post("/simulate", dependencies=[READ], response_model=schemas.Simulation)
+def _document(schedule: Schedule, **known: Any) -> dict[str, Any]:
+    """The document of a schedule, without the times of ops, with what is `known` of it."""
+    return ScheduleFile.from_schedule(schedule, with_ops=False, **known).model_dump(mode="json", exclude_none=True)
+
+
+class Simulation(Record):
+    """A schedule by nominal times, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
+
+    makespan_ms: float
+    span_ms: float
+    bubble: float  # share of the makespan in which devices do not compute
+    ops: list[TimedOp]
+    ops_total: int
+    devices: list[DeviceUse]
+
+
+@router.post("/simulate", dependencies=[READ], response_model=Simulation)
 async def simulate_schedule(sent: ScheduleBody, context: Context) -> Response:
     """When each op runs, by nominal times, and the most memory that each device holds."""
 
@@ -80,50 +117,134 @@ async def simulate_schedule(sent: ScheduleBody, context: Context) -> Response:
     return await context.computed(context.service.checks, simulated)
 
 
-@router.post("/compare", dependencies=[READ], response_model=schemas.Comparison)
-async def compare_methods(sent: CompareBody, context: Context) -> Response:
-    """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
+class CacheHit(Record):
+    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`); `terms`
+    is what each feature adds to it. `gap` says by which share a schedule could be shorter at most; it and the bound are
+    null unless it is `exact` and a bound is known."""
 
-    It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
-    """
-    require_parts(sent.problem, "compare: problem", MOST_COMPARED // (NOISY if sent.jitter else 1))
-    compare = CompareRequest.model_validate(dict(sent))
-    settings = context.service.settings
-    limits = {
-        "threads": within(compare.threads, settings.threads_per_solve),
-        "memory_mib": within(compare.memory_mib, settings.memory_mib),
-    }
-    request = compare.model_copy(update=limits).model_dump_json(exclude_none=True)
-    limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
-    async with context.cancelled_on_disconnect():
-        with context.service.own_processes.one(context.tenant, compare.time_limit_s):
-            return json_reply(await run_process(MODULE, "compare", request, limit_s))
-    raise ReplyError(408, "The client disconnected.")
+    exact: bool
+    source: Literal["cache", "pack"]
+    distance: float
+    terms: dict[str, float]
+    status: str
+    lower_bound_ms: float | None
+    gap: float | None
+    makespan_ms: float
+    span_ms: float
+    schedule: ScheduleFile
 
 
-@router.post("/cache/lookup", dependencies=[READ], response_model=schemas.Lookup)
+class Lookup(Record):
+    """`hit` is null if no similar problem is known."""
+
+    hit: CacheHit | None
+
+
+@router.post("/cache/lookup", dependencies=[READ], response_model=Lookup)
 async def look_up(sent: LookupBody, context: Context) -> Response:
     """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""
-    return await context.computed(context.service.checks, lambda: {"hit": _looked_up(sent, context)})
+
+    def looked_up() -> dict[str, Any] | None:
+        try:
+            hit = context.service.caches.cache_of(context.tenant).lookup(sent.problem, sent.objective)
+        except InputError as error:  # not the client's mistake
+            raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
+        if hit is None:
+            return None
+        return {
+            "exact": hit.exact,
+            "source": hit.source,
+            "distance": hit.distance,
+            "terms": hit.terms,
+            "status": hit.status,
+            "lower_bound_ms": hit.lower_bound_ms,
+            "gap": gap(length_ms(hit.schedule, sent.objective), hit.lower_bound_ms),
+            "makespan_ms": hit.schedule.makespan_ms,
+            "span_ms": hit.schedule.span_ms,
+            "schedule": _document(hit.schedule, status=hit.status, lower_bound_ms=hit.lower_bound_ms),
+        }
+
+    return await context.computed(context.service.checks, lambda: {"hit": looked_up()})
 
 
-def _looked_up(sent: LookupBody, context: Context) -> dict[str, Any] | None:
-    """What a `CacheHit` says."""
-    try:
-        hit = context.service.caches.cache_of(context.tenant).lookup(sent.problem, sent.objective)
-    except InputError as error:  # not the client's mistake
-        raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
-    if hit is None:
-        return None
-    return {
-        "exact": hit.exact,
-        "source": hit.source,
-        "distance": hit.distance,
-        "terms": hit.terms,
-        "status": hit.status,
-        "lower_bound_ms": hit.lower_bound_ms,
-        "gap": gap(length_ms(hit.schedule, sent.objective), hit.lower_bound_ms),
-        "makespan_ms": hit.schedule.makespan_ms,
-        "span_ms": hit.schedule.span_ms,
-        "schedule": document(hit.schedule, status=hit.status, lower_bound_ms=hit.lower_bound_ms),
-    }
+class KnownModel(FromRow):
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int | None
+    source: str
+
+
+class KnownGpu(Record):
+    name: str
+    memory_bytes: int
+    source: str
+
+
+class Presets(Record):
+    """What `POST /v1/estimate` knows by name."""
+
+    models: list[KnownModel]
+    gpus: list[KnownGpu]
+
+
+@router.get("/presets", dependencies=[READ])
+async def presets() -> Presets:
+    """The models of the papers and current ones, and GPUs by their data sheets."""
+    return Presets(
+        models=[KnownModel.from_row(shape) for shape in MODELS.values()],
+        gpus=[
+            KnownGpu(name=name, memory_bytes=sheet.memory_bytes, source=sheet.source) for name, sheet in GPUS.items()
+        ],
+    )
+
+
+class Estimate(Record):
+    """The problem, and the bytes of each device's GPU that weights, gradients and optimizer state, workspace, and what
+    the driver reserves take; the rest is the budget for activations."""
+
+    problem: Problem
+    parameters: int
+    state_bytes: list[int]
+    workspace_bytes: list[int]
+    reserved_bytes: list[int]
+
+
+@router.post("/estimate", dependencies=[READ], response_model=Estimate)
+async def estimate_problem(sent: EstimateBody, context: Context) -> Response:
+    """The problem of training a known model on known GPUs, by formula."""
+
+    def estimated() -> dict[str, Any]:
+        require_counts("estimate: parallelism and run give", sent.parallelism.stages, sent.run.microbatches)
+        made = estimate(preset(MODELS, "model", sent.model), sent.parallelism, preset(GPUS, "gpu", sent.gpu), sent.run)
+        return {
+            "problem": made.problem.to_dict(),
+            "parameters": made.parameters,
+            "state_bytes": [device.state for device in made.devices],
+            "workspace_bytes": [device.workspace for device in made.devices],
+            "reserved_bytes": [device.reserved for device in made.devices],
+        }
+
+    return await context.computed(context.service.checks, estimated)
+
+
+@router.post("/problem-from/{form}", dependencies=[READ], response_model=dict[str, Any])
+async def problem_from(form: str, sent: MeasuredBody, context: Context) -> Response:
+    """The problem of what another program has measured: torch-trace, primus, straggler, megatron-timers, csv.
+
+    With it come the times of each stage's ops and of a message (median and interquartile range), how long a step took
+    and how long its order takes by these times, what is not known, what was measured and is not used, and the order.
+    """
+
+    def measured() -> dict[str, Any]:
+        made = problem_of(
+            form,
+            [(file.name, file.text) for file in sent.files],
+            Given(sent.activation_bytes, sent.activation_budget_bytes, sent.weight_share, sent.step, sent.replica),
+            MeasuredRun(sent.microbatches, sent.devices, sent.chunks, sent.shape),
+        )
+        require_counts("problem-from: the files have", len(made.problem.stages), made.problem.microbatches)
+        return made.to_dict()
+
+    return await context.computed(context.service.checks, measured)

@@ -13,7 +13,6 @@ from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.process.protocol import Bound, CompareRequest, Frame, Incumbent, Note, Refused
 from optpipe.schedule import Schedule, check
 from optpipe.show.figure import figure, side_by_side
-from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ
 from optpipe_server.http.bodies import ScheduleBody, WorkbenchBody, require_parts
 from optpipe_server.http.context import Context
@@ -30,7 +29,7 @@ MOST_OPS = 20_000  # of an edited schedule
 LONGEST_S = 20.0  # for all methods together; it is one to two seconds for the largest problem
 
 
-@router.post("/workbench", dependencies=[READ], response_model=schemas.Workbench)
+@router.post("/workbench", dependencies=[READ], response_model=dict[str, Any])
 async def all_schedules(sent: WorkbenchBody, context: Context) -> Response:
     """Every published schedule and heuristic of a small problem, or the methods given, to be drawn side by side."""
     if (forwards := len(sent.problem.stages) * sent.problem.microbatches) > MOST_FORWARDS:
@@ -99,7 +98,7 @@ def _without_schedule(method: str, reason: str) -> _Row:
     return _Row(shown, None)
 
 
-@router.post("/figure", dependencies=[READ], response_model=schemas.JudgedFigure)
+@router.post("/figure", dependencies=[READ], response_model=dict[str, Any])
 async def judged_figure(sent: ScheduleBody, context: Context) -> Response:
     """What is wrong with a schedule, and what the interactive picture draws of it."""
     return await context.computed(context.service.checks, lambda: _drawn(sent.read()))

@@ -29,7 +29,7 @@ from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
 from optpipe_server.database.tables import Level, State
 from optpipe_server.settings import within
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work.memory_limit import memory_exceeded, solver_memory_mib
+from optpipe_server.work.limits import memory_exceeded, solver_memory_mib
 
 log = structlog.get_logger("optpipe.work")
 

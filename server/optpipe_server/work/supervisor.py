@@ -14,10 +14,9 @@ from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work.heartbeat import Heartbeat, Watchdog
-from optpipe_server.work.rounds import Rounds
+from optpipe_server.work.limits import ThreadBudget
+from optpipe_server.work.rounds import Heartbeat, Rounds, Watchdog
 from optpipe_server.work.solve import Solve, SolveEnvironment
-from optpipe_server.work.thread_budget import ThreadBudget
 
 log = structlog.get_logger("optpipe.work")
 
@@ -126,14 +125,8 @@ class Supervisor(Rounds):
                 self.nudge()
 
         thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
-        log.info(
-            "claimed",
-            job=claim.job_id,
-            attempt=claim.attempt,
-            worker=self._worker,
-            threads=threads,
-            spent_s=round(claim.spent_s, 3),
-        )
+        job = {"job": claim.job_id, "attempt": claim.attempt, "worker": self._worker}
+        log.info("claimed", **job, threads=threads, spent_s=round(claim.spent_s, 3))
         with self._lock:
             self._solves[solve] = thread
         try:

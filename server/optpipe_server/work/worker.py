@@ -52,36 +52,30 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
         )
     if settings.solves < 1:
         raise InputError(f"solves = {settings.solves}: must be 1 or more")
-    with _told_to_end() as ended:
-        database = _opened(settings.database, ended)
-        if database is None:
-            return
-        supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
-        reaper = Reaper(database, supervisor.held)
-        with closing(database), _answering(supervisor, metrics_host, metrics_port):
-            reaper.start()
-            supervisor.start()
-            log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
-            while not ended():
-                time.sleep(POLL_S)
-            supervisor.stop()
-            reaper.stop()
-        log.info("ended", worker=name)
+    ended = _told_to_end()
+    database = _opened(settings.database, ended)
+    if database is None:
+        return
+    supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
+    reaper = Reaper(database, supervisor.held)
+    with closing(database), _answering(supervisor, metrics_host, metrics_port):
+        reaper.start()
+        supervisor.start()
+        log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
+        while not ended():
+            time.sleep(POLL_S)
+        supervisor.stop()
+        reaper.stop()
+    log.info("ended", worker=name)
 
 
-@contextmanager
-def _told_to_end() -> Iterator[Ended]:
-    """Yield whether a signal has come. An ignored signal, such as SIGINT of a background job, stays ignored."""
+def _told_to_end() -> Ended:
+    """Tell whether a signal has come. An ignored one, such as SIGINT of a background job, stays ignored."""
     came: list[int] = []
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: came.append(number))
-    try:
-        yield lambda: bool(came)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return lambda: bool(came)
 
 
 def _opened(url: str, ended: Ended) -> Database | None:

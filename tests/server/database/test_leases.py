@@ -21,7 +21,7 @@ from support.service import running, settings_in
 
 from optpipe.results import Result
 from optpipe_cache import Cache, Retention
-from optpipe_cache.retention import KEEP_ALL
+from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s

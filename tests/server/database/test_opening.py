@@ -145,7 +145,7 @@ def test_the_error_for_a_wrong_url_has_no_password(url: str) -> None:
     with pytest.raises(InputError) as refused:
         Database(url)
     said = str(refused.value)
-    assert isinstance(refused.value, AwayError) == ("Connection refused" in said)
+    assert isinstance(refused.value, AwayError) or "Connection refused" not in said
     assert said.startswith("database")
     assert "\n" not in said
     assert not any(part in said for part in ("geheim", "heim@") if url.startswith(("postgresql", "mysql")))

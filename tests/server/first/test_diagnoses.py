@@ -16,7 +16,7 @@ from support.service import running, settings_in, use_fake_solver
 
 from optpipe.diagnose import diagnose
 from optpipe.errors import InputError
-from optpipe_server import diagnose_process
+from optpipe_server import own_process
 from optpipe_server.http import guarded_route
 
 TRACE = Path(__file__).parents[3] / "examples/traces/primus-8x16"
@@ -96,7 +96,7 @@ def test_a_page_of_another_origin_cannot_send_a_trace(client: httpx.Client) -> N
 
 
 def test_reading_has_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnose_process, "READING", 2**26)
-    with pytest.raises(InputError, match="more than 67108864 bytes"), diagnose_process._limited_memory():
+    monkeypatch.setattr(own_process, "READING", 2**26)
+    with pytest.raises(InputError, match="more than 67108864 bytes"), own_process.limited_memory():
         bytearray(2**28)
     assert len(bytearray(2**28)) == 2**28

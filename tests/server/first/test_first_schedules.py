@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from optpipe.process.protocol import End, Frame, Request
 from optpipe.schedule import Schedule, check
 from optpipe_server import warm_process
 from optpipe_server.database import Database, InitialResult
-from optpipe_server.first_schedules import BusyError, FirstSchedules
+from optpipe_server.database.tables import Source
+from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.warm_process import WarmProcess
@@ -38,7 +38,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
-MODULE = optpipe_server.first_schedules.MODULE
+MODULE, FAKE = optpipe_server.first_schedules.MODULE, "support.fake_first_process"
 
 
 class TenantView:
@@ -48,17 +48,20 @@ class TenantView:
         self.first_schedules, self.cache, self.tenant, self._log = finder, caches.cache_of(tenant), tenant, log
 
     def start(
-        self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None, **options: Any
+        self,
+        problem: Problem = TIGHT,
+        method: str = "good",
+        given: Schedule | None = None,
+        source: Source = "warm_start",
+        within_s: float = SOON_S,
+        **options: Any,
     ) -> InitialResult:
-        given = None if warm_start is None else lambda: warm_start
-        start = self.first_schedules.find(self.tenant, problem, SolveOptions(method=method, **options), given)
+        read = None if given is None else lambda: given
+        asked, deadline = SolveOptions(method=method, **options), time.monotonic() + within_s
+        start = self.first_schedules.find(self.tenant, problem, asked, read, source, deadline)
         if found := start.best.schedule:
             assert check(found.placement.apply(problem) if found.placement else problem, found) == []
         return start
-
-    def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
-        given = None if best is None else lambda: best
-        return self.first_schedules.find_after_change(self.tenant, problem, SolveOptions(method="good"), given)
 
     def requests(self) -> list[tuple[int, str]]:
         """The pid and the method of every request that a process has read."""
@@ -80,7 +83,6 @@ def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView
         folder / "cache.sqlite",
         pack=None,
         first_schedule_processes=processes,
-        first_schedule_s=SOON_S,
     )
     database = Database(settings.database)
     caches, tenants = TenantCaches(settings, database), itertools.count()
@@ -97,8 +99,8 @@ def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
     """The same with processes that do what the method says; none is left afterwards."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        patched.setenv("ODD_FIRST_PROCESS_LOG", str(folder / "log"))
-        patched.setattr(optpipe_server.first_schedules, "MODULE", "support.odd_first_process")
+        patched.setenv("FIRST_LOG", str(folder / "log"))
+        patched.setattr(optpipe_server.first_schedules, "MODULE", FAKE)
         with opened(folder, processes) as view:
             yield view
         assert started_with(str(folder / "log")) == []
@@ -143,18 +145,12 @@ def test_first_schedules_are_valid_or_infeasible_for_the_solvers_reason(real, pr
         assert (start.best.status == "optimal") == (start.best.gap <= 1e-9)
 
 
-@pytest.mark.parametrize("method", ["nope", "1f1b:group=2", "dualpipe", "interleaved"])
+@pytest.mark.parametrize("method", ["nope", "dualpipe"])
 def test_a_method_that_does_not_apply_is_refused_even_if_an_answer_is_cached(real, method):
     best = gpipe(AMPLE)
     real.cache.add(best, "optimal", best.makespan_ms)
     with pytest.raises(InputError, match=r"method = |needs "):
         real.start(AMPLE, method)
-
-
-def test_a_schedule_that_no_longer_fits_is_repaired(real):
-    start = real.start(TIGHT, "naive", warm_start=gpipe(AMPLE))
-    assert start.best.schedule is not None
-    assert start.source == "heuristic"
 
 
 def test_a_proven_cached_answer_needs_no_process(view):
@@ -166,26 +162,22 @@ def test_a_proven_cached_answer_needs_no_process(view):
     assert view.requests() == before
 
 
-def test_a_cached_schedule_of_a_similar_problem_is_the_initial_result(view):
-    view.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
-    start = view.start(chain(memory=2, forward=1.01), "auto")
-    assert (start.source, start.best.status, start.best.lower_bound_ms) == ("cache", "feasible", None)
-
-
 def test_an_unusable_cache_is_ignored(tmp_path):
     with odd(tmp_path) as views:
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
-        start = views().first_schedules.find(LOCAL, TIGHT, SolveOptions(method="good"), None)
+        start = views().first_schedules.find(
+            LOCAL, TIGHT, SolveOptions(method="good"), None, "warm_start", time.monotonic() + SOON_S
+        )
     assert start.best.schedule
 
 
 def test_the_best_of_all_sources_wins(view):
-    assert view.start(AMPLE, warm_start=gpipe(AMPLE)).source == "warm_start"
-    assert view.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "warm_start"  # as short as the process's
-    assert view.start(TIGHT, warm_start=gpipe(AMPLE)).source == "heuristic"  # does not fit
-    assert view.start(AMPLE, warm_start=one_by_one(chain(m=3))).source == "heuristic"  # of another problem
+    assert view.start(AMPLE, given=gpipe(AMPLE)).source == "warm_start"
+    assert view.start(AMPLE, given=one_by_one(AMPLE)).source == "warm_start"  # as short as the process's
+    assert view.start(TIGHT, given=gpipe(AMPLE)).source == "heuristic"  # does not fit
+    assert view.start(AMPLE, given=one_by_one(chain(m=3))).source == "heuristic"  # of another problem
     view.cache.add(gpipe(AMPLE), "feasible")
-    assert view.start(AMPLE, "auto", warm_start=one_by_one(AMPLE)).source == "cache"
+    assert view.start(AMPLE, "auto", given=one_by_one(AMPLE)).source == "cache"
 
 
 @pytest.mark.parametrize(
@@ -224,18 +216,16 @@ def test_with_all_placements_a_system_runs_on_its_own_stages_and_nothing_bounds_
 
 def test_drifted_costs_carry_the_best_over(view):
     drifted = chain(memory=2, forward=1.5)
-    start = view.find_after_change(drifted, gpipe(AMPLE))
+    start = view.start(drifted, given=gpipe(AMPLE), source="carried")
     assert start.source == "carried"
     assert start.best.schedule is not None
     assert start.best.schedule.problem is drifted
     assert start.best.objective_ms == gpipe(drifted).makespan_ms
-    assert view.find_after_change(TIGHT, gpipe(AMPLE)).source == "heuristic"
-    assert view.find_after_change(TIGHT, None).source == "heuristic"
 
 
 def test_a_refused_request_is_an_input_error(view):
-    with pytest.raises(InputError, match="there are others"):
-        view.start(method="unknown")
+    with pytest.raises(InputError, match="the methods are others"):
+        view.start(method="none")
     assert view.start().best.schedule
 
 
@@ -251,7 +241,7 @@ def test_a_refused_request_is_an_input_error(view):
         "gigabyte",
         "dies",
         "infeasible",
-        "nothing",
+        "silent",
     ],
 )
 def test_a_process_without_a_valid_schedule_gives_none(view, method):
@@ -274,17 +264,11 @@ def test_a_bound_above_a_schedule_proves_nothing(view):
     assert view.start(method="boaster").best.status == "feasible"
 
 
-@pytest.mark.parametrize("method", ["hangs", "silent", "endless"])
-def test_a_late_process_is_ended_with_its_children(view, monkeypatch, method):
+@pytest.mark.parametrize("method", ["hangs", "asleep", "endless"])
+def test_a_late_process_is_ended_with_its_children(view, method):
     view.start()
     before = len(view.requests())
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            view.first_schedules, "_settings", replace(view.first_schedules._settings, first_schedule_s=1.0)
-        )
-        began = time.monotonic()
-        start = view.start(method=method)
-        assert 0.9 < time.monotonic() - began < SOON_S
+    start = view.start(method=method, within_s=1.0)
     assert (start.best.schedule is not None) == (method == "hangs")
     ids = {pid for pid, _ in view.requests()[before:]}
     assert len(ids) == (2 if method == "hangs" else 1)
@@ -323,26 +307,16 @@ def test_many_at_once_each_get_their_own(alone):
     assert len({pid for pid, _ in alone.requests()}) <= 2
 
 
-def test_small_problems_do_not_wait_for_a_large_one_and_close_ends_it(alone, monkeypatch):
+def test_close_ends_all_waits(alone, monkeypatch):
+    """Of small problems, and of a large one, for which they do not wait."""
     monkeypatch.setattr(optpipe_server.first_schedules, "LARGE", 20)
-    with ThreadPoolExecutor(2) as pool:
-        large = [pool.submit(alone.start, chain(m=20), "silent") for _ in range(2)]
-        alone.until_requested("silent")
+    with ThreadPoolExecutor(4) as pool:
+        large = pool.submit(alone.start, chain(m=20), "asleep")
+        alone.until_requested("asleep")
         assert alone.start().best.schedule
-        with pytest.raises(BusyError, match="the warm start cannot be checked"):  # rather than to lose it in silence
-            alone.start(chain(m=20), warm_start=one_by_one(chain(m=20)))
-        assert not any(start.done() for start in large)
+        waiting = [large, *(pool.submit(alone.start, TIGHT, "asleep") for _ in range(3))]
         alone.first_schedules.close()
-        assert [start.result(SOON_S).best.schedule for start in large] == [None, None]
-    assert [method for _, method in alone.requests()].count("silent") == 1  # one large one at a time
-
-
-def test_close_ends_all_waits(alone):
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(alone.start, TIGHT, "silent") for _ in range(3)]
-        alone.until_requested("silent")
-        alone.first_schedules.close()
-        assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 3
+        assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 4
     assert alone.start().best.schedule is None  # and who comes later
 
 
@@ -351,9 +325,9 @@ def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[W
     """A process, and the file that it waits for before it is ready."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("ODD_FIRST_PROCESS_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("ODD_FIRST_PROCESS_LOADS_UNTIL", str(gate))
-    process = WarmProcess("support.odd_first_process")
+    monkeypatch.setenv("FIRST_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("FIRST_GATE", str(gate))
+    process = WarmProcess("support.fake_first_process")
     yield process, gate
     process.close()
 

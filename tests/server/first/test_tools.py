@@ -23,9 +23,10 @@ from optpipe.measured.convert import problem_from
 from optpipe.model.placement import rechunk
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, certify, check
-from optpipe_server.http import compute_queue, own_processes, tools
+from optpipe_server.http import own_processes, shares, tools
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.server import Server
+from optpipe_server.http.shares import Shares
 from optpipe_server.settings import LOCAL
 from optpipe_solver.systems import generate
 
@@ -225,7 +226,7 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
 
 def test_methods_are_compared(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     # It takes a second of a core, but at a low priority: beside busy processes that has taken half a minute.
-    monkeypatch.setattr(tools, "EXTRA_S", 1000.0)
+    monkeypatch.setattr(own_processes, "EXTRA_S", 1000.0)
     problem = chain(m=4)
     sent = {"problem": problem.to_dict(), "methods": ["gpipe", "1f1b", "naive", "dualpipe"], "time_limit_s": 60.0}
     reply = client.post("/v1/compare", json=sent, timeout=None)
@@ -244,11 +245,11 @@ def test_methods_are_compared(client: httpx.Client, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """`/v1/compare` with `support.odd_compare_process`. The file lists the processes of the request that hangs; none is
+    """`/v1/compare` with `support.fake_own_process`. The file lists the processes of the request that hangs; none is
     left afterwards."""
     log = tmp_path / "log"
-    monkeypatch.setattr(tools, "MODULE", "support.odd_compare_process")
-    monkeypatch.setenv("ODD_COMPARE_LOG", str(log))
+    monkeypatch.setattr(own_processes, "MODULE", "support.fake_own_process")
+    monkeypatch.setenv("OWN_PROCESS_LOG", str(log))
     yield log
     assert started_with(str(log)) == []
 
@@ -268,16 +269,16 @@ def test_a_failed_comparison_is_a_503(client: httpx.Client, odd: Path, method: s
 
 
 def test_a_comparison_ends_in_time(client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "EXTRA_S", 1.0)
+    monkeypatch.setattr(own_processes, "EXTRA_S", 1.0)
     reply = client.post("/v1/compare", json={"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 0.1})
     assert "not done" in refused(reply, 503)
     assert started_with(str(odd)) == []
 
 
 def test_a_comparison_ends_when_the_client_disconnects_and_few_run_at_once(
-    client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, server: Server, odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_processes, "AT_ONCE", 1)
+    monkeypatch.setattr(server.service, "own_processes", Shares(1, 1, "comparisons or diagnoses running"))
     sent = {"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 60.0}
     with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
         content = json.dumps(sent).encode()
@@ -288,15 +289,14 @@ def test_a_comparison_ends_when_the_client_disconnects_and_few_run_at_once(
         connection.sendall(head.encode() + content)
         until(lambda: odd.exists() and len(odd.read_text().split()) == 2)
         full = client.post("/v1/compare", json=sent)
-        assert "run already" in refused(full, 503)
+        assert "running already" in refused(full, 503)
         assert int(full.headers["Retry-After"]) > 60
     until(lambda: all(over(int(pid)) for pid in odd.read_text().split()))
-    monkeypatch.setattr(tools, "MODULE", "support.fake_compare_process")
-    until(lambda: client.post("/v1/compare", json=sent).status_code == 200)
+    until(lambda: client.post("/v1/compare", json=sent | {"methods": ["gpipe"]}).status_code == 200)
 
 
 def test_computations_run_one_at_a_time_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_queue, "MOST_WAITING", 2)
+    monkeypatch.setattr(shares, "MOST_QUEUED", 2)
     running, most, go_on = [0], [0], threading.Event()
 
     def thought() -> None:
@@ -306,7 +306,7 @@ def test_computations_run_one_at_a_time_and_too_many_are_refused(monkeypatch: py
         running[0] -= 1
 
     async def all_at_once() -> list[Any]:
-        waiting = compute_queue.ComputeQueue()
+        waiting = shares.ComputeQueue()
         asked = [asyncio.create_task(waiting.run(f"tenant {i}", thought)) for i in range(5)]
         await asyncio.sleep(0.2)
         go_on.set()

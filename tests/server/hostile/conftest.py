@@ -12,7 +12,7 @@ from support.requests import PROBLEM, SCHEDULE
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.database.keys import SCOPES
-from optpipe_server.http import diagnoses, tools
+from optpipe_server.http import own_processes
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -21,8 +21,7 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patch)
-        for module in (tools, diagnoses):
-            patch.setattr(module, "MODULE", "support.fake_compare_process")
+        patch.setattr(own_processes, "MODULE", "support.fake_own_process")
         url = (
             None
             if request.param == "sqlite"

@@ -10,7 +10,7 @@ from sqlalchemy import update
 from support.databases import on_sqlite
 from support.work import Work, until
 
-import optpipe_server.work.reaper
+import optpipe_server.work.rounds
 from optpipe_server.database import Leases, reap
 from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
@@ -70,7 +70,7 @@ def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -
 
     reaper = Reaper(work.database, every_s=0.05)
     reaper.start()
-    monkeypatch.setattr(optpipe_server.work.reaper, "reap", in_the_end)
+    monkeypatch.setattr(optpipe_server.work.rounds, "reap", in_the_end)
     until(lambda: not failures)
     lost = work.submit("hang")
     assert Leases(work.database, "lost", 0.1).claim() is not None

@@ -16,8 +16,7 @@ from support.work import Work, problem, sound, until
 from optpipe import anytime
 from optpipe.process import process_tree
 from optpipe_server.work import solve
-from optpipe_server.work.memory_limit import resident_bytes
-from optpipe_server.work.thread_budget import ThreadBudget
+from optpipe_server.work.limits import ThreadBudget, resident_bytes
 
 NEVER_S = 1000.0
 

@@ -1,8 +1,7 @@
-"""`python -m optpipe_server.diagnose_process`: runs `optpipe diagnose` for one request of the service, on the file
-`upload` of its folder, which is a trace or a tar archive of several.
+"""`python -m optpipe_server.own_process compare` or `diagnose`: runs that command for one request of the service.
 
-Reads a `DiagnoseRequest`. Writes the answer, or `{"refused": "..."}`. It has a lower priority than the service and ends
-with it.
+It reads the request and writes what the command prints, or `{"refused": "..."}`. A diagnosis is of the file `upload` in
+its folder: a trace, or a tar archive of several. It has a lower priority than the service and ends with it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -20,14 +20,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from optpipe.diagnose import Diagnosis, diagnose_recording
+from optpipe.comparison import compare
+from optpipe.diagnose import diagnose_recording
 from optpipe.diagnose.page import document, picture
 from optpipe.diagnose.report import MOST_HELD
 from optpipe.errors import InputError
 from optpipe.measured.convert import Run, recording_from
 from optpipe.model.records import Record
 from optpipe.process.niceness import NICER, group_as_nice
-from optpipe.process.protocol import read_one
+from optpipe.process.protocol import CompareRequest, read_one
 
 UPLOAD, FILES = Path("upload"), Path("files")
 MOST_FILES = 1024
@@ -61,20 +62,29 @@ class DiagnoseRequest(DiagnoseOptions):
 
 
 def main() -> None:
-    request = read_one(DiagnoseRequest)
+    request: CompareRequest | DiagnoseRequest
+    request = read_one(CompareRequest) if sys.argv[1] == "compare" else read_one(DiagnoseRequest)
     os.nice(NICER)
     group_as_nice(os.getpid())
     try:
-        print(_answer(_diagnosed(request), request.to))
+        print(compared(request) if isinstance(request, CompareRequest) else diagnosed(request))
     except InputError as error:
-        print(json.dumps({"refused": str(error)}))
+        print(as_json({"refused": str(error)}))
 
 
-def _diagnosed(asked: DiagnoseRequest) -> Diagnosis:
+def as_json(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def compared(request: CompareRequest) -> str:
+    return as_json(compare(request.problem, request.methods, **request.search()).to_dict())
+
+
+def diagnosed(asked: DiagnoseRequest) -> str:
     run = Run(asked.microbatches, asked.devices, asked.chunks, asked.shape)
-    with _limited_memory():
+    with limited_memory():
         form, recording = recording_from(_unpacked(asked.name), asked.form, run)
-    return diagnose_recording(
+    diagnosis = diagnose_recording(
         recording,
         form,
         asked.stack,
@@ -84,13 +94,9 @@ def _diagnosed(asked: DiagnoseRequest) -> Diagnosis:
         asked.time_limit_s,
         limits={"threads": asked.threads, "memory_mib": asked.memory_mib},
     )
-
-
-def _answer(diagnosis: Diagnosis, to: str) -> str:
-    if to == "html":
+    if asked.to == "html":
         return picture(diagnosis).html
-    answer = diagnosis.to_dict() if to == "json" else document(diagnosis)
-    return json.dumps(answer, separators=(",", ":"), allow_nan=False)
+    return as_json(diagnosis.to_dict() if asked.to == "json" else document(diagnosis))
 
 
 def _unpacked(name: str) -> list[Path]:
@@ -125,7 +131,7 @@ def _is_archive() -> bool:
 
 
 @contextmanager
-def _limited_memory() -> Iterator[None]:
+def limited_memory() -> Iterator[None]:
     """Let what is done here take `READING` bytes more; searches, which reserve more than they use, come later."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,6 +1,8 @@
-"""A limit on the memory that the processes of one search hold together."""
+"""What a search may take: threads, and the memory that its processes hold together."""
 
 from __future__ import annotations
+
+import threading
 
 import psutil
 
@@ -34,3 +36,27 @@ def resident_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+class ThreadBudget:
+    """Shares threads among the searches that run at a time.
+
+    A search that runs alone gets all threads but one for each free slot; every search gets at least one.
+    """
+
+    def __init__(self, total: int, slots: int) -> None:
+        self._left, self._slots = total, slots
+        self._lock = threading.Lock()
+
+    def take(self, most: int | None = None) -> int:
+        """Return the threads for one more search, which can use `most`."""
+        with self._lock:
+            self._slots -= 1
+            taken = max(1, min(self._left - self._slots, self._left if most is None else most))
+            self._left -= taken
+            return taken
+
+    def give_back(self, taken: int) -> None:
+        with self._lock:
+            self._slots += 1
+            self._left += taken
