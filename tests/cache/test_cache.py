@@ -102,15 +102,6 @@ def test_the_better_schedule_is_kept(each_cache: Cache) -> None:
     assert (entry.method, entry.lower_bound_ms) == ("gpipe", 4.0)
 
 
-def test_each_objective_has_its_own_schedule(each_cache: Cache) -> None:
-    problem = chain()
-    each_cache.add(gpipe(problem), "feasible", objective="span")
-    assert each_cache.lookup(problem) is None
-    hit = each_cache.lookup(problem, "span")
-    assert hit is not None
-    assert hit.entry.objective_ms == gpipe(problem).span_ms
-
-
 def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -> None:
     cache.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms)
     twice = chain(scale=2.0)
@@ -134,19 +125,6 @@ def test_the_nearest_comes_first(each_cache: Cache) -> None:
     assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
 
 
-def test_a_nearer_schedule_that_is_too_large_to_adapt_is_skipped(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MOST_OPS", 1)
-    wanted = chain(memory=1, m=4)
-    others = one_by_one(chain(memory=1, m=1)), one_by_one(chain(memory=1, m=4, forward=1.25))
-    for schedule in others:
-        cache.add(schedule, "feasible")
-    near, far = (distance(features(wanted), features(schedule.problem)) for schedule in others)
-    assert near < far
-    hit = cache.lookup(wanted)
-    assert hit is not None
-    assert (hit.schedule.method, hit.distance) == ("naive", far)
-
-
 def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(cache: Cache) -> None:
     cache.add(gpipe(chain(memory=4, m=4)), "feasible")
     for wanted in (chain(memory=3, m=4), chain(memory=4, m=5), chain(memory=4, m=3)):
@@ -154,19 +132,6 @@ def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(
         assert hit is not None
         assert not hit.exact
         assert check(wanted, hit.schedule) == []
-
-
-def test_few_similar_schedules_are_adapted(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup is part of a submission, and each takes its time."""
-    for forward in (1.0, 1.05, 1.1, 1.15):
-        cache.add(one_by_one(chain(memory=1, m=1, forward=forward)), "feasible")
-    asked = []
-    monkeypatch.setattr(cache_module, "adapt", lambda *given: asked.append(given))
-    assert cache.lookup(chain(memory=1, m=4)) is None
-    assert len(asked) == 2
-    monkeypatch.setattr(cache_module, "MOST_OPS", 3)
-    assert cache.lookup(chain(memory=1, m=4)) is None
-    assert len(asked) == 2
 
 
 def test_what_would_take_too_long_is_given_up_and_reported(
@@ -193,17 +158,6 @@ def test_another_structure_is_never_a_hit(cache: Cache, other: Problem) -> None:
     cache.add(gpipe(chain()), "feasible")
     assert structure(other) != structure(chain())
     assert cache.lookup(other) is None
-
-
-def test_proportions_of_times_near_zero_are_numbers(cache: Cache) -> None:
-    content = chain().to_dict() | {"p2p_ms": 1e12}
-    for stage in content["stages"]:
-        stage |= {name: 1e-300 for name in stage if name.endswith("_ms")}
-    problem = Problem.from_dict(content)
-    cache.add(gpipe(problem), "feasible")
-    near = cache.lookup(problem.replace(p2p_ms=9e11))
-    assert near is not None
-    assert near.distance == 0.0
 
 
 def test_an_invalid_schedule_is_not_added(cache: Cache) -> None:
@@ -389,18 +343,6 @@ def test_damaged_features_are_no_hit_and_are_reported(
     assert each_cache.lookup(chain(scale=2.0)) is None
     assert "skipped 1 entries whose features cannot be read" in caplog.text
     assert each_cache.lookup(chain()) is not None
-
-
-def test_entries_that_are_not_text_are_no_hit(tmp_path: Path) -> None:
-    path = tmp_path / "cache.sqlite"
-    cache = Cache(path)
-    cache.add(gpipe(chain()), "feasible")
-    _spoil(path, "features", "text")
-    assert cache.lookup(chain(scale=2.0)) is None
-    _spoil(path, "entry", b"{\xff}")
-    assert cache.lookup(chain()) is None
-    assert cache.add(gpipe(chain()), "feasible")
-    assert cache.lookup(chain()) is not None
 
 
 def test_files_that_are_not_caches_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chain import chain, gpipe, one_by_one
+from support.chain import chain, gpipe
 
 from optpipe import InputError
 from optpipe_cache import Cache
@@ -38,31 +38,6 @@ def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
     for creator in creators:
         creator.close()
     assert codes == [0] * 6
-
-
-def _add_many(path: Path, first: int) -> None:
-    cache = Cache(path)
-    for k in range(first, first + 20):
-        cache.add(gpipe(chain(forward=1.0 + k)), "feasible")
-        cache.add((one_by_one if k % 2 else gpipe)(chain(forward=0.5)), "feasible")
-
-
-def test_several_processes_write_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "cache.sqlite"
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=_add_many, args=(path, 20 * w)) for w in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-        writer.close()
-    cache = Cache(path)
-    assert len(cache.entries()) == 61
-    hit = cache.lookup(chain(forward=0.5))
-    assert hit is not None
-    assert hit.exact
-    assert hit.schedule.method == "gpipe"
 
 
 def _add_endlessly(path: Path, first: int, added: Any) -> None:

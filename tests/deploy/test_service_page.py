@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deployment import ROOT, SERVICES
+from support.deployment import ROOT
 from support.pages import DOCS, table
 from support.ports import free_port
 
@@ -130,23 +130,6 @@ def test_its_commands_run(ran: Path) -> None:
     assert '"method":"milp","placements":"keep"' in said
     assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
     assert "optpipe_solve_seconds" in (ran / "worker.txt").read_text()
-
-
-def test_the_compose_commands_exist() -> None:
-    [text] = [text for kind, text in BLOCKS if kind == "sh-compose"]
-    asked = [
-        shlex.split(line.partition(" > ")[0])[2:] for line in text.splitlines() if line.startswith("docker compose ")
-    ]
-    assert [words[0] for words in asked] == ["build", "run", "run", "up"]
-    for words in asked:
-        if words[0] == "run":
-            name, *command = [
-                word for word in words[1:] if not word.startswith("-") or word.startswith("--t") or word == "--scope"
-            ]
-            assert name in SERVICES
-            assert command[:3] == ["optpipe", "keys", "create"]
-    for secret in ("postgres_password", "metrics_key"):
-        assert f"> deploy/secrets/{secret}\n" in text
 
 
 def test_the_table_of_metrics_matches_the_registry() -> None:

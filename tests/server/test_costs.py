@@ -72,6 +72,7 @@ COSTLY = [
         "schedule.placement: the problem on its stages has 524288 activation parts",
     ),
     ("jobs", {"problem": SMALL | {"devices": [DEVICE] * 257}}, "problem.devices are 257: expected up to 256"),
+    ("jobs", {"problem": SMALL | {"microbatches": 4097}}, "problem.microbatches = 4097: expected up to 4096"),
     ("check", {"problem": SMALL, "schedule": schedule(problem(257, 1))}, "schedule.problem.stages are 257"),
     ("jobs", {"problem": SMALL, "warm_start": schedule(problem(257, 1))}, "warm_start.problem.stages are 257"),
     ("check", {"problem": SMALL, "schedule": schedule(SMALL, devices=[PROGRAM] * 257)}, "schedule.devices are 257"),

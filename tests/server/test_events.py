@@ -65,21 +65,6 @@ def test_a_wrong_event_id_is_refused(client: httpx.Client, last: Any) -> None:
     assert reply.headers["content-type"] == "application/problem+json"
 
 
-def test_pings_while_nothing_happens(client: httpx.Client) -> None:
-    job = submit(client, method="hang")
-    with client.stream("GET", f"{job['url']}/events") as response:
-        lines = response.iter_lines()
-        pings = [line for line, _ in zip(lines, range(12), strict=False) if line.startswith(": ping")]
-    assert len(pings) >= 2
-
-
-def test_an_infeasible_job_ends_its_stream(client: httpx.Client) -> None:
-    job = submit(client, method="infeasible")
-    [end] = follow(client, job)
-    assert json.loads(end["data"])["state"] == "infeasible"
-    assert client.get(f"{job['url']}/events", headers={"Last-Event-ID": end["id"]}).status_code == 204
-
-
 def test_cancel_ends_the_streams(client: httpx.Client) -> None:
     job = submit(client, method="hang")
     seen: list[list[dict[str, Any]]] = []
@@ -150,20 +135,6 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
         assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
 
-def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
-        jobs = [submit(client, method="hang"), submit(client, method="plain", time_limit_s=30.0)]
-    with (
-        running(replace(settings, solves=2)) as (url, _),
-        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
-    ):
-        first, second, end = follow(client, jobs[1])
-        assert (first["id"], second["id"], json.loads(end["data"])["state"]) == ("1", "2", "done")
-        assert client.get(f"{jobs[0]['url']}/incumbents/best").json()["method"] == "naive"
-        client.post(f"{jobs[0]['url']}/cancel")
-        assert until_over(client, jobs[0])["state"] == "cancelled"
-
-
 class Interrupted(list[bytes]):
     """A list of events that gets its last one, and the job's end, at the moment when it is read."""
 
@@ -190,3 +161,11 @@ def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
 
     asyncio.run(stream._send_events(topic, send))
     assert sent.removeprefix(PING) == b"the last incumbent\n\nend\n\n"
+
+
+def test_pings_while_nothing_happens(client: httpx.Client) -> None:
+    job = submit(client, method="hang")
+    with client.stream("GET", f"{job['url']}/events") as response:
+        lines = response.iter_lines()
+        pings = [line for line, _ in zip(lines, range(12), strict=False) if line.startswith(": ping")]
+    assert len(pings) >= 2

@@ -37,12 +37,3 @@ def test_what_does_not_fit_is_refused_or_asked_for(client: httpx.Client) -> None
     )
     reply = client.get(f"{job['url']}/export", params=asked | {"despite_memory": True})
     assert reply.text == export_schedule(offloads, "torch-csv", without_offload=True)
-
-
-def test_other_stacks(client: httpx.Client) -> None:
-    address = f"{until_over(client, submit(client))['url']}/export"
-    reply = client.get(address, params={"to": "primus", "seq": 2})
-    assert reply.headers["content-type"] == "application/json", reply.text
-    assert reply.text == export_schedule(gpipe(chain()), "primus")
-    refused = client.get(address, params={"to": "megatron", "seq": 2})
-    assert (refused.status_code, "where Megatron's 1F1B has" in refused.json()["detail"]) == (422, True)

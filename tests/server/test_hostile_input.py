@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.chain import chain, gpipe
+from support.chain import chain
 from support.databases import shared_on_sqlite
 from support.examples import examples
 
 from optpipe.model.problem import Problem
-from optpipe.schedule import ScheduleFile
 from optpipe_server.http.bodies import Submission
-from optpipe_server.http.guarded_route import LONGEST_BODY, strict_json
+from optpipe_server.http.guarded_route import strict_json
 from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
 GOOD = json.dumps({"problem": chain().to_dict(), "method": "hang"})
+NONSENSE = {"problem": chain().to_dict(), "devices": [{"program": ["0F0"]}, {"program": ["nonsense"]}]}
 
 
 def post(client: httpx.Client, body: str | bytes, headers: dict[str, str] = JSON) -> httpx.Response:
@@ -81,49 +81,18 @@ def test_values_that_are_not_numbers_are_refused(client: httpx.Client, value: st
         ({"problem": {}}, "body: problem.microbatches is missing"),
         ({"method": ""}, "body: method"),
         ({"objective": "cost"}, "body: objective = 'cost'"),
-        ({"time_limit_s": 0}, "body: time_limit_s = 0"),
         ({"time_limit_s": 3601}, "body: time_limit_s = 3601"),
         ({"colour": "red"}, "body: colour is not a field of this format"),
-        ({"x" * 10_000: 1}, "body: xxx"),
         ({"method": "x" * 10_000}, "body: method"),
         ({"warm_start": {}}, "body: warm_start.problem is missing"),
+        ({"warm_start": NONSENSE}, "body: warm_start: programs[1]: op 'nonsense'"),
     ],
 )
+@shared_on_sqlite
 def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], sentence: str) -> None:
     reply = post(client, json.dumps({**json.loads(GOOD), **change}))
     assert reply.status_code == 422
     assert detail(reply).startswith(sentence)
-
-
-def test_a_wrong_op_of_a_warm_start_is_named(client: httpx.Client) -> None:
-    warm = ScheduleFile.from_schedule(gpipe(chain())).model_dump(mode="json", exclude_none=True)
-    warm["devices"][1]["program"][0] = "nonsense"
-    reply = post(client, json.dumps({**json.loads(GOOD), "warm_start": warm}))
-    assert detail(reply).startswith("body: warm_start: programs[1]: op 'nonsense'")
-
-
-def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
-    problem = chain().to_dict()
-    many = {**problem, "stages": [problem["stages"][0]] * 257}
-    for path in ("/v1/jobs", "/v1/compare", "/v1/cache/lookup"):
-        reply = client.post(path, json={"problem": many})
-        assert (reply.status_code, "problem.stages are 257: expected up to 256" in detail(reply)) == (422, True)
-        reply = client.post(path, json={"problem": {**problem, "microbatches": 4097}})
-        assert (reply.status_code, "problem.microbatches = 4097: expected up to 4096" in detail(reply)) == (422, True)
-    largest = {**many, "stages": many["stages"][:256], "microbatches": 1024}
-    assert Submission.model_validate({"problem": largest}).problem.microbatches == 1024
-
-
-@shared_on_sqlite
-def test_too_long_a_body(client: httpx.Client) -> None:
-    assert post(client, b" " * (LONGEST_BODY + 1)).status_code == 413
-
-    def chunks() -> Any:
-        for _ in range(20):
-            yield b" " * 100_000
-
-    reply = client.post("/v1/jobs", content=chunks(), headers=JSON)
-    assert reply.status_code == 413
 
 
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))

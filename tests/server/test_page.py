@@ -191,14 +191,6 @@ def test_the_list_is_filtered_and_sorted_and_two_jobs_stand_side_by_side(service
     assert f"{overs[0]['best']['makespan_ms']:g} ms" in names[1]
 
 
-def test_a_job_without_a_schedule_says_why_and_shows_no_empty_boxes(service: Service, visitor: Visitor) -> None:
-    job = submit(service.client, chain(), "infeasible")
-    page = visitor.go(f"/jobs/{job['id']}", "[data-state=infeasible]")
-    assert visitor.text(".notice") == [until_over(service.client, job)["reason"]]
-    assert [card.inner_text() for card in page.locator(".card > h2:visible").all()] == ["Log"]
-    assert page.locator(".tiles:visible").count() == 0
-
-
 def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
     service: Service, visitor: Visitor
 ) -> None:
@@ -309,19 +301,6 @@ def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: 
     page.wait_for_selector("[data-edits='1'] .verdict .wrong")
     assert visitor.text(".verdict li") == told
     finger.detach()
-
-
-def test_a_slider_draws_anew(visitor: Visitor) -> None:
-    page = visitor.go(f"/workbench?{SMALL}&method=gpipe", ".sketch")
-    page.wait_for_selector("[data-drawn][data-method=gpipe]")
-    count = page.locator(".page").get_attribute("data-drawn")
-    before = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
-    page.get_by_label("F, forward").focus()
-    page.keyboard.press("End")
-    page.wait_for_function("(count) => Number(document.querySelector('.page').dataset.drawn) > count", arg=int(count))
-    now = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
-    assert float(now["gpipe"].split()[0]) == pytest.approx(float(before["gpipe"].split()[0]) + 5 * 10)
-    assert "f=20" in page.url
 
 
 def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Service, visitor: Visitor) -> None:

@@ -10,11 +10,7 @@ import httpx
 from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
-from optpipe.results import Result
 from optpipe.schedule import ScheduleFile, certify
-from optpipe_server.database import InitialResult, NewJob
-from optpipe_server.database.job_queries import MOST_LISTED
-from optpipe_server.http.server import Server
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -47,24 +43,10 @@ def test_pages_of_the_list(client: httpx.Client) -> None:
         seen += [job["id"] for job in page["jobs"]]
         address = page["next"]
     assert seen == jobs[::-1]
+    assert client.get(f"/v1/jobs/{seen[0]}/incumbents/best").status_code == 404
     assert client.get("/v1/jobs").json()["jobs"][0]["id"] == hanging
     for wrong in ("cursor=x", "cursor=%00", "limit=0", "limit=201", "state=stopped", "cursor=LTE"):
         assert client.get(f"/v1/jobs?{wrong}").status_code == 422
-
-
-def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str, Server]) -> None:
-    service = shared[1].service
-    caller = service.keys.read().check(client.headers["Authorization"].removeprefix("Bearer "))
-    assert caller is not None
-    jobs = [
-        service.jobs.add(caller.tenant, NewJob(chain()), InitialResult(Result("infeasible")), queue=0)[0]
-        for _ in range(MOST_LISTED + 1)
-    ]
-    page = client.get("/v1/jobs", params={"limit": MOST_LISTED}).json()
-    assert [job["id"] for job in page["jobs"]] == jobs[:0:-1]
-    rest = client.get(page["next"]).json()
-    assert ([job["id"] for job in rest["jobs"]], rest["next"]) == (jobs[:1], None)
-    client.delete(rest["jobs"][0]["url"])
 
 
 def test_unchanged_resources_are_304(client: httpx.Client) -> None:
@@ -184,15 +166,6 @@ def test_the_log_tells_what_happened(client: httpx.Client) -> None:
         seen += page["lines"]
         address = page["next"]
     assert seen == lines
-
-
-def test_a_purged_job_is_gone(client: httpx.Client) -> None:
-    job = submit(client, method="hang")
-    assert client.delete(job["url"]).status_code == 204
-    for address in (job["url"], job["best"]["url"], f"{job['url']}/log", f"{job['url']}/events"):
-        assert client.get(address).status_code == 404
-    assert client.delete(job["url"]).status_code == 404
-    assert client.get("/v1/jobs").json()["jobs"] == []
 
 
 def test_health_and_metrics(client: httpx.Client) -> None:

@@ -61,15 +61,3 @@ def test_the_milp_asked_for_by_name_runs_though_the_first_schedule_is_proven(cli
     lines = client.get(f"{job['url']}/log").json()["lines"]
     levels = {line["level"] for line in lines if line["text"].startswith("milp: HiGHS: optimal after ")}
     assert levels == {"info"}  # nothing is wrong
-
-
-@on_sqlite
-def test_too_little_memory_is_named(client: httpx.Client) -> None:
-    content = chain().to_dict()
-    content["devices"][1]["activation_budget_bytes"] = 999
-    job = client.post("/v1/jobs", json={"problem": content, "time_limit_s": 2.0}).json()
-    with client.stream("GET", f"{job['url']}/events") as response:
-        [end] = [json.loads(event["data"]) for event in events(response)]
-    assert end["state"] == "infeasible"
-    assert "at least 1 kB" in end["reason"]
-    assert "999" in end["reason"]

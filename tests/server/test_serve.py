@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 from support.chain import chain
+from support.ports import free_port
+from support.processes import over
+from support.serve_process import serve_process
 from support.service import events
+from support.work import until
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -23,28 +24,14 @@ from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 from optpipe_server.http.server import listen, make_server
 
-START = """
-import optpipe.anytime, optpipe_server.first_schedules
-optpipe.anytime.SOLVER = "support.fake_solver"
-optpipe_server.first_schedules.MODULE = "support.fake_first_process"
-optpipe_server.serve(optpipe_server.Settings({!r}, pack=None), port={!r})
-"""
-
 
 @contextmanager
-def serving(tmp_path: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    command = [sys.executable, "-W", "error", "-c", START.format(f"sqlite:///{tmp_path / 'jobs.sqlite'}", port)]
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OPTPIPE_CACHE": str(tmp_path / "cache.sqlite"), "PYTHONPATH": path}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            said, _, url = process.stdout.readline().strip().rpartition(" ")
-            assert said == "optpipe serves on"
-            with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
-                yield process, client
-        finally:
-            process.kill()
+def serving(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    with (
+        serve_process(f"sqlite:///{folder / 'jobs.sqlite'}", port, folder) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240, trust_env=False) as client,
+    ):
+        yield process, client
 
 
 def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
@@ -52,29 +39,13 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
     problem = Problem.from_dict({**chain().to_dict(), "name": str(pid_file)})
     job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "method": "pid"}).json()
     assert job["best"]["method"] == "naive"
-    until = time.monotonic() + 60
-    while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
     return job["url"], int(pid_file.read_text())
-
-
-def gone(pid: int, within_s: float = 60.0) -> bool:
-    """Return whether the process ends within the time; a zombie has ended."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path) as (process, client):
+    with serving(tmp_path, free_port()) as (process, client):
         job, pid = submit_with_pid(client, tmp_path / "pid")
         with client.stream("GET", f"{job}/events") as response:
             stream = events(response)
@@ -82,25 +53,22 @@ def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signa
             process.send_signal(number)
             assert list(stream) == []
         assert process.wait(60) in (0, -number)
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        assert gone(pid)
+        assert (tmp_path / "serve.log").read_text() == ""
+        until(lambda: over(pid))
 
 
 def test_a_killed_service_leaves_no_solver_and_a_restart_on_its_port_resumes(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    with serving(tmp_path) as (process, client):
+    pid_file, port = tmp_path / "pid", free_port()
+    with serving(tmp_path, port) as (process, client):
         job, pid = submit_with_pid(client, pid_file)
-        port = client.base_url.port
         process.kill()
         process.wait(60)
-        assert gone(pid)
+        until(lambda: over(pid))
         pid_file.unlink()
-    with serving(tmp_path, port or 0) as (_, client):
+    with serving(tmp_path, port) as (_, client):
         shown = client.get(job).json()
         assert (shown["state"] in ("queued", "running"), shown["best"]["method"]) == (True, "naive")
-        while not pid_file.exists():
-            time.sleep(0.02)
+        until(pid_file.exists)
         assert client.get(job).json()["attempt"] == 2
         assert "is gone" in client.get(f"{job}/log").text
 

@@ -146,15 +146,6 @@ def test_a_page_that_is_damaged_while_the_service_runs_is_told(
     assert "Traceback" not in caplog.text
 
 
-def test_many_probes_write_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PROBED_S", 1000.0)
-    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
-        probes: list[None] = []
-        monkeypatch.setattr(server.service.database, "probe", lambda: probes.append(None))
-        assert [client.get("/readyz").status_code for _ in range(5)] == [200] * 5
-    assert len(probes) == 1
-
-
 def test_a_service_that_cannot_free_lost_jobs_does_not_start(damaged: Settings) -> None:
     with pytest.raises(InputError, match="malformed"):
         Service(damaged)

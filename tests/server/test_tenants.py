@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
-from support.chain import chain
 from support.jobs import submit
-from support.requests import bearer
-from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.database import Database, Jobs
-from optpipe_server.database.keys import SCOPES, Keys
+from optpipe_server.database.keys import Keys
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import QUEUED_OF_A_TENANT, ComputeQueue, Shares, Turns
 from optpipe_server.settings import LOCAL
@@ -57,13 +52,17 @@ def test_turns_of_a_tenant_hold_up_only_itself() -> None:
     assert asyncio.run(turns()) == [LOCAL, "a", "b"]
 
 
-def test_computations_of_a_tenant_leave_room_for_others() -> None:
+def test_computations_run_one_at_a_time_and_those_of_a_tenant_leave_room_for_others() -> None:
     async def ask() -> tuple[list[int], str]:
         queue, go_on = ComputeQueue(), asyncio.Event()
-        loop = asyncio.get_running_loop()
+        loop, inside, most = asyncio.get_running_loop(), 0, 0
 
         def held() -> str:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+            inside -= 1
             return "done"
 
         greedy = [asyncio.create_task(queue.run("a", held)) for _ in range(QUEUED_OF_A_TENANT + 3)]
@@ -71,21 +70,10 @@ def test_computations_of_a_tenant_leave_room_for_others() -> None:
         await asyncio.sleep(0)
         go_on.set()
         answers = await asyncio.gather(*greedy, return_exceptions=True)
+        assert most == 1
         return [answer.status_code for answer in answers if isinstance(answer, ReplyError)], await other
 
     assert asyncio.run(ask()) == ([429] * 3, "done")
-
-
-def test_a_tenant_has_half_of_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_solver(monkeypatch)
-    with running(replace(settings_in(tmp_path), streams=2)) as (url, server), ExitStack() as streams:
-        for tenant, expected in (("one", [200, 429]), ("other", [200])):
-            key = server.service.keys.create(tenant, SCOPES)
-            client = httpx.Client(base_url=url, timeout=240, trust_env=False, headers=bearer(key))
-            streams.enter_context(client)
-            job = client.post("/v1/jobs", json={"problem": chain().to_dict(), "method": "hang"}).json()
-            for status in expected:
-                assert streams.enter_context(client.stream("GET", f"{job['url']}/events")).status_code == status
 
 
 def test_a_key_for_local_does_not_share_the_jobs_without_a_key(tmp_path: Path) -> None:

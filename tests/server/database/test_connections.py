@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import Connection, select, text, update
-from sqlalchemy.exc import OperationalError, SQLAlchemyError, TimeoutError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from support.jobs import expire, row, submit
 from support.postgres import Postgres
 
@@ -56,16 +56,6 @@ def test_a_process_stopped_in_a_transaction_does_not_block_its_job(
     assert submit(stopped), "its next transaction has another connection"
     stopped.close()
     other.close()
-
-
-def test_waiting_for_a_connection_times_out(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_postgres, "CONNECTIONS", 2)
-    monkeypatch.setattr(of_postgres, "CONNECT_S", 3)
-    database = Database(postgres_url)
-    with database.read(), database.read(), pytest.raises(TimeoutError):
-        submit(database)
-    submit(database)
-    database.close()
 
 
 def test_a_connection_in_use_is_closed_once_its_database_is_closed(database_url: str) -> None:

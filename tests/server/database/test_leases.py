@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -19,13 +18,12 @@ from support.chain import chain, gpipe
 from support.jobs import FAST, SLOW, A, expire, found, row, submit
 from support.service import running, settings_in
 
-from optpipe.results import Result
 from optpipe_cache import Cache, Retention
 from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
-from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim, LostError
+from optpipe_server.database.leases import LONGEST_S, Claim
 from optpipe_server.database.tables import incumbents, jobs, schedules
 
 
@@ -65,48 +63,6 @@ def test_workers_that_claim_at_once_share_alike(database: Database) -> None:
 
     with ThreadPoolExecutor(workers) as pool:
         assert Counter(pool.map(claimed_by, range(workers))) == {"a": 3, "b": 3, "c": 3}
-
-
-WRITES: dict[str, Callable[[Leases, Claim], object]] = {
-    "append": lambda leases, claim: leases.append(claim, found(FAST)),
-    "note": lambda leases, claim: leases.note(claim, "still here"),
-    "again": lambda leases, claim: leases.reload(claim, 1.0),
-    "crashed": lambda leases, claim: leases.record_crash(claim, "signal 9", 1.0),
-    "finish": lambda leases, claim: leases.finish(claim, "done", found(FAST), 1.0),
-    "give_back": lambda leases, claim: leases.give_back(claim, 1.0),
-}
-LOSSES: dict[str, Callable[[Database, Leases, Claim], object]] = {
-    "another attempt": lambda database, leases, claim: leases.record_crash(claim, "signal 9", 1.0),
-    "given back": lambda database, leases, claim: leases.give_back(claim, 1.0),
-    "over": lambda database, leases, claim: leases.finish(claim, "done", found(SLOW), 1.0),
-    "reaped": lambda database, leases, claim: (expire(database, claim.job_id), reap(database)),
-    "another worker's": lambda database, leases, claim: (
-        expire(database, claim.job_id),
-        reap(database),
-        Leases(database, "x").claim(),
-    ),
-    "purged": lambda database, leases, claim: Jobs(database).purge(A, claim.job_id),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_lease_cannot_write(database: Database, loss: str) -> None:
-    job_id = submit(database)
-    leases, claim = claimed(database)
-    LOSSES[loss](database, leases, claim)
-
-    def everything() -> list[object]:
-        jobs = Jobs(database)
-        return [jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 99)]
-
-    before = everything()
-    for name, write in WRITES.items():
-        with pytest.raises(LostError):
-            write(leases, claim)
-        assert everything() == before, name
-    assert leases.renew([(claim, 9.0)]) == {job_id}
-    assert leases.requested_changes({job_id: claim.attempt}) == {}
-    assert everything() == before
 
 
 def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
@@ -212,41 +168,3 @@ def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeyp
     monkeypatch.setattr(database, "write", after_another_problem)
     assert prune(database, Retention(0)) == 0
     assert row(database, job_id).state == "queued"
-
-
-@pytest.mark.parametrize(("schedule", "state"), [(SLOW, "done"), (None, "failed")])
-def test_a_job_that_crashes_its_workers_ends(database: Database, schedule: object, state: str) -> None:
-    job_id = submit(database, schedule=schedule)
-    for _ in range(MOST_LOSSES):
-        claimed(database)
-        expire(database, job_id)
-        reap(database)
-        assert row(database, job_id).state == "queued"
-    claimed(database)
-    expire(database, job_id)
-    reap(database)
-    assert (row(database, job_id).state, row(database, job_id).reason) == (
-        state,
-        f"its worker was lost {MOST_LOSSES + 1} times",
-    )
-
-
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_an_incumbent_is_better_than_the_last(database: Database, objective: str) -> None:
-    job_id = submit(database, objective=objective)
-    leases, claim = claimed(database)
-
-    def ask(result: Result) -> list[float]:
-        assert leases.append(claim, replace(result, objective=objective))  # type: ignore[arg-type]
-        return [getattr(each, f"{objective}_ms") for each in Jobs(database).incumbents(job_id)]
-
-    slow, fast = (getattr(schedule, f"{objective}_ms") for schedule in (SLOW, FAST))
-    assert slow > fast
-    before = row(database, job_id)
-    assert ask(found(SLOW)) == [slow], "what the search began with"
-    assert row(database, job_id) == before
-    assert ask(found(FAST, 2.0)) == [slow, fast]
-    before = row(database, job_id)
-    assert ask(found(FAST, 2.0)) == ask(found(SLOW)) == [slow, fast], "said again, or worse"
-    assert row(database, job_id) == before
-    assert (before.gap, before.lower_bound_ms) == (pytest.approx(1 - 2.0 / fast), 2.0)

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from support.chain import chain, gpipe, one_by_one
-from support.jobs import FAST, PROBLEM, A, expire, found, row, start, submit
+from support.jobs import PROBLEM, A, expire, found, row, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
@@ -71,45 +71,6 @@ def test_one_idempotency_key_makes_one_job(database: Database) -> None:
     answers = at_once(*[add] * 12)
     [job] = Jobs(database).page(A, None, None, 99)
     assert sorted(answers) == [(job.id, False)] * 11 + [(job.id, True)]  # type: ignore[type-var]
-
-
-def test_a_lost_lease_is_reaped_once(database: Database) -> None:
-    ids = [submit(database) for _ in range(10)]
-    leases = Leases(database, "w")
-    held = [leases.claim() for _ in ids]
-    assert None not in held
-    expire(database, *ids)
-    reaped = at_once(*[lambda: reap(database)] * 4)
-    assert sorted(job_id for each in reaped for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
-    assert {(row(database, job_id).state, row(database, job_id).losses) for job_id in ids} == {("queued", 1)}
-
-
-def test_a_cancel_that_races_with_the_end_is_consistent(database: Database) -> None:
-    for _ in range(10):
-        job_id = submit(database)
-        leases = Leases(database, "w")
-        claim = leases.claim()
-        assert claim is not None
-        ended, cancelled = at_once(
-            partial(leases.finish, claim, "done", found(FAST), 1.0), partial(Jobs(database).cancel, A, job_id)
-        )
-        assert (ended, cancelled) == (True, None)
-        job = row(database, job_id)
-        assert job.state == "done"
-        assert Jobs(database).cancel(A, job_id) is None
-        assert row(database, job_id) == job
-
-
-def test_a_purge_that_races_with_a_worker_leaves_nothing(database: Database) -> None:
-    for _ in range(10):
-        job_id = submit(database)
-        leases = Leases(database, "w")
-        claim = leases.claim()
-        assert claim is not None
-        written, purged = at_once(partial(leases.append, claim, found(FAST)), partial(Jobs(database).purge, A, job_id))
-        assert written is True or isinstance(written, LostError)
-        assert purged is None
-        assert (Jobs(database).job(A, job_id), Jobs(database).incumbents(job_id)) == (None, [])
 
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.soak)])

@@ -13,7 +13,7 @@ from support.chain import chain, gpipe, one_by_one
 
 from optpipe.options import SolveOptions
 from optpipe.results import Result
-from optpipe_cache import Cache, Retention
+from optpipe_cache import Cache
 from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.settings import LOCAL
@@ -31,22 +31,6 @@ def test_tenants_find_their_own_schedules_unless_they_share(database: Database, 
     caches.cache_of(LOCAL).add(gpipe(chain(offload=None)), "feasible")
     assert len(Cache(tmp_path / "mine").entries()) == 1
     assert caches.cache_of("a").lookup(chain(offload=None)) is None
-
-
-def test_all_tenants_find_what_the_release_has(database: Database, tmp_path: Path) -> None:
-    caches = TenantCaches(Settings(cache=tmp_path / "mine"), database)
-    for tenant in ("a", LOCAL):
-        hit = caches.cache_of(tenant).lookup(chain(m=4))
-        assert hit is not None
-        assert hit.source == "pack"
-        assert caches.cache_of(tenant).entries() == []
-
-
-def test_days_count_for_the_user_s_own_file(database: Database, tmp_path: Path) -> None:
-    caches = TenantCaches(Settings(cache=tmp_path / "mine", kept=Retention(days=0)), database)
-    caches.cache_of(LOCAL).add(gpipe(chain()), "feasible")
-    caches.cache_of(LOCAL).add(gpipe(chain(forward=2.0)), "feasible")
-    assert caches.cache_of(LOCAL).entries() == []
 
 
 def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(sqlite_url: str, tmp_path: Path) -> None:

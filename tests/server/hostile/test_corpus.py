@@ -103,60 +103,6 @@ def test_bodies(call: Call, few: int, taking: httpx.Client, over: str) -> None:
             assert 400 <= reply.status_code < 500, body[:100]
 
 
-@pytest.mark.parametrize("headers", [
-    {"Content-Type": "text/plain"},
-    {"Content-Type": "application/x-www-form-urlencoded"},
-    {"Content-Type": "multipart/form-data; boundary=x"},
-    {"Content-Type": "application/json+x"},
-    {"Content-Type": ""},
-    {"Content-Encoding": "gzip"},
-    {"Content-Encoding": "identity, br"},
-    {"Content-Type": b"\xff\xfe"},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("call", WITH_BODY, ids=name)
-def test_other_kinds_of_bodies(call: Call, headers: dict[str, Any], taking: httpx.Client, over: str) -> None:
-    reply = call.ask(taking, over, headers, b"{}")
-    assert reply.status_code == 415
-    sound(reply)
-
-
-ODD = [
-    *(b"", b"\xff\xfe", b"\x80", b"'", b"*", b"0", b"-1", b"1e3", b"9" * 30, b"9" * 5000),
-    *(b'"', b'""', b'"\xff"', b"W/", b"," * 1000),
-]
-HEADERS = [
-    *("Last-Event-ID", "If-Match", "If-None-Match", "Idempotency-Key", "Accept", "Accept-Encoding", "Range", "Cookie"),
-    *("X-Forwarded-For", "X-HTTP-Method-Override", "Expect", "Origin", "Upgrade"),
-]
-
-
-@few
-@pytest.mark.parametrize("call", CALLS, ids=name)
-def test_headers(call: Call, few: int, taking: httpx.Client, over: str) -> None:
-    if call.method == "DELETE":  # of what all ask
-        over = "0" * 32
-    for header in some(HEADERS, 3 * few, call):
-        for value in some(ODD, few, name(call) + header):
-            reply = call.ask(taking, over, {header: value})
-            sound(reply)
-
-
-QUERIES = ["wait", "limit", "cursor", "after", "seq", "state", "%00", "__class__", "wait[]"]
-VALUES = [
-    *("", "%00", "%ff", "%ud800", "NaN", "nan", "inf", "-inf", "1e999", "-1", "0", "1", "9" * 30, "9" * 5000),
-    *("true", "[]", "done'--", "MQ==", "é", "+1", "%20 1"),
-]
-
-
-@pytest.mark.parametrize("call", [call for call in CALLS if call.method == "GET"], ids=name)
-@few
-def test_queries(call: Call, few: int, taking: httpx.Client, over: str) -> None:
-    for query in some(QUERIES, 2 * few, call):
-        for value in some(VALUES, few, name(call) + query):
-            path = call.path.replace("{job_id}", over).replace("{seq}", "1")
-            sound(taking.get(httpx.URL(f"{path}?{query}={value}&{query}={value}")))
-
-
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**53, 2**63, 2**64])
 def test_numbers_for_which_a_column_is_too_small(number: int, taking: httpx.Client, over: str) -> None:
     for path in (

@@ -83,36 +83,6 @@ def test_the_jobs_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[],
         )
 
 
-@pytest.mark.parametrize("call", GUARDED, ids=name)
-@shared_on_sqlite
-def test_without_a_valid_key_nobody_is_answered(call: Call, anybody: httpx.Client, keys: Keys) -> None:
-    right, revoked = keys.create("own", SCOPES), keys.create("own", SCOPES)
-    keys.revoke(revoked.split("_")[1])
-    _, key_id, secret = right.split("_")
-    for sent in (
-        None,
-        f"Bearer {revoked}",
-        f"Bearer op_{key_id}_{'0' * len(secret)}",
-        f"Bearer op_{'0' * len(key_id)}_{secret}",
-        f"Bearer op_{key_id}_",
-    ):
-        reply = call.ask(anybody, NOBODY, {"Authorization": sent} if sent else {})
-        assert reply.status_code == 401, sent
-        assert reply.headers["www-authenticate"].startswith("Bearer ")
-        assert reply.headers["content-type"] == "application/problem+json"
-        assert secret not in reply.text
-
-
-@pytest.mark.parametrize("call", GUARDED, ids=name)
-@shared_on_sqlite
-def test_another_scope_is_refused(call: Call, anybody: httpx.Client, keys: Keys) -> None:
-    others = [scope for scope in SCOPES if scope != call.scope]
-    for scopes in ([others[0]], [others[1]], others):
-        reply = call.ask(anybody, NOBODY, bearer(keys.create("own", scopes)))
-        assert reply.status_code == 403
-        assert f'scope="{call.scope}"' in reply.headers["www-authenticate"]
-
-
 @pytest.mark.parametrize(
     ("asked", "status", "detail", "allow"),
     [

@@ -14,32 +14,11 @@ import optpipe_server.work.rounds
 from optpipe_server.database import Leases, reap
 from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
-from optpipe_server.settings import LOCAL
 from optpipe_server.work import Reaper
 
 
 def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"optpipe_{name}", labels) or 0.0
-
-
-@on_sqlite
-def test_ended_jobs_and_their_gaps_are_counted(work: Work) -> None:
-    before = {
-        state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")
-    }
-    found, gaps = counted("incumbents_total"), counted("gap_count")
-    with work.supervisor(solves=4):
-        for method in ("prove", "infeasible", "unknown"):
-            work.ended(work.submit(method))
-        cancelled = work.submit("hang")
-        work.found(cancelled)
-        work.jobs.cancel(LOCAL, cancelled)
-        work.ended(cancelled)
-    assert {state: counted("solve_seconds_count", state=state) - was for state, was in before.items()} == dict.fromkeys(
-        before, 1.0
-    )
-    assert counted("incumbents_total") - found == 3  # two that were proven step by step, one before the cancel
-    assert counted("gap_count") - gaps == 1
 
 
 def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:

@@ -21,7 +21,6 @@ from optpipe import Result
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases, reap
 from optpipe_server.database.tables import incumbents, jobs
-from optpipe_server.settings import LOCAL
 
 RECLAIMED_S = 60.0  # with leases of 15 s; these are shorter, and the machine may be busy
 ORPHANED_S = 60.0
@@ -151,15 +150,3 @@ def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> 
 def rows(database: Database) -> list[object]:
     with database.read() as db:
         return [*db.execute(select(jobs)), *db.execute(select(incumbents))]
-
-
-def test_a_worker_that_is_told_to_end_gives_its_jobs_back(beside: Work, database_url: str, tmp_path: Path) -> None:
-    job_id = beside.submit("hang")
-    with worker_process(database_url, "worker", tmp_path / "cache") as worker:
-        beside.found(job_id)
-        worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(60) == 0
-        assert worker.children == []
-    job = beside.job(job_id)
-    assert (job.state, job.worker, job.losses, job.last_seq) == ("queued", None, 0, 1)
-    beside.jobs.cancel(LOCAL, job_id)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
 from support.chain import gpipe, one_by_one
 from support.databases import on_sqlite
 from support.processes import over
@@ -21,7 +20,6 @@ from optpipe.process.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.database import InitialResult
 from optpipe_server.database.jobs import StaleError, options_of
-from optpipe_server.database.tables import log
 from optpipe_server.settings import LOCAL
 from optpipe_server.work import solve
 
@@ -48,21 +46,6 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
     hit = work.caches.cache_of(LOCAL).lookup(problem())
     assert hit is not None
     assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
-
-
-def test_many_jobs_of_one_tenant_do_not_keep_others_waiting(work: Work) -> None:
-    greedy = [work.submit("slow", tenant="greedy", priority=100) for _ in range(12)]
-    others = [work.submit("slow", tenant=tenant, priority=-100) for tenant in ("b", "c") for _ in range(2)]
-
-    def taken() -> list[str]:
-        claims = select(log.c.job).where(log.c.text.startswith("taken by")).order_by(log.c.number)
-        with work.database.read() as db:
-            return list(db.execute(claims).scalars())
-
-    with work.supervisor(solves=2):
-        order = until(lambda: len(claims := taken()) == len(greedy + others) and claims)
-    last_of_others = max(order.index(job) for job in others)
-    assert len(set(greedy) & set(order[:last_of_others])) <= 4, "a third of the first turns, or a few more"
 
 
 def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) -> None:
