@@ -17,15 +17,13 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Programs, Refused, Request
 from optpipe.results import Result, merged
-from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe.schedule import Schedule, check
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
-from optpipe_server.http.examples import SCHEDULE
 from optpipe_server.metrics import CACHE, REJECTED
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
@@ -62,9 +60,6 @@ class FirstSchedules:
         self._lock = threading.Lock()  # guards the two fields below
         self._large: WarmProcess | None = None
         self._closed = False
-        compile_at_once()  # so that no submission waits for it
-        example = ScheduleFile.model_validate(SCHEDULE).schedule()
-        assert not check(example.problem, example)
 
     def close(self) -> None:
         """End the processes. Whoever waits for one gets what is known without it."""

@@ -17,10 +17,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from optpipe.comparison import GENERATOR
 from optpipe.errors import InputError
+from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.jobs import (
@@ -39,6 +40,7 @@ from optpipe_server.database.streams import Streams
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule, is_large
 from optpipe_server.http.bodies import Submission, read_schedule
+from optpipe_server.http.examples import SCHEDULE
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import ComputeQueue, Shares, Turns
@@ -50,6 +52,7 @@ from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
 T = TypeVar("T")
 
+EXAMPLE = ScheduleFile.model_validate(SCHEDULE).schedule()
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
 OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
@@ -94,6 +97,8 @@ class Service:
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.own_processes = Shares(OWN_PROCESSES, 1, "comparisons or diagnoses running")
         self.first_schedules = FirstSchedules(self.settings, self.caches)
+        compile_at_once()  # so that no submission waits for it
+        assert not check(EXAMPLE.problem, EXAMPLE)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
         self.reaper.start()
