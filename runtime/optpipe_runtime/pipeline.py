@@ -429,7 +429,7 @@ class Pipeline:
     @property
     def preparing(self) -> bool:
         """Whether an offer is being prepared: between two steps the same on every rank."""
-        return self._schedules.preparing
+        return self._schedules.offers.preparing
 
     @collective
     def load(self, schedule: Schedule | None) -> None:

@@ -171,7 +171,7 @@ class StepRunner:
             thread.join(CLOSE_S)
 
     def _end_threads(self) -> None:
-        self.schedules.close()
+        self.schedules.offers.close()
         self._rank.close()
 
     # Learning
@@ -284,7 +284,7 @@ class StepRunner:
         is_known = self.learner.knows(batch)
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
         self._last_ms = 0.0
-        shared = self._rank.cpu_group.share(is_known, *self.schedules.votes(), -microseconds)
+        shared = self._rank.cpu_group.share(is_known, *self.schedules.offers.votes(), -microseconds)
         # `share` comes first: it waits for nobody, and tells inner peers that are in another method, before
         # `peers_agree` waits for them.
         is_known = self._rank.cpu_group.peers_agree(is_known) if self._can_undo else is_known

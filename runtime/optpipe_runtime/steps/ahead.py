@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -25,6 +27,7 @@ from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.steps.costs import Features, Seen
+from optpipe_runtime.swap.schedules import share_schedule
 from optpipe_runtime.swap.trials import PlannedStep
 
 log = logging.getLogger("optpipe.runtime")
@@ -62,32 +65,16 @@ class Unmeasured(NamedTuple):
 Planner = Callable[[Sequence[Told], threading.Event], Schedule | Unmeasured]
 
 
-class PreparedStep:
+class PreparedStep(NamedTuple):
     """A step that is being prepared on this rank."""
 
-    def __init__(self) -> None:
-        self.begins = threading.Event()
-        self._over = threading.Event()
-        self._planned: PlannedStep | Unmeasured | None = None
-        self._failure: BaseException | None = None
-
-    def prepare(self, work: Callable[[threading.Event], PlannedStep | Unmeasured]) -> None:
-        """In the thread."""
-        try:
-            self._planned = work(self.begins)
-        except BaseException as error:
-            self._failure = error
-        finally:
-            self._over.set()
+    begins: threading.Event
+    planned: Future[PlannedStep | Unmeasured]
 
     def wait(self) -> PlannedStep | Unmeasured:
         """When the step is to begin. Raises what went wrong."""
         self.begins.set()
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert self._planned is not None
-        return self._planned
+        return self.planned.result()
 
 
 class Ahead:
@@ -100,8 +87,15 @@ class Ahead:
 
     def prepare(self, told: Told, plan: Planner | None) -> PreparedStep:
         """Begins to prepare a step, without waiting. `plan` is there on the rank that plans."""
-        step = PreparedStep()
-        self._thread.run(lambda: step.prepare(lambda begins: self._prepare(told, plan, begins)))
+        step = PreparedStep(threading.Event(), Future())
+
+        def prepare() -> None:
+            try:
+                step.planned.set_result(self._prepare(told, plan, step.begins))
+            except BaseException as error:
+                step.planned.set_exception(error)
+
+        self._thread.run(prepare)
         return step
 
     def close(self) -> None:
@@ -121,35 +115,17 @@ class Ahead:
         for each in by_rank:
             if isinstance(each.given, InputError):
                 raise each.given
-        schedule = self._shared(by_rank, plan, begins)
+        schedule = share_schedule(self._group, self._planner, lambda: plan and plan(by_rank, begins))
         if isinstance(schedule, Unmeasured):
             return schedule
+        one_by_one = partial(self._lowered, one_at_a_time(schedule.problem))
         lowered = self._lowered(schedule)
         if not self._group.all_equal(None if lowered is None else lowered.number):
-            lowered = self._lowered(one_at_a_time(schedule.problem))
+            lowered = one_by_one()
             if not self._group.all_equal(None if lowered is None else lowered.number):
                 raise OptPipeError("the ranks can run neither the schedule of this step nor one micro-batch at a time")
         assert lowered is not None
-        problem = schedule.problem
-        return PlannedStep(lowered, [each.given for each in by_rank], lambda: self._lowered(one_at_a_time(problem)))
-
-    def _shared(self, by_rank: Sequence[Told], plan: Planner | None, begins: threading.Event) -> Schedule | Unmeasured:
-        """What was planned, on every rank. Raises on all what planning has raised on one."""
-        content: Schedule | Unmeasured | OptPipeError | None = None
-        if plan is not None:
-            try:
-                content = plan(by_rank, begins)
-            except OptPipeError as error:
-                content = error
-        parts: Any = content
-        if isinstance(content, Schedule):
-            parts = content.problem, content.programs, dict(content.links), content.method
-        received = self._group.broadcast(parts, self._planner)
-        if isinstance(received, OptPipeError):
-            raise received
-        if isinstance(received, Unmeasured):
-            return received
-        return content if isinstance(content, Schedule) else Schedule(*received)
+        return PlannedStep(lowered, [each.given for each in by_rank], one_by_one)
 
     def _lowered(self, schedule: Schedule) -> Plan | None:
         """This rank's plan, checked; None if it cannot run it."""

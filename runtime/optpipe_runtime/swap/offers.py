@@ -74,18 +74,14 @@ class Offers:
     def take(self) -> Plan | None:
         """Collective, between two steps, when a swap is `due`: the plan to swap to, on every rank, or None."""
         assert self._preparation is not None
-        preparation, self._preparation, self.due = self._preparation, None, False
-        plan = self._accepted(preparation.plan)
-        return plan if self._cpu_group.all_equal(None if plan is None else plan.number) else None
-
-    def _accepted(self, plan: Plan | None) -> Plan | None:
+        plan, self._preparation, self.due = self._preparation.plan, None, False
         try:
             if plan is not None:
                 self._accept(plan)
         except OptPipeError as error:
             log.warning(REFUSAL, error)
-            return None
-        return plan
+            plan = None
+        return plan if self._cpu_group.all_equal(None if plan is None else plan.number) else None
 
     def close(self) -> None:
         if self._preparation is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
@@ -23,6 +24,32 @@ from optpipe_runtime.swap.offers import Offers
 from optpipe_runtime.swap.running import RunningSchedule
 
 
+def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:
+    """Collective: the schedule, or something else, that rank `source` makes, on every rank. Raises on all ranks the
+    `OptPipeError` that making it raises. A schedule travels without what was computed of it."""
+    made: Any = None
+    if cpu_group.rank == source:
+        try:
+            made = make()
+        except OptPipeError as error:
+            made = error
+    told = made
+    if isinstance(made, Schedule):
+        told = _Parts((made.problem, made.programs, dict(made.links), made.method, made.placement))
+    received = cpu_group.broadcast(told, source)
+    if isinstance(received, OptPipeError):
+        raise received
+    if isinstance(received, _Parts):
+        return made if cpu_group.rank == source else Schedule(*received.parts)
+    return received
+
+
+class _Parts(NamedTuple):
+    """Of a schedule, as its constructor takes them."""
+
+    parts: tuple[Any, ...]
+
+
 class Schedules:
     """The schedules of one rank. `problem` is what was measured here, None before the profile: every schedule must be
     valid and fit for it."""
@@ -33,29 +60,22 @@ class Schedules:
         self.running = RunningSchedule(rank.cpu_group)
         self.plan_of_step: Plan | None = None  # of a step that has its own
         self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
-        self._offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
+        self.offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
         self._batch = Batch()  # of this step
 
     @property
     def plan(self) -> Plan:
         """What runs. Raises `InputError` if nothing is loaded."""
-        if self.current is None:
+        plan = self.plan_of_step or self.running.plan
+        if plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
-        return self.current
-
-    @property
-    def current(self) -> Plan | None:
-        return self.plan_of_step or self.running.plan
-
-    @property
-    def preparing(self) -> bool:
-        return self._offers.preparing
+        return plan
 
     def offer(self, schedule: Schedule) -> None:
         if self._rank.number != 0:
             raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
         if self._rank.cpu_group.rank == 0:  # of inner peers the first one's count
-            self._offers.offer(schedule)
+            self.offers.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule and lowers it for this rank. No side effects, any thread."""
@@ -84,24 +104,20 @@ class Schedules:
         assert plan is not None
         self.swap(plan)
 
-    def votes(self) -> tuple[int, int]:
-        """What this rank tells with a step: see `Offers.votes`."""
-        return self._offers.votes()
-
     def heard(self, votes: Sequence[int], step_ms: float | None, same_batch: bool) -> None:
         """What all ranks have told with it: the minimum of their votes; and see `RunningSchedule.heard`."""
-        self._offers.heard(*votes)
+        self.offers.heard(*votes)
         self.running.heard(step_ms, same_batch)
 
     @property
     def swap_due(self) -> bool:
         """Whether the ranks have to meet before the next step."""
-        return self._offers.due or self.running.back is not None
+        return self.offers.due or self.running.back is not None
 
     def swap_if_due(self, batch: Batch) -> None:
         """Collective, before a step with this batch."""
         self._batch = batch
-        if self._offers.due and (plan := self._offers.take()) is not None:
+        if self.offers.due and (plan := self.offers.take()) is not None:
             self.swap(plan, offered=True)
         elif self.running.back is not None:
             self.swap(*self.running.back)
@@ -127,9 +143,6 @@ class Schedules:
 
         pool.reserve(plan.host_peak(lambda s, j, part: sizes(s, plan.recomputed.get((s, j), ""))[part]))
 
-    def close(self) -> None:
-        self._offers.close()
-
     def _same_microbatches(self, plan: Plan) -> bool:
         return plan.problem.microbatches == self._rank.microbatches
 
@@ -144,25 +157,18 @@ class Schedules:
 
     def _prepare_shared(self, schedule: Schedule | None, cpu_group: CpuGroup) -> Plan:
         """Collective: rank 0's schedule as this rank's plan. Rank 0 checks it, the others rely on that."""
-        content, complaint = None, None
-        if cpu_group.rank == 0 and isinstance(schedule, Schedule):
-            try:
-                require_valid(schedule, *self._context(schedule), self._rank.require)
-                links = dict(schedule.links)
-                content = schedule.problem, schedule.programs, links, schedule.method, schedule.placement
-            except OptPipeError as error:
-                complaint = str(error)
-        content, complaint = cpu_group.broadcast((content, complaint), 0)
-        if complaint is not None:
-            raise ScheduleError(complaint)
-        if content is None:
-            raise InputError(
-                "load was given no optpipe.Schedule on rank 0; if a search found none, its result has the reason"
-            )
-        if cpu_group.rank != 0 or schedule is None:
-            schedule = Schedule(*content)
-        layout, problem = self._context(schedule)
-        return lower(schedule, self._rank.number, layout, problem)
+
+        def checked() -> Schedule:
+            if not isinstance(schedule, Schedule):
+                raise InputError(
+                    "load was given no optpipe.Schedule on rank 0; if a search found none, its result has the reason"
+                )
+            require_valid(schedule, *self._context(schedule), self._rank.require)
+            return schedule
+
+        shared = share_schedule(cpu_group, 0, checked)
+        layout, problem = self._context(shared)
+        return lower(shared, self._rank.number, layout, problem)
 
     def _prepare_offer(self, schedule: Schedule | None) -> Plan:
         plan = self._prepare_shared(schedule, self._beside)
