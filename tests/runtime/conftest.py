@@ -24,11 +24,6 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Rank
     yield from pool(4, tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
-    yield from pool(8, tmp_path_factory)
-
-
 @pytest.fixture(autouse=True)
 def _quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     set_waits(monkeypatch)

@@ -29,11 +29,6 @@ def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> Non
         np.testing.assert_equal(before | after, plain)
 
 
-def test_rank_0_checks_a_schedule_once_and_the_others_rely_on_it(ranks: Ranks) -> None:
-    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
-    assert ranks(cases.checks, placement=[0, 1], schedule=schedule) == [2, 0], "once loaded, once offered"
-
-
 def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
     told = ranks(cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
@@ -52,21 +47,3 @@ def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None
         assert sentences[11].startswith("rank 0: load was given no optpipe.Schedule on rank 0; if a search found none")
     assert told[0][12] == "offer was given a NoneType: an optpipe.Schedule can be offered"
     assert told[1][12] == "offer was called on rank 1: schedules are offered on rank 0"
-
-
-def test_no_rank_swaps_if_one_lacks_host_memory(ranks: Ranks) -> None:
-    problem = cases.problem([0, 1], 4)
-    first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, [OFFLOADED[0], ONE_F_ONE_B[1]])
-    for complaint, version, steps in ranks(cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
-        assert complaint.startswith("rank 0: host_memory_bytes = 1 kB:")
-        assert (version, steps) == (1, 10)
-
-
-def test_no_step_runs_after_a_failed_step(ranks: Ranks) -> None:
-    schedule = Schedule.parse(cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
-    said, where = ranks(cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
-    assert said == (
-        "this pipeline has failed, make a new one: rank 0 was at 1F0: F of stage 1, micro-batch 0: "
-        "ValueError: not today"
-    )
-    assert where == ["rank 0 was at 1F0: F of stage 1, micro-batch 0"]

@@ -12,7 +12,7 @@ from support.ranks.worker import Ranks
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import both_ways, compute_device, require_no_cuda_graphs
+from optpipe_runtime.arguments import compute_device, require_no_cuda_graphs
 
 
 def test_a_rank_without_parameters_computes_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +76,6 @@ def test_stages_compiled_without_cuda_graphs_are_not_refused() -> None:
     for options in ({}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "aot_eager"}):
         for compiled in (torch.compile(nn.Linear(2, 2), **options), in_place(nn.Linear(2, 2), **options)):
             require_no_cuda_graphs({0: compiled}, CUDA)
-
-
-@pytest.mark.parametrize(("given", "on_cpu", "on_cuda"), [(None, False, True), (False,) * 3, (True,) * 3])
-def test_links_are_full_duplex_on_cuda_by_default(given: bool | None, on_cpu: bool, on_cuda: bool) -> None:
-    assert both_ways(given, torch.device("cpu")) == on_cpu
-    assert both_ways(given, CUDA) == on_cuda
 
 
 @pytest.mark.parametrize("given", [None, False, True])

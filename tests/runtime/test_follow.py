@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -17,12 +16,9 @@ from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
-from optpipe.model.arrays import NONE
-from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_runtime import Follower, Microbatches, StepReport
-from optpipe_runtime.execute.report import OpTime
+from optpipe_runtime import Follower, Microbatches
 from optpipe_runtime.follow import THRESHOLD
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import drift
@@ -73,37 +69,6 @@ def test_a_schedule_loaded_before_the_profile_runs_on(ranks: Ranks) -> None:
 
 def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
     assert ranks(follow.compiled) == [True, True]
-
-
-@pytest.mark.parametrize(("every", "traced"), [(16, [0, 5, 10]), (4, [0, 1, 2]), (2, [0, 1]), (1, [0])])
-def test_few_steps_are_traced(every: int, traced: list[int]) -> None:
-    """Far apart. The same in every window, and as many as the medians are over."""
-
-    class Pipe:
-        problem = plan = schedule = "something"
-        preparing, version, leads = True, 0, False
-
-        def __init__(self) -> None:
-            self.traced: list[bool] = []
-
-        def load(self, schedule: Schedule) -> None:
-            pass
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
-
-        def step(self, inputs: Any, targets: Any, trace: bool, **_: Any) -> StepReport:
-            self.traced.append(trace)
-            ran = (OpTime(Op(Kind.F, 0, 0), 0.0, float(len(self.traced)), 0, 0, None),)
-            return StepReport([0.0], 1.0, 0 if trace else None, 0, 0, 0, None, trace=ran if trace else ())
-
-    pipe: Any = Pipe()
-    follower = Follower(pipe, NOWHERE, every=every)
-    for _ in range(3 * every):
-        follower.step()
-    assert [k for k, trace in enumerate(pipe.traced) if trace] == [w * every + k for w in range(3) for k in traced]
-    last = [2 * every + k + 1 for k in traced]
-    assert follower._profiler.seen == {(0, Kind.F, NONE): median(last)}, "of the last window only"
 
 
 def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:

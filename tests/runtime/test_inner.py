@@ -117,25 +117,6 @@ def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
     assert bool(ranks[0][0].excess) == (kind == "experts")  # the first stage's first expert gets more than ever before
 
 
-@pytest.mark.soak  # eight ranks; of FSDP with inner peers test_windows.py has the sums, on four
-@pytest.mark.parametrize("how", ["fsdp", "replicate"])
-def test_replicas_of_tensor_parallel_stages(eight_ranks: Ranks, how: str) -> None:
-    """Two replicas, two stages, two ranks a stage. The replicas run different schedules."""
-    programs = [[SPLIT, OFFLOADED], [RECOMPUTED, SPLIT]]
-    ranks = eight_ranks(inner.replicated, microbatches=4, programs=programs, how=how)
-    sizes = [sum(inner.part_bytes(stage)) for stage in inner.make_stages() for _ in range(2)] * 2
-    for step, expected in enumerate(inner.plain(8, 2)):
-        assert [seen[step].gathered for seen in ranks] == [(most, most) for most in sizes]
-        for replica in (ranks[:4], ranks[4:]):
-            for first, last in ((replica[0], replica[2]), (replica[1], replica[3])):
-                close(first[step].gradients | last[step].gradients, expected.gradients)
-        assert [*ranks[2][step].losses, *ranks[6][step].losses] == pytest.approx(expected.losses, rel=1e-5)
-        for seen in ranks:
-            assert seen[step].norm == pytest.approx(expected.norm, rel=1e-5)
-            assert seen[step].excess is None
-    assert [bool(seen[1].host_peak_bytes) for seen in ranks] == [True] * 4 + [False] * 4
-
-
 def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
     for found, norm, gradients, expected in four_ranks(inner.tied, programs=SPLIT):
         close(found, gradients)

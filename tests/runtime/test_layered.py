@@ -19,7 +19,7 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Follower, as_whole, stages_of
+from optpipe_runtime import Follower, stages_of
 from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.other_stages import OtherStages
 from optpipe_runtime.service.client import ClientOptions
@@ -160,11 +160,3 @@ def test_a_schedule_whose_stages_are_others_is_refused() -> None:
     ):
         stages_of(models.model("layers"), schedule, rank=0)
     assert len(stages_of(models.model("layers"), schedule, [4, 1], rank=0)) == 1
-
-
-def test_names_in_the_whole_are_those_of_the_model() -> None:
-    whole = models.CausalLM(tied=True)
-    for layers in ([5], [2, 3], [1, 1, 1, 1, 1]):
-        stages = stages_of(whole, [0] * len(layers), layers, rank=0)
-        module = as_whole(stages)
-        assert {**dict(module.named_parameters())} == {**dict(whole.named_parameters())}

@@ -22,10 +22,9 @@ from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.lowering.plan import Action, Message, Plan
+from optpipe_runtime.lowering.plan import Action, Plan
 from optpipe_runtime.lowering.prepare import prepare, require_kinds
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_solver import heuristics, systems
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
 
@@ -112,34 +111,6 @@ def test_no_receive_of_a_published_schedule_waits_for_a_later_own_op(ranks: int,
         assert premature(case.schedule, plans) == [], case.name
         run_by_hand(plans, devices_wait=True)
         assert max(run_by_hand(plans).values()) <= 8, case.name
-
-
-def by_need(plan: Plan) -> Plan:
-    """The same with two receives posted before they are needed, whatever they depend on."""
-    sources = {message: source for action in plan.actions for message, source in action.post}
-    needed = [(i, action.receives) for i, action in enumerate(plan.actions) if action.receives in sources]
-    post: list[list[tuple[Message, int]]] = [[] for _ in plan.actions]
-    for k, (_, message) in enumerate(needed):
-        assert message is not None
-        post[0 if k < 2 else needed[k - 2][0] + 1].append((message, sources[message]))
-    actions = [action._replace(post=tuple(own)) for action, own in zip(plan.actions, post, strict=True)]
-    return replace(plan, actions=tuple(actions))
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "early", "receives"), [("1f1b", 4, 8, 12, 48), ("naive", 8, 16, 217, 224)]
-)
-def test_receives_posted_by_need_alone_wait_for_later_own_ops(
-    name: str, ranks: int, microbatches: int, early: int, receives: int
-) -> None:
-    problem = cases.problem(range(ranks), microbatches)
-    schedule = (systems if name in systems.SYSTEMS else heuristics).generate(name, problem)
-    plans = [by_need(plan) for plan in plans_of(schedule)]
-    assert sum(len(action.post) for plan in plans for action in plan.actions) == receives
-    assert len(premature(schedule, plans)) == early
-    run_by_hand(plans)
-    with pytest.raises(AssertionError, match="ranks wait for each other"):
-        run_by_hand(plans, devices_wait=True)
 
 
 def test_a_message_is_expected_while_another_op_runs() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
@@ -16,13 +15,10 @@ from support.ranks.sending import MESSAGE_BYTES
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
-from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.lowering.plan import UNDER_WAY
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.stage.io import Spec, StageIO
 
 MICROBATCHES = 16
 
@@ -54,36 +50,3 @@ def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
 ) -> None:
     schedule = data.draw(schedules(cases.problem(placement, 3)))
     same(four_ranks, placement, [[program.texts() for program in schedule.programs]], exact=False)
-
-
-def test_the_plan_counts_receives_and_sends() -> None:
-    schedule = all_forwards_first()
-    layout = Layout.from_problem(schedule.problem)
-    sizes = {Kind.F: 10, Kind.B: 1}
-    peaks = [prepare(schedule, rank, layout).message_peak(lambda message: sizes[message.kind]) for rank in range(2)]
-    evaluating = [
-        prepare(schedule, rank, layout).message_peak(lambda message: sizes[message.kind], evaluating=True)
-        for rank in range(2)
-    ]
-    assert evaluating[0] == 20, "two forwards under way, and no gradients"
-    assert peaks[0] >= 20
-    assert peaks[1] == evaluating[1] == 20, "one arrives while the other is used"
-
-
-def test_what_messages_may_hold_is_set_aside() -> None:
-    """Two each way for each neighbour; of a stage on this rank nothing."""
-    layout = Layout.make([0, 1, 1, 2], 4)
-    large, small = Spec((10,), torch.float32, True), Spec((3,), torch.float32, True)
-    outputs = [(large,), (small,), (small,), ()]
-    io = {
-        (s, 0): StageIO(
-            inputs=outputs[s - 1] if s else (),
-            begins=s == 0,
-            ends=s == 3,
-            outputs=outputs[s],
-            reached=(frozenset({0}),) if s < 3 else (),
-            needed=(0,) if s < 3 else (),
-        )
-        for s in range(4)
-    }
-    assert [messages_reserve(rank, layout, io) for rank in range(3)] == [160, 160 + 48, 48]

@@ -15,11 +15,9 @@ from support.ranks import optimizer as rank_optimizer
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
-from optpipe.errors import ScheduleError
 from optpipe.model.ops import OPTIMIZER, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.features.host_updates import require_optimizers
 
 M = 4
 ON_HOST = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
@@ -201,17 +199,6 @@ def test_wrong_uses_of_a_host_optimizer_are_refused(ranks: Ranks) -> None:
             f"stage {2 + rank}: what was saved has no ",
         ]
         assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
-
-
-def test_a_failure_in_an_update_is_named(ranks: Ranks) -> None:
-    notes = ranks(rank_optimizer.failing_update, schedule=wave())[0]
-    assert any("rank 0 was at the end of the step; what failed is 2U0: U of stage 2" in note for note in notes)
-
-
-def test_updates_without_an_optimizer_are_refused() -> None:
-    require_optimizers(wave(), {2, 3})
-    with pytest.raises(ScheduleError, match="3P0 in the program of device 1: stage 3 has no optimizer on the host"):
-        require_optimizers(wave(), {2})
 
 
 def test_profiled_times_of_the_host(ranks: Ranks) -> None:

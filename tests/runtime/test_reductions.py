@@ -20,34 +20,33 @@ LATE = programs(
 )
 
 
+# Each rank's last backward waits for the reduction of its deeper stage.
+ENDED, STARTS = ([("0B2", f"{event} 3"), ("1B2", f"{event} 2")] for event in ("ended", "starts"))
+
+
 def schedules(*programs: list[list[str]]) -> list[Schedule]:
-    problem = cases.problem(tuple(reductions.PLACEMENT), 3)
+    problem = cases.problem([0, 1, 1, 0], 3)
     return [Schedule.parse(problem, program) for program in programs]
 
 
-def started(ran: Ran, step: int) -> list[str]:
-    return [event for event in ran.events[step] if event.startswith("starts")]
-
-
-def before_the_last_op(ran: Ran, step: int) -> list[str]:
-    """The reductions that start before it."""
-    events = ran.events[step]
-    last = max(place for place, event in enumerate(events) if " " not in event)
-    return [event for event in events[:last] if event.startswith("starts")]
+def before_the_last_op(ran: Ran, step: int) -> list[int]:
+    """The stages whose reductions start before it."""
+    last = max(place for place, event in enumerate(ran.events[step]) if " " not in event)
+    return ran._replace(events=[ran.events[step][:last]]).reduced(0)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how: str) -> None:
     """The last op waits for it: would it start at the end, this never ended. In the first step by a schedule, which may
     have to be undone, it does."""
-    turns = [Turn(load=0), Turn(awaits="ended"), Turn(awaits="ended")]
+    turns = [Turn(load=0), Turn(awaits=ENDED), Turn(awaits=ENDED)]
     results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how=how)
     for rank, ran in enumerate(results):
         deeper, shallower = 3 - rank % 2, rank % 2
         for step in range(3):
-            assert started(ran, step) == [f"starts {deeper}", f"starts {shallower}"]
+            assert ran.reduced(step) == [deeper, shallower]
         assert not before_the_last_op(ran, 0)
-    assert all(before_the_last_op(ran, step) == started(ran, step)[:1] for ran in results[:2] for step in (1, 2))
+    assert all(before_the_last_op(ran, step) == ran.reduced(step)[:1] for ran in results[:2] for step in (1, 2))
     _, expected, _ = rank_training.plain(4, 6, steps=3)
     for step in range(3):
         for first, last in ((0, 1), (2, 3)):
@@ -57,10 +56,10 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_replicas_start_in_one_order_whatever_they_run(four_ranks: Ranks, how: str) -> None:
     """On the second replica the deeper stage is complete last; the other stage waits for its turn."""
-    turns, own = [Turn(load=0), Turn(awaits="starts")], [schedules(V_SHAPED), schedules(LATE)]
+    turns, own = [Turn(load=0), Turn(awaits=STARTS)], [schedules(V_SHAPED), schedules(LATE)]
     results = four_ranks(reductions.trained, schedules=own, turns=turns, how=how)
     for rank, ran in enumerate(results):
-        assert started(ran, 1) == [f"starts {3 - rank % 2}", f"starts {rank % 2}"]
+        assert ran.reduced(1) == [3 - rank % 2, rank % 2]
     for rank in (2, 3):
         assert not before_the_last_op(results[rank], 1)
         np.testing.assert_equal(results[rank].parameters, results[rank - 2].parameters)
@@ -74,12 +73,12 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
     shape, so that a step that has begun is undone there and not on the other."""
     turns = [
         Turn(load=0),
-        Turn(awaits="starts"),
+        Turn(awaits=STARTS),
         Turn(length=cases.LENGTH // 2),
-        Turn(length=cases.LENGTH // 2, awaits="starts"),
+        Turn(length=cases.LENGTH // 2, awaits=STARTS),
         Turn(),
         Turn(load=1, memory=True),
-        Turn(awaits="starts"),
+        Turn(awaits=STARTS),
         Turn(load=1),
         Turn(),
     ]
@@ -95,9 +94,7 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
         np.testing.assert_equal(ran.gradients, expected.gradients)
         np.testing.assert_equal(ran.parameters, expected.parameters)
         assert not any(before_the_last_op(expected, step) for step in range(len(turns)))
-        assert all(len(started(ran, step)) == 2 for step in range(len(turns))), (
-            "an undone run of a step reduces nothing"
-        )
+        assert all(len(ran.reduced(step)) == 2 for step in range(len(turns))), "an undone run reduces nothing"
     assert all(before_the_last_op(ran, step) for ran in found[:2] for step in (1, 3, 6))
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from support.ranks import cases, watching
 from support.ranks.worker import STARTER, Ranks
 
@@ -17,7 +14,6 @@ from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.clock import wait_for
 from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.ranks.team import MOST_BLOCKS, nccl_options
 from optpipe_runtime.ranks.watch import all_at_once
 
 TIMEOUT_S = 8.0  # that a user gave to init_process_group
@@ -60,14 +56,6 @@ def test_a_frozen_rank_is_found_after_the_users_timeout(impatient: Ranks) -> Non
 
 def test_all_groups_take_over_the_users_timeout(impatient: Ranks) -> None:
     assert impatient(watching.timeouts, placement=[0, 1]) == [{TIMEOUT_S}] * 2
-
-
-def test_groups_on_gpus_use_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None), _timeout=None)
-    fake = SimpleNamespace(Options=lambda: made)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
-    assert nccl_options(timedelta(seconds=9)) is made
-    assert (made.config.min_ctas, made.config.max_ctas, made._timeout) == (1, MOST_BLOCKS, timedelta(seconds=9))
 
 
 def test_communicators_are_aborted_together() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.close import require_close
-from support.ranks import cases, inner, windows
-from support.ranks.windows import Ran, Turn
+from support.ranks import cases, inner, reductions, windows
+from support.ranks.reductions import Ran, Turn
 from support.ranks.worker import Ranks
 from support.units import units
 
@@ -49,6 +50,20 @@ def certified(rank: int, whole: int) -> int:
     return sum(sizes) + max(sum(sizes[i - k] for k in range(whole)) for i in range(len(sizes)))
 
 
+def trained(ranks: Ranks, own: list[list[Schedule]], turns: list[Turn], whole: int | None, **options: Any) -> list[Ran]:
+    """By schedules of each replica, profiled before."""
+    return ranks(  # type: ignore[return-value]
+        reductions.trained,
+        schedules=own,
+        turns=turns,
+        how="fsdp",
+        trace=True,
+        profiles=True,
+        whole_gradients=whole,
+        **options,
+    )
+
+
 def whole(results: list[Ran], replica: int, step: int) -> cases.Gradients:
     return results[2 * replica].gradients[step] | results[2 * replica + 1].gradients[step]
 
@@ -56,15 +71,13 @@ def whole(results: list[Ran], replica: int, step: int) -> cases.Gradients:
 def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(four_ranks: Ranks) -> None:
     """The backward of micro-batch 1 in the middle stage waits for the reduction of the deepest stage's first window:
     were it later, this never ended."""
-    turns = [Turn(load=(0, 0)), Turn(until=(2, 1, 4)), Turn(until=(3, 1, 5))]
-    results: list[Ran] = four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=2)
+    turns = [Turn(load=0), Turn(awaits=[("2B1", "ended 4")]), Turn(awaits=[("3B1", "ended 5")])]
+    results = trained(four_ranks, [[zero2()]] * 2, turns, 2)
     expected, parameters = plain()
     for rank, ran in enumerate(results):
         for step in range(3):
             own = [s for s in reversed(range(STAGES)) if s % 2 == rank % 2]
-            assert ran.reduced[step] == own * (MICROBATCHES // WINDOW), (
-                "in the order of the program, the first step too"
-            )
+            assert ran.reduced(step) == own * (MICROBATCHES // WINDOW), "in the program's order, the first step too"
             assert ran.gathered[step] == (certified(rank, 2), certified(rank, 2))
     for replica in (0, 1):
         for step in range(3):
@@ -76,28 +89,22 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
 def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None:
     """Sums have another order, so numbers are equal to rounding. One whole gradient at a time, and a step that must be
     undone on one replica, because its shapes have changed."""
-    turns = [Turn(load=(0, 0)), Turn(length=cases.LENGTH // 2), Turn(length=cases.LENGTH // 2), Turn()]
-    found, once = (
-        four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=count, max_norm=0.1)
-        for count in (1, None)
-    )
+    turns = [Turn(load=0), Turn(length=cases.LENGTH // 2), Turn(length=cases.LENGTH // 2), Turn()]
+    found, once = (trained(four_ranks, [[zero2()]] * 2, turns, count, max_norm=0.1) for count in (1, None))
     for rank, (ran, expected) in enumerate(zip(found, once, strict=True)):
         for step in range(len(turns)):
             assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5)
             assert ran.norms[step] > 0.1
             require_close(ran.gradients[step], expected.gradients[step])
-            assert len(ran.reduced[step]) == 2 * len(expected.reduced[step])
+            assert len(ran.reduced(step)) == 2 * len(expected.reduced(step))
             assert ran.gathered[step] == (certified(rank, 1),) * 2
             assert expected.gathered[step] == (certified(rank, 3),) * 2
         require_close(ran.parameters, expected.parameters)
 
 
 def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks: Ranks) -> None:
-    turns = [Turn(load=(0, 0)), Turn()]
-    found, once = (
-        four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=count, mixed=True)
-        for count in (1, None)
-    )
+    turns = [Turn(load=0), Turn()]
+    found, once = (trained(four_ranks, [[zero2()]] * 2, turns, count, mixed=True) for count in (1, None))
     for ran, expected in zip(found, once, strict=True):
         for step in range(len(turns)):
             require_close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
@@ -108,11 +115,11 @@ def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks:
 
 def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) -> None:
     """And in windows again when they run the same one."""
-    turns = [Turn(load=(0, 0)), Turn(load=(0, 1)), Turn(), Turn(load=(1, 1)), Turn(load=(0, 0))]
-    schedules = [zero2(), chronos()]
-    results: list[Ran] = four_ranks(windows.trained, schedules=schedules, turns=turns, whole_gradients=2)
+    turns = [Turn(load=0), Turn(load=1), Turn(), Turn(load=2), Turn(load=0)]
+    own = [[zero2(), zero2(), chronos()], [zero2(), chronos(), chronos()]]
+    results = trained(four_ranks, own, turns, 2)
     for rank, ran in enumerate(results):
-        counts = [len(reduced) for reduced in ran.reduced]
+        counts = [len(ran.reduced(step)) for step in range(len(turns))]
         assert counts[1] == counts[2] == 3
         assert counts[0] == counts[4] == 6
         assert counts[3] == sum(1 for _ in _windows(chronos(), rank % 2, 2)) + 3

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-FIXTURES = {"three_ranks", "four_ranks", "eight_ranks", "postgres", "browser"}
+FIXTURES = {"three_ranks", "four_ranks", "postgres", "browser"}
 DATABASES = {"postgresql"}  # as a parameter
 
 # Folders, files and tests below `tests`, in the form of fnmatch.

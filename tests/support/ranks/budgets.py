@@ -15,8 +15,8 @@ from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.ranks.parts import local
 from support.ranks import inner
 from support.ranks.cases import batch, loss_fn
+from support.ranks.reductions import policy
 from support.ranks.replicas import wrapped
-from support.ranks.windows import policy
 
 FREE = 10**8
 

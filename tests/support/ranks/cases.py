@@ -16,7 +16,6 @@ from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.lowering import prepare as preparing
 from optpipe_runtime.swap import schedules as swapping
 from support import problems
 from support.device import device
@@ -242,21 +241,6 @@ def train_with_offers(
     return versions, gradients, complaint
 
 
-def checks(placement: Sequence[int], schedule: Schedule) -> int:
-    """How often this rank checks a schedule that rank 0 loads and then offers."""
-    m = schedule.problem.microbatches
-    with (
-        mock.patch.object(preparing, "check", wraps=preparing.check) as check,
-        Pipeline(own_stages(placement), placement, loss_fn, m) as pipe,
-    ):
-        pipe.load(schedule)
-        if pipe.number == 0:
-            pipe.offer(schedule)
-        while pipe.version < 2:
-            pipe.step(*batch(0, m))
-    return check.call_count
-
-
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
     """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
     rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
@@ -291,51 +275,6 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
             lambda: pipe.load(nothing),
             lambda: pipe.offer(nothing if rank == 0 else schedule),
         )
-
-
-def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Schedule) -> tuple[str, int, int]:
-    """Loads and is offered a schedule for which one rank lacks host memory; what `load` said, the versions, and how
-    many steps ran."""
-    rank, m = torch.distributed.get_rank(), first.problem.microbatches
-    complaint = ""
-    with Pipeline(own_stages(placement), placement, loss_fn, m, host_memory_bytes=None if rank else 1000) as pipe:
-        pipe.load(first)
-        pipe.step(*batch(0, m))
-        try:
-            pipe.load(away)
-        except ScheduleError as error:
-            complaint = str(error)
-        if rank == 0:
-            pipe.offer(away)
-        return complaint, pipe.version, len([pipe.step(*batch(0, m)) for _ in range(10)])
-
-
-def after_a_failure(placement: Sequence[int], schedule: Schedule) -> tuple[str, list[str]]:
-    """A stage of this rank fails in the second step; what the third step says, and what the failure says of where it
-    was."""
-    m = schedule.problem.microbatches
-
-    def fails(output: Tensor, target: Tensor) -> Tensor:
-        if failing:
-            raise ValueError("not today")
-        return loss_fn(output, target)
-
-    failing, where = False, []
-    pipe = Pipeline(own_stages(placement), placement, fails, m)
-    pipe.load(schedule)
-    pipe.step(*batch(0, m))
-    failing = True
-    try:
-        pipe.step(*batch(0, m))
-    except ValueError as error:
-        failing, where = False, error.__notes__
-    try:
-        pipe.step(*batch(0, m))
-    except OptPipeError as error:
-        return str(error), where
-    finally:
-        pipe.close()
-    return "it ran", where
 
 
 def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:

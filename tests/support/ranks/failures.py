@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, refusals
 
 
 class Trouble(NamedTuple):
@@ -154,79 +154,38 @@ def leaving(placement: Sequence[int], schedule: Schedule) -> str:
 
 
 def apart(placement: Sequence[int], different: Mapping[str, Any]) -> str:
-    """What is told where rank 1 gives something else than the other ranks."""
-    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (
-        different if dist.get_rank() == 1 else {}
-    )
+    """What is told where rank 1 gives something else than the other ranks. Its `group` is made here."""
+    rank = dist.get_rank()
+    groups = {"not a member": lambda: dist.new_group([0]), "a mesh": lambda: init_device_mesh("cpu", (2,))}
+    if "group" in different:
+        different = {"group": groups[different["group"]]()}
+    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (different if rank == 1 else {})
     stages = own_stages(placement if isinstance(given["placement"], int) else given["placement"])
     try:
-        with Pipeline(stages, **given):
+        with Pipeline(**{"stages": stages} | given):
             return ""
     except Exception as error:
         return str(error)
 
 
-def measured_apart(placement: Sequence[int]) -> str:
-    """What is told where rank 1 measures more often."""
+def profiled_apart(placement: Sequence[int], different: Mapping[str, Any]) -> tuple[list[str], int]:
+    """The same of arguments of `profile`; and how many ranks gather afterwards."""
+    given = {"activation_budget_bytes": 10**6, "repeats": 1} | (different if dist.get_rank() == 1 else {})
     with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
-        try:
-            pipe.profile(*batch(0, 2), activation_budget_bytes=10**6, repeats=1 + dist.get_rank())
-        except InputError as error:
-            return str(error)
-    return ""
+        return refusals(lambda: pipe.profile(*batch(0, 2), **given)), len(pipe.gather(None))
 
 
-def grouped(placement: Sequence[int], how: str) -> str:
-    """What is told where rank 1 gives something that is no group of its own."""
-    rank, alone = dist.get_rank(), dist.new_group([0])
-    wrong = {"not a member": alone, "a mesh": init_device_mesh("cpu", (2,))}[how]
-    try:
-        with Pipeline(own_stages(placement), placement, loss_fn, 2, group=wrong if rank == 1 else None):
-            return ""
-    except InputError as error:
-        return str(error)
-
-
-def closed(placement: Sequence[int], schedule: Schedule) -> str:
-    """What is told where a step comes after the end of its pipeline."""
-    m = schedule.problem.microbatches
-    with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
-        pipe.load(schedule)
-        pipe.step(*batch(0, m))
-    try:
-        pipe.step(*batch(0, m))
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-def shut_down(placement: Sequence[int], schedule: Schedule) -> str:
-    """What is told where a step comes after the end of torch.distributed; these ranks are of no use afterwards."""
+def ended(placement: Sequence[int], schedule: Schedule, shut_down: bool) -> list[str]:
+    """What is told where a step comes after the end of its pipeline; or after `shut_down` of torch.distributed, when
+    these ranks are of no use any more."""
     m = schedule.problem.microbatches
     pipe = Pipeline(own_stages(placement), placement, loss_fn, m)
     pipe.load(schedule)
     pipe.step(*batch(0, m))
-    dist.destroy_process_group()
-    try:
-        pipe.step(*batch(0, m))
-    except OptPipeError as error:
-        return str(error)
-    finally:
+    if shut_down:
+        dist.destroy_process_group()
+    else:
         pipe.close()
-    return ""
-
-
-def mistaken(placement: Sequence[int]) -> list[str]:
-    """On rank 1 only: a stage is missing; activation_budget_bytes is."""
-    told, rank = [], dist.get_rank()
-    try:
-        Pipeline({} if rank == 1 else own_stages(placement), placement, loss_fn, 2)
-    except InputError as error:
-        told.append(str(error))
-    with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
-        try:
-            pipe.profile(*batch(0, 2), activation_budget_bytes=None if rank == 1 else 10**6)
-        except InputError as error:
-            told.append(str(error))
-        told.append(str(len(pipe.gather(rank))))
+    told = refusals(lambda: pipe.step(*batch(0, m)))
+    pipe.close()
     return told

@@ -29,7 +29,7 @@ from optpipe_runtime.stage.io import LossFn
 from support.ranks import cases
 from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
-from support.ranks.replicas import gradients, wrapped
+from support.ranks.replicas import gradients
 
 HEADS = 4
 
@@ -329,31 +329,6 @@ def killed() -> str:
     except OptPipeError as error:
         return str(error)
     return "it ran"
-
-
-@cache
-def cube() -> DeviceMesh:
-    """Two replicas of two stages of two ranks each."""
-    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "pipe", "tensor"))
-
-
-def replicated(microbatches: int, programs: Sequence[Sequence[Sequence[Sequence[str]]]], how: str) -> list[Seen]:
-    """Each replica trains a step with each of its programs on its half of the batch."""
-    replica, stage, _ = cube().get_coordinate() or ()
-    pipe, tensor, m = cube()["pipe"], cube()["tensor"], microbatches
-    module = wrapped(parallel(make_stages()[stage], tensor), how, cube()["replica"])
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    seen = []
-    with Pipeline({stage: module}, [0, 1], loss_fn, m, group=pipe.get_group(), inner=tensor) as pipeline:
-        for step, program in enumerate(programs[replica]):
-            given = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
-            if pipeline.problem is None:
-                pipeline.profile(*given, activation_budget_bytes=10**9, repeats=1)
-                assert pipeline.problem is not None
-            pipeline.load(Schedule.parse(pipeline.problem, program))
-            seen.append(step_of(pipeline, {stage: module}, given)[0])
-            optimizer.step()
-    return seen
 
 
 def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:

@@ -1,4 +1,5 @@
-"""What the ranks run in `test_reductions`: trainings of two replicas of a V of four stages on two ranks."""
+"""What the ranks run in `test_reductions` and `test_windows`: trainings of two replicas of two ranks with several
+stages each."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
@@ -22,25 +24,23 @@ from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, 
 from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.swaps import failing
 
-PLACEMENT = [0, 1, 1, 0]
 PATIENCE_S = 120.0
 
 
 class Turn(NamedTuple):
     """One step. `load`: which schedule, by its place. `memory`: the first rank runs out of memory in it. `length`: of
-    the first replica's sequences. `awaits`: the first replica's last op waits until the reduction of the rank's other
-    stage has come so far."""
+    the first replica's sequences. `awaits`: ops of the first replica, and for which event each waits."""
 
     load: int | None = None
     memory: bool = False
     length: int = LENGTH
-    awaits: str | None = None
+    awaits: Sequence[tuple[str, str]] = ()
 
 
 class Ran(NamedTuple):
     """On one rank. `events`: of each step, in their order: ops as they begin, "gathers" as a stage begins to be
-    gathered, "starts" and "ended" of stages' reductions. `held`: of each step, the bytes of gathered parameters and
-    their gradients as ops begin. `gathered`: their peak and what is certified."""
+    gathered, "starts" and "ended" of its reduction or of a window. `held`: of each step, the bytes of gathered
+    parameters and their gradients as ops begin. `gathered`: their peak and what is certified."""
 
     events: list[list[str]]
     losses: list[list[float] | None]
@@ -50,6 +50,10 @@ class Ran(NamedTuple):
     versions: list[int]
     held: list[dict[str, int]]
     gathered: list[tuple[int | None, int]]
+
+    def reduced(self, step: int) -> list[int]:
+        """The stages in the order in which their reductions start."""
+        return [int(event.split()[1]) for event in self.events[step] if event.startswith("starts")]
 
 
 class Events:
@@ -77,18 +81,26 @@ def trained(
     tied: bool = False,
     shared: bool = False,
     trace: bool = False,
+    profiles: bool = False,
+    whole_gradients: int | None = None,
+    mixed: bool = False,
 ) -> Ran:
     """Each replica trains by its own schedules. `late`: gradients are reduced when the step has ended. `tied`: a layer
-    of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's."""
-    here, m = place(), schedules[0][0].problem.microbatches
-    number, replica = here.number, here.replica
-    own = {s: module for s, module in enumerate(make_stages(4)) if PLACEMENT[s] == number}
+    of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's. `mixed`:
+    parameters are gathered in bfloat16."""
+    here, problem = place(), schedules[0][0].problem
+    number, replica, m = here.number, here.replica, problem.microbatches
+    placement = [stage.device for stage in problem.stages]
+    own = {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
     if shared and number == 0:
         own[3].get_submodule("2").weight = own[0].get_submodule("0").weight
-    modules = {s: wrapped(module, how) for s, module in own.items()}
+    modules = {s: wrapped(module, how, **policy(mixed)) for s, module in own.items()}
     optimizer = sgd(*modules.values())
     ran = Ran([], [], [], [], {}, [], [], [])
-    with Pipeline(modules, PLACEMENT, loss_fn, m, group=here.group) as pipe:
+    with Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole_gradients) as pipe:
+        if profiles:
+            pipe.profile(*here.batch(0, m), activation_budget_bytes=10**9, repeats=1)
+            pipe.problem = problem
         if tied:
             pipe.tie(_norm(own[number]))
         for step, turn in enumerate(turns):
@@ -100,7 +112,7 @@ def trained(
                 data = [part[:, : turn.length].contiguous() for part in data]
             events = Events()
             with ExitStack() as around:
-                around.enter_context(recorded(pipe, events, m, turn.awaits if replica == 0 and not late else None))
+                around.enter_context(recorded(pipe, events, turn.awaits if replica == 0 and not late else ()))
                 if late:  # no reduction starts within a step
                     around.enter_context(mock.patch.object(Reductions, "complete", return_value=None))
                 if turn.memory and dist.get_rank() == 0:
@@ -118,45 +130,53 @@ def trained(
     return ran._replace(parameters=parameters(modules))
 
 
+def policy(mixed: bool) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
+
+
 def _norm(stage: nn.Module) -> nn.Module:
     return next(module for module in stage.modules() if isinstance(module, nn.LayerNorm))
 
 
 @contextmanager
-def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | None) -> Iterator[None]:
-    """Tells the events of a step. The rank's last backward waits until the reduction of its other stage has `awaits`
-    ("starts" or "ended")."""
+def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Tells the events of a step, of which some ops wait for others."""
+    replicas = pipe._rank.replicas
 
-    def told(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def op(stage: StageRunner, j: int, *arguments: Any, **options: Any) -> Any:
-            if awaits and kind == "B" and stage.index < 2 and j == microbatches - 1:
-                events.wait(f"{awaits} {3 - stage.index}")
-            events.held[f"{stage.index}{kind}{j}"] = pipe._rank.replicas.held_bytes()
-            events.tell(f"{stage.index}{kind}{j}")
+    def op(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: StageRunner, j: int, *arguments: Any, **options: Any) -> Any:
+            name = f"{stage.index}{kind}{j}"
+            for event in (event for awaiting, event in awaits if awaiting == name):
+                events.wait(event)
+            events.held[name] = replicas.held_bytes()
+            events.tell(name)
             return real(stage, j, *arguments, **options)
 
-        return op
+        return run
 
-    def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
+    def reduction(real: Callable[[Replicas, int], Any]) -> Callable[[int], Any]:
+        def take(s: int) -> Any:
+            read, reduce = real(replicas, s)
 
-        def told() -> None:
-            events.tell(f"starts {s}")
-            reduce()
-            events.tell(f"ended {s}")
+            def run() -> None:
+                events.tell(f"starts {s}")
+                reduce()
+                events.tell(f"ended {s}")
 
-        return read, told
+            return read, run
+
+        return take
 
     def gather(s: int) -> None:
-        if s not in pipe._rank.replicas._gathered:
+        if s not in replicas._gathered:
             events.tell(f"gathers {s}")
-        Replicas.gather(pipe._rank.replicas, s)
+        Replicas.gather(replicas, s)
 
     ops = {"F": "forward", "B": "backward", "W": "weight"}
-    recording = {name: told(kind, getattr(StageRunner, name)) for kind, name in ops.items()}
+    reductions = {name: reduction(getattr(Replicas, name)) for name in ("reduction", "window")}
     with (
-        mock.patch.multiple(pipe._rank.replicas, reduction=reduction, gather=gather),
-        mock.patch.multiple(StageRunner, **recording),
+        mock.patch.multiple(replicas, gather=gather, **reductions),
+        mock.patch.multiple(StageRunner, **{name: op(kind, getattr(StageRunner, name)) for kind, name in ops.items()}),
     ):
         yield
 

@@ -1,125 +1,20 @@
-"""What the ranks run in `test_windows`: trainings of two replicas of two ranks with several sharded stages each, whose
-gradients are reduced several times a step."""
+"""What the ranks run in `test_windows`, beside trainings of `reductions`: tensor-parallel stages whose gradients are
+reduced several times a step, and a plain run."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.ranks.replicas import Replicas
-from optpipe_runtime.stage.runner import StageRunner
 from support.ranks import inner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
+from support.ranks.reductions import policy
 from support.ranks.replicas import gradients, parameters, place, wrapped
-
-PATIENCE_S = 120.0
-
-
-class Turn(NamedTuple):
-    """One step. `load`: the schedules of the replicas, by their places. `length`: of the first replica's sequences.
-    `until`: a stage and a micro-batch whose backward waits until the first window of another stage is reduced."""
-
-    load: tuple[int, int] | None = None
-    length: int = LENGTH
-    until: tuple[int, int, int] | None = None
-
-
-class Ran(NamedTuple):
-    """On one rank, by step. `reduced`: the stages in the order in which their reductions start. `gathered`: the peak of
-    gathered parameters and whole gradients, and what is certified."""
-
-    losses: list[list[float] | None]
-    gradients: list[Gradients]
-    norms: list[float]
-    reduced: list[list[int]]
-    gathered: list[tuple[int | None, int]]
-    parameters: Gradients
-
-
-def trained(
-    schedules: Sequence[Schedule],
-    turns: Sequence[Turn],
-    whole_gradients: int | None,
-    max_norm: float = 0.0,
-    mixed: bool = False,
-) -> Ran:
-    """Both replicas train by schedules for the same problem. `mixed`: parameters are gathered in bfloat16."""
-    here, problem = place(), schedules[0].problem
-    placement, m = [stage.device for stage in problem.stages], problem.microbatches
-    modules = here.stages(placement, "fsdp", **policy(mixed))
-    optimizer = sgd(*modules.values())
-    ran = Ran([], [], [], [], [], {})
-    with Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole_gradients) as pipe:
-        pipe.profile(*here.batch(0, m), activation_budget_bytes=10**9, repeats=1)
-        pipe.problem = problem
-        for step, turn in enumerate(turns):
-            if turn.load is not None:
-                pipe.load(schedules[turn.load[here.replica]])
-            optimizer.zero_grad()
-            data = here.batch(step, m)
-            if here.replica == 0:
-                data = [part[:, : turn.length].contiguous() for part in data]
-            with recorded(pipe, turn.until) as reduced:
-                report = pipe.step(*data, trace=True)
-            ran.losses.append(report.losses)
-            ran.reduced.append(reduced)
-            ran.gathered.append((report.gathered_peak_bytes, report.gathered_certified_bytes))
-            ran.norms.append(pipe.clip_grad_norm_(max_norm) if max_norm else 0.0)
-            ran.gradients.append(gradients(modules))
-            optimizer.step()
-    return ran._replace(parameters=parameters(modules))
-
-
-def policy(mixed: bool) -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
-
-
-@contextmanager
-def recorded(pipe: Pipeline, until: tuple[int, int, int] | None) -> Iterator[list[int]]:
-    """The stages that are reduced, in order."""
-    replicas, started, ended = pipe._rank.replicas, list[int](), threading.Event()
-
-    def told(method: Callable[[Replicas, int], Any]) -> Callable[[int], Any]:
-        def take(s: int) -> Any:
-            read, reduce = method(replicas, s)
-
-            def run() -> None:
-                started.append(s)
-                reduce()
-                if until is not None and s == until[2]:
-                    ended.set()
-
-            return read, run
-
-        return take
-
-    with (
-        mock.patch.multiple(replicas, reduction=told(Replicas.reduction), window=told(Replicas.window)),
-        waiting(until[:2], ended) if until and until[0] in pipe._rank.stages else nullcontext(),
-    ):
-        yield started
-
-
-def waiting(at: tuple[int, int], event: threading.Event) -> AbstractContextManager[object]:
-    """The backward of a stage and micro-batch waits for an event."""
-    real = StageRunner.backward
-
-    def backward(stage: StageRunner, j: int, *arguments: Any, **options: Any) -> Any:
-        if (stage.index, j) == at:
-            assert event.wait(PATIENCE_S), "the window is not reduced while backwards run"
-        return real(stage, j, *arguments, **options)
-
-    return mock.patch.object(StageRunner, "backward", backward)
 
 
 def plain(stages: int, microbatches: int, steps: int, window: int) -> tuple[list[Gradients], Gradients]:
