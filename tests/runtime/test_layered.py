@@ -111,18 +111,6 @@ def test_a_follower_needs_layers_to_look_for_other_stages() -> None:
         Follower(pipe, "http://127.0.0.1:1", placements="all").step()
 
 
-def test_layers_are_measured_and_stages_are_made_of_them(ranks: Ranks) -> None:
-    problem, _ = ranks(layered.profiled)
-    assert problem.layers is not None
-    assert len(problem.layers) == models.model_layers()
-    assert all(layer.forward_ms > 0 for layer in problem.layers)
-    even = Placement.balanced(problem, 1)
-    assert even.apply(problem) == problem
-    assert [stage.device for stage in problem.stages] == [0, 1]
-    assert Problem.from_dict(problem.to_dict()) == problem
-    assert Placement.balanced(problem, 2, "v").layers is not None, "a search has something to choose"
-
-
 def with_layers(count: int, devices: int) -> Problem:
     layer = problems.stage((1, 1, 1), (10, 10))
     stages = [{"device": d, **layer} for d in range(devices)]

@@ -3,10 +3,9 @@ schedules; parameters that only `loss_fn` has are trained as those of the last s
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from support.close import require_close
 from support.ranks import cases, losses
-from support.ranks.cases import Gradients
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
@@ -17,33 +16,26 @@ def parsed(*programs: list[list[str]]) -> list[Schedule]:
     return [Schedule.parse(cases.problem((0, 1), 4), program) for program in programs]
 
 
-def require_equal(pair: tuple[Gradients, Gradients], rtol: float = 1e-5) -> None:
-    ours, theirs = pair
-    assert ours.keys() == theirs.keys()
-    for name, grad in ours.items():
-        np.testing.assert_allclose(grad, theirs[name], rtol, atol=1e-8, err_msg=name)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_added_in_backwards_count_as_by_torch(ranks: Ranks, reduction: str) -> None:
     """And gradients of an earlier step stay as they are."""
     schedules = parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED)
     for pairs in ranks(losses.added, schedules=schedules, reduction=reduction):
         for pair in pairs:
-            require_equal(pair)
+            require_close(*pair, rtol=1e-5, atol=1e-8)
 
 
 def test_losses_added_in_backwards_count_alike_in_other_places(ranks: Ranks) -> None:
     (schedule,) = parsed(ONE_F_ONE_B)
     for pair in (*ranks(losses.added_in_torch, schedule=schedule), *ranks(losses.added_on_the_host, schedule=schedule)):
-        require_equal(pair)
+        require_close(*pair, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_losses_added_in_backwards_count_alike_on_replicas(four_ranks: Ranks, how: str) -> None:
     (schedule,) = parsed(SPLIT)
     for pair in four_ranks(losses.added_on_replicas, schedule=schedule, how=how):
-        require_equal(pair)
+        require_close(*pair, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("form", losses.FORMS)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.close import require_close
 from support.pages import DOCS
 from support.ranks import cases, replicas, scripts
 from support.ranks import training as rank_training
@@ -33,12 +34,6 @@ def parsed(*programs: list[list[str]], placement: tuple[int, ...] = (0, 1)) -> l
     return [Schedule.parse(cases.problem(placement, m), program) for program in programs]
 
 
-def close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4, atol: float = 1e-7) -> None:
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        np.testing.assert_allclose(grad, expected[name], rtol=rtol, atol=atol, err_msg=name)
-
-
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -> None:
     """Those of a plain run over the whole batch, with the float32 sums in another order; and the replicas' schedules
@@ -48,7 +43,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
     _, gradients, _ = rank_training.plain(2, 8, steps=4)
     for step in range(4):
         for ranks in ((0, 1), (2, 3)):
-            close(results[ranks[0]][step].gradients | results[ranks[1]][step].gradients, gradients[step])
+            require_close(results[ranks[0]][step].gradients | results[ranks[1]][step].gradients, gradients[step])
 
 
 def test_replicas_without_a_wrapper_train_separately(four_ranks: Ranks) -> None:
@@ -60,10 +55,7 @@ def test_replicas_without_a_wrapper_train_separately(four_ranks: Ranks) -> None:
         first, last = results[2 * replica : 2 * replica + 2]
         for step in range(2):
             assert last[step].losses == losses[step]
-            found = first[step].gradients | last[step].gradients
-            assert found.keys() == gradients[step].keys()
-            for name, grad in found.items():
-                np.testing.assert_array_equal(grad, gradients[step][name], err_msg=name)
+            np.testing.assert_equal(first[step].gradients | last[step].gradients, gradients[step])
 
 
 WRAPPERS = {
@@ -87,8 +79,8 @@ def test_other_calls_do_not_disturb_a_wrapper(four_ranks: Ranks, wrapper: str) -
         assert seen.sizes == alone[rank].sizes
         assert seen.norm == pytest.approx(norm, rel=1e-5)
     for first, last in ((results[0], results[1]), (results[2], results[3])):
-        close(first.gradients | last.gradients, gradients)
-        close(first.clipped | last.clipped, clipped)
+        require_close(first.gradients | last.gradients, gradients)
+        require_close(first.clipped | last.clipped, clipped)
     assert all(results[rank].losses == alone[rank].losses for rank in (0, 1))  # in training mode buffers change no loss
     assert (results[0].means == results[2].means) == (how == "ddp")  # which alone keeps buffers equal
 
@@ -104,7 +96,7 @@ def test_replicas_may_run_different_schedules(four_ranks: Ranks) -> None:
         for name, grad in found[-1].items():
             np.testing.assert_array_equal(grad, results[rank % 2][1][-1][name], err_msg=name)
     _, (expected,), _ = rank_training.plain(2, 8, steps=1)
-    close(results[0][1][0] | results[1][1][0], expected)
+    require_close(results[0][1][0] | results[1][1][0], expected)
 
 
 def test_a_communication_hook_of_ddp_reduces_each_gradient_once_a_step(four_ranks: Ranks) -> None:
@@ -124,7 +116,7 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
     for x, y in zip(*(part.chunk(8) for part in cases.batch(1, 8)), strict=True):
         torch.autograd.backward(cases.loss_fn(modules[1](modules[0](x)), y) / 8)
     for ranks in ((0, 1), (2, 3)):
-        close(results[ranks[0]][1] | results[ranks[1]][1], replicas.gradients(modules))
+        require_close(results[ranks[0]][1] | results[ranks[1]][1], replicas.gradients(modules))
 
 
 def test_a_lost_replica_is_reported(ranks: Ranks) -> None:
@@ -159,10 +151,7 @@ def test_optimizers_work_as_in_a_plain_run(ranks: Ranks) -> None:
     (schedule,) = parsed(SPLIT)
     first, last = ranks(rank_training.habitual, schedule=schedule, all_habits=habits, steps=4)
     for habit, *found in zip(habits, first, last, strict=True):
-        expected = rank_training.plainly(habit, 4, 4)
-        assert (found[0] | found[1]).keys() == expected.keys()
-        for name, parameter in (found[0] | found[1]).items():
-            np.testing.assert_array_equal(parameter, expected[name], err_msg=f"{habit}, {name}")
+        np.testing.assert_equal(found[0] | found[1], rank_training.plainly(habit, 4, 4), err_msg=str(habit))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
@@ -172,7 +161,7 @@ def test_clipping_uses_the_norm_of_the_whole_model(ranks: Ranks, norm_type: floa
     _, gradients, norms = rank_training.plain(2, 4, steps=2, max_norm=0.3, norm_type=norm_type)
     for step in range(2):
         assert [seen[step].norm for seen in results] == pytest.approx([norms[step]] * 2, rel=1e-6)
-        close(results[0][step].gradients | results[1][step].gradients, gradients[step])
+        require_close(results[0][step].gradients | results[1][step].gradients, gradients[step])
 
 
 def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
@@ -180,11 +169,11 @@ def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ra
     results = ranks(rank_training.scaled, schedule=schedule, overflow=1)
     assert [scales for scales, *_ in results] == [[2.0**16, 2.0**15, 2.0**15, 2.0**15]] * 2
     losses, parameters = rank_training.plainly_skipping(4, 1, 0.5)
-    close(
+    require_close(
         {str(step): found for step, found in enumerate(results[1][1])},
         {str(step): found for step, found in enumerate(losses)},
     )
-    close(results[0][2] | results[1][2], parameters)
+    require_close(results[0][2] | results[1][2], parameters)
 
 
 def test_autocast_may_change_between_steps(ranks: Ranks) -> None:
@@ -193,7 +182,7 @@ def test_autocast_may_change_between_steps(ranks: Ranks) -> None:
     (_, first), (losses, last) = ranks(rank_training.autocast, schedule=schedule, states=states)
     expected, gradients = rank_training.plain_autocast(4, states)
     assert losses == expected
-    close(first | last, gradients, rtol=0, atol=0)
+    require_close(first | last, gradients, rtol=0, atol=0)
 
 
 def gpipe(placement: list[int], m: int) -> Schedule:
@@ -207,64 +196,34 @@ def gpipe(placement: list[int], m: int) -> Schedule:
     return Schedule.parse(cases.problem(placement, m), programs)
 
 
-def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks train, save and go on; four ranks resume: the same bits in every loss and parameter afterwards."""
-    folder = str(tmp_path / "checkpoint")
+def checkpointed(pool: Ranks, schedule: Schedule, steps: range, folder: object = "", **options: Any) -> list[Any]:
+    options = {"resume": False, "save": False} | options
+    return pool(rank_training.checkpointed, schedule=schedule, folder=str(folder), steps=steps, **options)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_checkpoint_is_resumed(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, dropout: float) -> None:
+    """Two ranks train, save and go on; these and, without random numbers, four ranks resume: the same bits in every
+    loss and parameter afterwards."""
     two, four = gpipe([0, 1, 1, 0], 2), gpipe([0, 1, 2, 3], 2)
-    ranks(rank_training.checkpointed, schedule=two, folder=folder, steps=range(2), resume=False, save=True)
-    whole = ranks(rank_training.checkpointed, schedule=two, folder="", steps=range(4), resume=False, save=False)
-    for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3)):
-        again = pool(
-            rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False
-        )
+    checkpointed(ranks, two, range(2), tmp_path, save=True, dropout=dropout)
+    whole = checkpointed(ranks, two, range(4), dropout=dropout)
+    for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3))[: 1 if dropout else 2]:
+        again = checkpointed(pool, schedule, range(2, 4), tmp_path, resume=True, dropout=dropout)
         assert again[last][0] == whole[0][0][2:]
         found = {name: parameter for _, own in again for name, parameter in own.items()}
-        assert found.keys() == whole[0][1].keys() | whole[1][1].keys()
-        for name, parameter in found.items():
-            np.testing.assert_array_equal(parameter, (whole[0][1] | whole[1][1])[name], err_msg=name)
-
-
-def test_random_numbers_are_resumed_on_the_same_placement(ranks: Ranks, tmp_path: Path) -> None:
-    folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
-    ranks(
-        rank_training.checkpointed,
-        schedule=schedule,
-        folder=folder,
-        steps=range(2),
-        resume=False,
-        save=True,
-        dropout=0.1,
-    )
-    whole = ranks(
-        rank_training.checkpointed, schedule=schedule, folder="", steps=range(4), resume=False, save=False, dropout=0.1
-    )
-    again = ranks(
-        rank_training.checkpointed,
-        schedule=schedule,
-        folder=folder,
-        steps=range(2, 4),
-        resume=True,
-        save=False,
-        dropout=0.1,
-    )
-    assert again[1][0] == whole[1][0][2:]
+        np.testing.assert_equal(found, whole[0][1] | whole[1][1])
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_a_checkpoint_of_replicas_is_resumed_without_them(
     ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str
 ) -> None:
-    folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
-    saved = four_ranks(
-        rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, how=how
-    )
-    loaded = ranks(
-        rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(0), resume=True, save=False
-    )
+    schedule = gpipe([0, 1], 2)
+    saved = checkpointed(four_ranks, schedule, range(2), tmp_path, save=True, how=how)
+    loaded = checkpointed(ranks, schedule, range(0), tmp_path, resume=True)
     for rank in range(2):
-        assert loaded[rank][1].keys() == saved[rank][1].keys()
-        for name, parameter in saved[rank][1].items():
-            np.testing.assert_array_equal(loaded[rank][1][name], parameter, err_msg=name)
+        np.testing.assert_equal(loaded[rank][1], saved[rank][1])
 
 
 def blocks(language: str) -> list[str]:

@@ -53,7 +53,11 @@ def moved(
     """Trains in stages that are even, saves, and trains on in those that the service has found meanwhile: the problem,
     what was found, the losses of every step, the names that were saved each time, and, before the change, the version
     of the schedule and the log."""
-    problem = steady(profiled())
+    measured = profiled()
+    assert len(measured.layers or ()) == models.model_layers()
+    assert all(layer.forward_ms > 0 for layer in measured.layers or ())
+    assert Problem.from_dict(measured.to_dict()) == measured
+    problem = steady(measured)
     losses: list[list[float]] = []
     names: list[tuple[str, ...]] = []
     schedule = on_all_ranks(placed(problem, None) if dist.get_rank() == 0 else None)

@@ -4,8 +4,8 @@ plain run that they must equal."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -252,6 +252,24 @@ def planned(
     return seen
 
 
+@contextmanager
+def planning(
+    budget: int, url: str | None = None, **options: Any
+) -> Iterator[tuple[PlannedSteps, dict[int, nn.Module]]]:
+    """Planned steps of two stages on two ranks, of four micro-batches each, and this rank's stage."""
+    number = dist.get_rank()
+    modules: dict[int, nn.Module] = {number: make_stages(2)[number]}
+    with (
+        Pipeline(modules, [0, 1], loss_fn, 4, **options) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
+    ):
+        yield train, modules
+
+
+def given_here(turn: Turn, seed: int) -> dict[str, Any]:
+    return given(turn, seed, [dist.get_rank()], dist.get_rank(), 2)
+
+
 class Streamed(NamedTuple):
     """Of a training whose service keeps its rules: its losses, and on the rank that plans from how many other rules the
     search for each step started, and the first ones that the service had."""
@@ -263,18 +281,15 @@ class Streamed(NamedTuple):
 
 def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
     """Planned steps on two ranks; after the first one they wait until the service has answered."""
-    number = dist.get_rank()
-    modules = {number: make_stages(2)[number]}
-    optimizer, losses, rules = sgd(*modules.values()), [], None
-    batches = [given(turn, seed, [number], number, 2) for seed, turn in enumerate(taken)]
+    losses, rules = [], None
     with (
-        Pipeline(modules, [0, 1], loss_fn, 4) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
+        planning(budget, url) as (train, modules),
         patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
     ):
-        for each in batches:
+        optimizer = sgd(*modules.values())
+        for seed, turn in enumerate(taken):
             optimizer.zero_grad()
-            losses.append(train.step(**each).losses or [])
+            losses.append(train.step(**given_here(turn, seed)).losses or [])
             optimizer.step()
             if (stream := train._stream) is not None:
                 until(lambda stream=stream: stream._stream)
@@ -296,13 +311,9 @@ class Spread(NamedTuple):
 
 def spread(turn: Turn, budget: int) -> Spread:
     """A planned step; then its micro-batches, or each of them as a document, on two replicas."""
-    number = dist.get_rank()
     each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
-    with (
-        Pipeline({number: make_stages(2)[number]}, [0, 1], loss_fn, 4) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
-    ):
-        train.step(**given(turn, 0, [number], number, 2))
+    with planning(budget) as (train, _):
+        train.step(**given_here(turn, 0))
         assert train.schedule is not None
         try:
             problem = train.problem(each)
@@ -325,27 +336,20 @@ class Scarce(NamedTuple):
 
 def scarce(turn: Turn, budget: int, times: int) -> Scarce:
     """Planned steps on two ranks, of which one runs out of memory so many times; then once more, if it was refused."""
-    number, told = dist.get_rank(), ""
-    modules = {number: make_stages(2)[number]}
-    left, real = [times if number == 1 else 0], Executor.run
+    told, left, real = "", [times if dist.get_rank() == 1 else 0], Executor.run
 
     def run(*arguments: Any, **options: Any) -> StepReport:
         left[0] -= 1
         with failing("forward", 2, torch.OutOfMemoryError("too much")) if left[0] >= 0 else nullcontext():
             return real(*arguments, **options)
 
-    with (
-        Pipeline(modules, [0, 1], loss_fn, 4) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
-        patch.object(Executor, "run", run),
-        heard() as logged,
-    ):
+    with planning(budget) as (train, modules), patch.object(Executor, "run", run), heard() as logged:
         try:
-            report = train.step(**given(turn, 0, [number], number, 2))
+            report = train.step(**given_here(turn, 0))
         except OptPipeError as error:
             told = str(error)
             assert not numbers(modules), "it is undone"
-            report = train.step(**given(turn, 0, [number], number, 2))
+            report = train.step(**given_here(turn, 0))
         assert train.schedule is not None
         programs = tuple(" ".join(map(str, program.ops())) for program in train.schedule.programs)
         return Scarce(report.losses or [], numbers(modules), told, list(logged), programs)
@@ -353,39 +357,26 @@ def scarce(turn: Turn, budget: int, times: int) -> Scarce:
 
 def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
     """Losses of planned steps on two ranks, whose last stage has its optimizer on the host."""
-    number = dist.get_rank()
-    modules: dict[int, nn.Module] = {number: make_stages(2)[number]}
-    on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
-    batches = [given(turn, seed, [number], number, 2) for seed, turn in enumerate(taken)]
-    with (
-        Pipeline(
-            modules,
-            [0, 1],
-            loss_fn,
-            4,
-            host_optimizers={1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)},
-        ) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
-    ):
-        steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
-        for (inputs, targets), each in zip(steps, batches, strict=True):
+    hosts = {1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)}
+    with planning(budget, host_optimizers=hosts) as (train, modules):
+        on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
+        for seed, turn in enumerate(taken):
             on_device.zero_grad()
-            losses.append(train.step(inputs, targets, weights=each["weights"]).losses or [])
+            losses.append(train.step(**given_here(turn, seed)).losses or [])
             on_device.step()
     return losses
 
 
 def uneven(planned: bool) -> str:
     """What a rank is told whose loader has a batch more than that of rank 1, which has gone."""
-    number = dist.get_rank()
-    batches = [given(FIRST, seed, [number], number, 2) for seed in range(4 - number)]
+    batches = [given_here(FIRST, seed) for seed in range(4 - dist.get_rank())]
     try:
-        with Pipeline({number: make_stages(2)[number]}, [0, 1], loss_fn, len(FIRST.sizes)) as pipe:
+        with planning(10**6) as (train, _):
             if planned:
-                with PlannedSteps(pipe, activation_budget_bytes=10**6) as train:
-                    for inputs, targets in train.ahead([(each["inputs"], each["targets"]) for each in batches]):
-                        train.step(inputs, targets)
+                for inputs, targets in train.ahead([(each["inputs"], each["targets"]) for each in batches]):
+                    train.step(inputs, targets)
             else:
+                pipe = train._pipe
                 pipe.load(one_at_a_time(pipe.layout.unmeasured()))
                 for each in batches:
                     pipe.step(**each)

@@ -19,7 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
-from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step, refusals
+from support.ranks.cases import batch, loss_fn, make_stages, numbers, own_stages, plain_step, refusals
 from support.ranks.replicas import mesh, parameters, wrapped
 
 Values = dict[str, np.ndarray[Any, Any]]
@@ -45,15 +45,7 @@ def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tu
         optimizer.zero_grad()
         losses.append(plain_step(modules, *batch(step, microbatches), microbatches))
         optimizer.step()
-    return losses, values(dict(enumerate(modules)))
-
-
-def values(modules: dict[int, nn.Module]) -> Values:
-    return {
-        f"{s}.{name}": p.detach().cpu().numpy().copy()
-        for s, module in modules.items()
-        for name, p in module.named_parameters()
-    }
+    return losses, parameters(dict(enumerate(modules)))
 
 
 class Training:
@@ -93,7 +85,7 @@ def train(
     with training.pipe as pipe:
         reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]
         pipe.synchronize()
-        return reports, values(training.modules), set(numbers(training.modules))
+        return reports, parameters(training.modules), set(numbers(training.modules))
 
 
 class Replicated(NamedTuple):
@@ -172,22 +164,6 @@ def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
         yield
 
 
-def unclipped(schedule: Schedule) -> str:
-    """What a user is told who does not clip."""
-    layout, number = Layout.from_problem(schedule.problem), torch.distributed.get_rank() % 2
-    own = {s: module for s, module in enumerate(make_stages(4)) if layout.placement[s] == number}
-    hosts: dict[str, Any] = {"host_optimizers": {2: adam, 3: adam}, "clip_host_updates": True}
-    group = mesh()["pipe"].get_group()
-    try:
-        with Pipeline(own, layout.placement, loss_fn, layout.microbatches, group=group, **hosts) as pipe:
-            pipe.load(schedule)
-            for k in range(2):
-                pipe.step(*batch(k, layout.microbatches))
-    except OptPipeError as error:
-        return str(error)
-    return "it ran"
-
-
 def resume(
     schedule: Schedule, hosted: Sequence[int], at: int, steps: int, module_first: bool
 ) -> tuple[list[Any], Values]:
@@ -201,7 +177,7 @@ def resume(
         hosts = deepcopy({s: host.state_dict() for s, host in pipe.host_optimizers.items()})
         optimizer = deepcopy(before.optimizer.state_dict())
     after = Training(Layout.from_problem(schedule.problem), hosted)
-    for parameter in (p for module in after.modules.values() for p in module.parameters()):
+    for parameter in (p for module in after.modules.parameters() for p in module.parameters()):
         nn.init.zeros_(parameter)
     with after.pipe as pipe:
         modules, optimizers = list(after.modules.items()), list(pipe.host_optimizers.items())
@@ -210,7 +186,7 @@ def resume(
         after.optimizer.load_state_dict(optimizer)
         losses = [after.step(k, schedule).losses for k in range(at, steps)]
         pipe.synchronize()
-        return losses, values(after.modules)
+        return losses, parameters(after.modules)
 
 
 def rounded(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -278,7 +254,10 @@ def mistakes(schedule: Schedule) -> list[str]:
         lambda: pipeline({rank: shared, 2 + rank: shared}, host_optimizers={2: adam, 3: adam}),
     )
     plainly, hosted = Training(layout, []), Training(layout, [2, 3])
-    with plainly.pipe, hosted.pipe:
+    unclipped = pipeline(own_stages(layout.placement), host_optimizers={2: adam, 3: adam}, clip_host_updates=True)
+    with plainly.pipe, hosted.pipe, unclipped:
+        unclipped.load(schedule)
+        unclipped.step(*batch(0, layout.microbatches))
         host, state = hosted.pipe.host_optimizers[2 + rank], plainly.modules[rank].state_dict()
         return told + refusals(
             lambda: plainly.pipe.load(schedule),
@@ -286,15 +265,16 @@ def mistakes(schedule: Schedule) -> list[str]:
             lambda: hosted.pipe.clip_grad_norm_(1.0),
             lambda: host.load_state_dict(state),
             lambda: host.load_state_dict({"parameters": state, "optimizer": {}}),
+            lambda: unclipped.step(*batch(1, layout.microbatches)),
         )
 
 
 def profiled(placement: Sequence[int], microbatches: int, hosted: Sequence[int]) -> tuple[Problem, bool]:
     training = Training(Layout.make(placement, microbatches), hosted)
-    before = values(training.modules)
+    before = parameters(training.modules)
     with training.pipe as pipe:
         problem = pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=2)
-    same = all(np.array_equal(value, before[name]) for name, value in values(training.modules).items())
+    same = all(np.array_equal(value, before[name]) for name, value in parameters(training.modules).items())
     return problem, same and not numbers(training.modules) and not any(
-        host.optimizer.state for host in pipe.host_optimizers.values()
+        host.optimizer.state for host in pipe.host_optimizers.parameters()
     )
