@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from support.ranks import diagnosed
-from support.ranks.diagnosed import Traced
+import torch
+import torch.distributed as dist
 from support.ranks.worker import Ranks
 
+from optpipe.anytime import solve
 from optpipe.diagnose import diagnose_recording
 from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.model.ops import Op
+from optpipe_runtime.fidelity import paced
+from optpipe_runtime.pipeline import Pipeline
+
+LAYER_MS = 5.0  # of F, of B and of W
+MICROBATCHES, STEPS = 8, 4
+
+
+class Traced(NamedTuple):
+    """A step on a rank."""
+
+    step_ms: float
+    ops: list[tuple[Op, float, float]]
+
+
+def train(layers: Sequence[int], head: int) -> list[Traced]:
+    """Collective: steps of 1F1B with so many layers in each stage; the head takes as long as `head` layers."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    each_ms = LAYER_MS * (layers[rank] + head * (rank == ranks - 1))
+    stage = paced.Stage(paced.Times(each_ms, each_ms, each_ms, 1.0))
+    x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
+    reports = []
+    with Pipeline({rank: stage}, list(range(ranks)), paced.loss, MICROBATCHES) as pipe:
+        pipe.problem = pipe.profile(x, x, activation_budget_bytes=2**50)
+        pipe.load(solve(pipe.problem, method="1f1b").schedule if rank == 0 else None)
+        for _ in range(1 + STEPS):
+            dist.barrier()
+            reports.append(pipe.step(x, x, trace=True))
+    return [
+        Traced(report.step_ms, [(each.op, each.start_ms, each.end_ms) for each in report.trace])
+        for report in reports[1:]
+    ]
+
 
 LAYERS, HEAD = (4, 4, 4, 4), 4
 STEP_APART_MS = 1e5
@@ -32,7 +67,7 @@ def recording(ranks: Sequence[Sequence[Traced]]) -> Recording:
 
 
 def test_a_cure_that_is_applied_gains_what_was_predicted(four_ranks: Ranks) -> None:
-    before = four_ranks(diagnosed.train, layers=LAYERS, head=HEAD)
+    before = four_ranks(train, layers=LAYERS, head=HEAD)
     found = diagnose_recording(recording(before), "csv", layers=LAYERS, time_limit_s=0.0)
     assert [part.name for part in found.losses.causes][:1] == ["stages"]
     assert [s for s, _ in found.losses.uneven_stages] == [3]
@@ -42,7 +77,7 @@ def test_a_cure_that_is_applied_gains_what_was_predicted(four_ranks: Ranks) -> N
     counts = [int(word) for word in line.split() if word.isdigit()]
     layers = (counts[0] - 1, *counts[1:-1], counts[-1] - 1)  # without the embedding and the head
     assert sum(layers) == sum(LAYERS)
-    after = four_ranks(diagnosed.train, layers=layers, head=HEAD)
+    after = four_ranks(train, layers=layers, head=HEAD)
     predicted_ms = float((cure.before_ms - cure.ms).mean())
     assert predicted_ms > 0.2 * step_ms(before)
     assert step_ms(before) - step_ms(after) >= 0.9 * predicted_ms

@@ -3,16 +3,56 @@ wait for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
 import pytest
-from support.ranks import cases, errors
+import torch.distributed as dist
+from support.ranks.cases import batch, loss_fn, own_stages, problem
 from support.ranks.worker import Ranks
+from torch import Tensor
 
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from optpipe_runtime.memory.host_pool import OnHost
 
 PROGRAMS = [["0F0", "0O0", "0D0", "0F1", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
 COPY = "rank 0 was at 0D0: D of stage 0, micro-batch 0; what failed is 0O0: O of stage 0, micro-batch 0"
 LOSS = "rank 1 was at 1F0: F of stage 1, micro-batch 0"
 WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradient of 0B0 from rank 1"
+
+
+def fail(*_: object) -> Any:
+    raise ValueError("not today")
+
+
+def told_of(what: str) -> list[str]:
+    """What this rank is told, and what that came from, when on rank 0 a copy fails, or on the last rank the loss
+    does."""
+    failing, found = False, list[str]()
+
+    def take_out(self: Any, pieces: Sequence[Tensor]) -> Any:
+        return [self._link.out.run(fail)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return fail() if failing else loss_fn(output, target)
+
+    pipe = Pipeline(own_stages([0, 1]), [0, 1], loss, 2)
+    pipe.load(Schedule.parse(problem([0, 1], 2), PROGRAMS))
+    pipe.step(*batch(0, 2))
+    failing, copies = what == "loss", what == "copy" and dist.get_rank() == 0
+    try:
+        with mock.patch.object(OnHost, "take_out", take_out) if copies else nullcontext():
+            pipe.step(*batch(1, 2))
+    except Exception as raised:
+        error: BaseException | None = raised
+        while error is not None:
+            found += [str(error), *getattr(error, "__notes__", [])]
+            error = error.__cause__
+    pipe.close()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -21,8 +61,7 @@ WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradi
 def test_a_failure_is_named_on_every_rank(
     ranks: Ranks, what: str, failing: int, sentence: str, other: str | None
 ) -> None:
-    schedule = Schedule.parse(cases.problem([0, 1], 2), PROGRAMS)
-    told = ranks(errors.told, schedule=schedule, placement=[0, 1], what=what)
+    told = ranks(told_of, what=what)
     assert told[failing][:2] == ["not today", sentence]
     assert told[1 - failing][0] == f"{sentence}: ValueError: not today"
     assert other is None or other in told[1 - failing]

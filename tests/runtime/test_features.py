@@ -3,15 +3,28 @@ refused in one sentence."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 from support.ranks import cases
-from support.ranks import features as without_rooms
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, programs
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import features
+
+
+def train_without(room: str, schedules: Sequence[Schedule], needs: Schedule) -> tuple[Any, list[str]]:
+    """As `cases.train`; and what is told to who loads a schedule with ops of the room."""
+    rooms = [each for each in features.ROOMS if each.__name__ != room]
+    assert len(rooms) == len(features.ROOMS) - 1
+    with mock.patch.object(features, "ROOMS", rooms):
+        trained = cases.train([0, 1], schedules)
+        return trained, cases.refusals(lambda: cases.train([0, 1], [needs]))
+
 
 PLAIN = [Schedule.parse(cases.problem([0, 1], 4), texts) for texts in (ONE_F_ONE_B, OFFLOADED)]
 NEEDS = {
@@ -29,7 +42,7 @@ NEEDS = {
 @pytest.mark.parametrize("room", [room.__name__ for room in features.ROOMS])  # type: ignore[attr-defined]
 def test_the_runtime_without_a_room_is_whole(ranks: Ranks, room: str) -> None:
     whole = ranks(cases.train, placement=[0, 1], schedules=PLAIN)
-    found = ranks(without_rooms.train, room=room, schedules=PLAIN, needs=NEEDS.get(room, PLAIN[0]))
+    found = ranks(train_without, room=room, schedules=PLAIN, needs=NEEDS.get(room, PLAIN[0]))
     for ((reports, gradients), told), (expected, same) in zip(found, whole, strict=True):
         assert [report.losses for report in reports] == [report.losses for report in expected]
         np.testing.assert_equal(gradients, same)

@@ -7,19 +7,106 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.ranks import cases
-from support.ranks import routes as rank_routes
+from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
 from support.ranks.channels import run_by_hand
 from support.ranks.worker import Ranks
 from support.strategies import schedules
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from optpipe.errors import ScheduleError
+from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, prepare
+from optpipe_runtime import Layout, Pipeline, prepare
+
+
+def make_blocks(count: int) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [Block() for _ in range(count)]
+
+
+def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    inputs, targets = torch.randn(2, 2 * microbatches, LENGTH, WIDTH, generator=generator)
+    return inputs, targets
+
+
+def plainly(layout: Layout) -> tuple[list[float], Gradients]:
+    torch.set_num_threads(1)
+    modules, losses = make_blocks(len(layout.placement)), []
+    for j, (x, y) in enumerate(
+        zip(*(part.chunk(layout.microbatches) for part in batch(layout.microbatches)), strict=True)
+    ):
+        for s in layout.route(j):
+            x = modules[s](x)
+        loss = mse_loss(x, y)
+        torch.autograd.backward(loss / layout.microbatches)
+        losses.append(loss.item())
+    return losses, numbers(dict(enumerate(modules)))
+
+
+def make(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
+    rank = torch.distributed.get_rank()
+    modules = {s: module for s, module in enumerate(make_blocks(len(layout.placement))) if layout.placement[s] == rank}
+    ways = {"routes": layout.routes, "microbatch_routes": layout.microbatch_routes}
+    return Pipeline(modules, layout.placement, mse_loss, layout.microbatches, **ways), modules
+
+
+def train(schedule: Schedule) -> tuple[list[float], Gradients]:
+    """One step; the batch only where the rank needs it."""
+    layout = Layout.from_problem(schedule.problem)
+    pipe, modules = make(layout)
+    inputs, targets = batch(layout.microbatches)
+    with pipe:
+        pipe.load(schedule)
+        report = pipe.step(
+            inputs if layout.first & modules.keys() else None, targets if layout.last & modules.keys() else None
+        )
+    return report.losses or [], numbers(modules)
+
+
+def profiled(layout: Layout) -> Problem:
+    pipe, _ = make(layout)
+    with pipe:
+        return pipe.profile(*batch(layout.microbatches), activation_budget_bytes=10**9, repeats=1)
+
+
+def refusals(mistakes: list[dict[str, Any]]) -> list[str]:
+    """What a user is told whose routes are wrong."""
+    told = []
+    for mistake in mistakes:
+        try:
+            Pipeline({torch.distributed.get_rank(): nn.Identity()}, [0, 1], mse_loss, 2, **mistake)
+        except InputError as error:
+            told.append(str(error))
+    return told
+
+
+def tie_nothing() -> str:
+    layout = Layout.make([0, 1], 2)
+    pipe, _ = make(layout)
+    with pipe:
+        try:
+            pipe.tie(None)
+        except InputError as error:
+            return str(error)
+    return "tied"
+
+
+def tie_unlike() -> str:
+    pipe, modules = make(Layout.make([0, 1], 2))
+    with pipe:
+        try:
+            pipe.tie(next(iter(modules.values())) if torch.distributed.get_rank() else nn.Linear(2, 3))
+        except InputError as error:
+            return str(error)
+    return "tied"
+
 
 M = 3
 BOTH_WAYS: dict[str, Any] = {"routes": [[0, 1], [2, 3]], "microbatch_routes": [0, 1, 0]}
@@ -50,8 +137,8 @@ def test_messages_match_on_any_routes(data: Any) -> None:
 def test_any_routes_give_the_same_sums(ranks: Ranks, data: Any) -> None:
     problem = data.draw(problems(((0, 1), (0, 1, 1, 0), (1, 0, 1))))
     layout, schedule = Layout.from_problem(problem), data.draw(schedules(problem))
-    results = ranks(rank_routes.train, schedule=schedule)
-    losses, gradients = rank_routes.plain(layout)
+    results = ranks(train, schedule=schedule)
+    losses, gradients = plainly(layout)
     for rank, (ours, _) in enumerate(results):
         assert ours == [losses[j] for j in range(M) if layout.placement[layout.route(j)[-1]] == rank]
     found = {name: grad for _, by_name in results for name, grad in by_name.items()}
@@ -62,7 +149,7 @@ def test_any_routes_give_the_same_sums(ranks: Ranks, data: Any) -> None:
 
 def test_a_pipeline_with_routes_is_profiled_with_them(ranks: Ranks) -> None:
     layout = Layout.make([0, 1, 1, 0], M, **BOTH_WAYS)
-    problem, same = ranks(rank_routes.profile, layout=layout)
+    problem, same = ranks(profiled, layout=layout)
     assert problem == same
     assert Layout.from_problem(problem) == layout
     assert all(stage.activation_bytes > 0 and stage.forward_ms > 0 for stage in problem.stages)
@@ -76,7 +163,7 @@ def test_invalid_routes_are_refused(ranks: Ranks) -> None:
         "the pipeline: microbatch_routes is missing": {"routes": [[0, 1], [1, 0]]},
         "the pipeline: microbatch_routes has 1 entries": {"routes": [[0, 1], [1, 0]], "microbatch_routes": [0]},
     }
-    for told in ranks(rank_routes.refusals, mistakes=list(mistakes.values())):
+    for told in ranks(refusals, mistakes=list(mistakes.values())):
         assert len(told) == len(mistakes)
         for sentence, start in zip(told, mistakes, strict=True):
             assert sentence.startswith(start), sentence
@@ -90,6 +177,6 @@ def test_a_schedule_with_other_routes_is_refused() -> None:
 
 
 def test_invalid_ties_are_refused(ranks: Ranks) -> None:
-    assert set(ranks(rank_routes.tie_nothing)) == {"tie: every rank passed None, so there is nothing to tie"}
-    (told,) = set(ranks(rank_routes.tie_unlike))
+    assert set(ranks(tie_nothing)) == {"tie: every rank passed None, so there is nothing to tie"}
+    (told,) = set(ranks(tie_unlike))
     assert told.startswith("tie: ranks 0 and 1 hold copies of shapes [[3, 2], [3]] and [[32], [32],")

@@ -3,15 +3,95 @@ gradients, and updates ahead of their norm, all in one training: its numbers are
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.close import require_close
-from support.ranks import cases, together
+from support.ranks import cases
+from support.ranks.cases import LENGTH, WIDTH, Gradients
+from support.ranks.post_validation import calm, clipping, in_parts, stages
+from support.ranks.replicas import mesh, parameters, wrapped
+from support.ranks.swaps import WAIT, heard
 from support.ranks.worker import Ranks
+from torch.nn.functional import mse_loss
 
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
 from optpipe_solver.systems import generate
+
+SEQUENCES, SWAPS, LEAST_STEPS = 8, 3, 9
+
+
+class Ran(NamedTuple):
+    """On one rank, by step; parameters at the end. `windows`: in how many steps gradients were reduced in windows."""
+
+    losses: list[float | None]
+    methods: list[str]
+    norms: list[float]
+    parameters: Gradients
+    windows: int
+    logged: list[str]
+
+
+def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int | None = None) -> Ran:
+    """Two ranks, and two replicas or inner peers of each. With so many `steps` by the first schedule, and updates that
+    wait for their norm. Without, until each replica has swapped several times: each is offered schedules by chance, and
+    updates are ahead of their norm. In both, batches change their shape, on one replica only, and one update is not
+    finite."""
+    attacked, placement = steps is None, [stage.device for stage in schedules[0].problem.stages]
+    group, inner = mesh()["pipe"].get_group(), mesh()["replica"] if how == "inner" else None
+    replica, number = 0 if inner else mesh()["replica"].get_local_rank(), dist.get_rank(group)
+    modules = {
+        s: in_parts(module, inner) if inner else wrapped(module, "fsdp" if how == "windows" else how)
+        for s, module in enumerate(stages(len(placement), alone=False))
+        if placement[s] == number
+    }
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    chance, ran, m = random.Random(replica), Ran([], [], [], {}, 0, []), schedules[0].problem.microbatches
+    whole = 1 if attacked and how == "windows" else None
+    with (
+        calm(0),
+        heard() as logged,
+        Pipeline(modules, placement, mse_loss, m, group=group, inner=inner, whole_gradients=whole) as pipe,
+    ):
+        pipe.load(schedules[0])
+        if attacked:
+            pipe.post_validate(optimizer, max_norm)
+        while len(ran.methods) < (LEAST_STEPS if steps is None else steps) or (attacked and not _swapped(pipe)):
+            step = len(ran.methods)
+            assert step < WAIT
+            if attacked and number == 0 and not pipe.preparing:
+                pipe.offer(chance.choice(schedules))
+            more = 2 if replica == 0 and step % 7 in (4, 5) else 1
+            generator = torch.Generator().manual_seed(2 * step + replica)
+            inputs, targets = torch.randn(2, more * SEQUENCES, LENGTH, WIDTH, generator=generator)
+            ran.losses.append(pipe.step(inputs, targets * (1 + step % 3)).loss)
+            assert pipe.schedule is not None
+            ran.methods.append(pipe.schedule.method)
+            ran = ran._replace(windows=ran.windows + any(feature.is_fixed for feature in pipe._rank.features))
+            if step == 6 and number == 1:
+                next(p for module in modules.values() for p in module.parameters()).grad.mul_(math.nan)  # type: ignore[union-attr]
+            if attacked:
+                optimizer.step()
+            else:
+                ran.norms.append(clipping(pipe, optimizer, max_norm))
+            optimizer.zero_grad()
+        pipe.synchronize()
+        return ran._replace(parameters=parameters(modules), logged=list(logged))
+
+
+def _swapped(pipe: Pipeline) -> bool:
+    """Collective over all ranks: whether each pipeline has swapped so often."""
+    least = torch.tensor(pipe.version)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item() > SWAPS
+
 
 PLACEMENT = [0, 1] * 3
 AROUND = [("", ""), ("OD", "R"), ("", "C")]  # what follows an F and precedes its backward
@@ -47,9 +127,9 @@ def schedules() -> list[Schedule]:
 )
 def test_whatever_happens_together_changes_no_number(four_ranks: Ranks, how: str) -> None:
     made, max_norm = schedules(), 0.02
-    found = four_ranks(together.trained, schedules=made, how=how, max_norm=max_norm)
+    found = four_ranks(trained, schedules=made, how=how, max_norm=max_norm)
     steps = len(found[0].methods)
-    expected = four_ranks(together.trained, schedules=made, how=how, max_norm=max_norm, steps=steps)
+    expected = four_ranks(trained, schedules=made, how=how, max_norm=max_norm, steps=steps)
     for ran, plain in zip(found, expected, strict=True):
         for loss, right in zip(ran.losses, plain.losses, strict=True):
             assert loss == (None if right is None else pytest.approx(right, rel=1e-5))
