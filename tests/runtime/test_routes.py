@@ -3,6 +3,7 @@ plain run."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from support.strategies import schedules
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from optpipe.errors import InputError, ScheduleError
+from optpipe.errors import ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, prepare
@@ -76,40 +77,19 @@ def profiled(layout: Layout) -> Problem:
         return pipe.profile(*batch(layout.microbatches), activation_budget_bytes=10**9, repeats=1)
 
 
-def refusals(mistakes: list[dict[str, Any]]) -> list[str]:
-    """What a user is told whose routes are wrong."""
-    told = []
-    for mistake in mistakes:
-        try:
-            Pipeline({torch.distributed.get_rank(): nn.Identity()}, [0, 1], mse_loss, 2, **mistake)
-        except InputError as error:
-            told.append(str(error))
-    return told
-
-
-def tie_nothing() -> str:
-    layout = Layout.make([0, 1], 2)
-    pipe, _ = make(layout)
-    with pipe:
-        try:
-            pipe.tie(None)
-        except InputError as error:
-            return str(error)
-    return "tied"
-
-
-def tie_unlike() -> str:
-    pipe, modules = make(Layout.make([0, 1], 2))
-    with pipe:
-        try:
-            pipe.tie(next(iter(modules.values())) if torch.distributed.get_rank() else nn.Linear(2, 3))
-        except InputError as error:
-            return str(error)
-    return "tied"
-
-
 M = 3
 BOTH_WAYS: dict[str, Any] = {"routes": [[0, 1], [2, 3]], "microbatch_routes": [0, 1, 0]}
+
+
+def mistaken(mistakes: list[dict[str, Any]]) -> list[str]:
+    """What a user is told whose routes are wrong, or whose ties are."""
+    rank = torch.distributed.get_rank()
+    stages = {rank: nn.Identity()}
+    told = cases.refusals(*(partial(Pipeline, stages, [0, 1], mse_loss, 2, **mistake) for mistake in mistakes))
+    pipe, modules = make(Layout.make([0, 1], 2))
+    with pipe:
+        unlike = next(iter(modules.values())) if rank else nn.Linear(2, 3)
+        return told + cases.refusals(lambda: pipe.tie(None), lambda: pipe.tie(unlike))
 
 
 @st.composite
@@ -156,16 +136,19 @@ def test_a_pipeline_with_routes_is_profiled_with_them(ranks: Ranks) -> None:
     assert problem.p2p_ms > 0
 
 
-def test_invalid_routes_are_refused(ranks: Ranks) -> None:
+def test_invalid_routes_and_ties_are_refused(ranks: Ranks) -> None:
     mistakes: dict[str, dict[str, Any]] = {
         "the pipeline: routes[0][1] = 7: there are 2 stages": {"routes": [[0, 7]]},
         "the pipeline: stages[1] is on no route": {"routes": [[0]]},
         "the pipeline: microbatch_routes is missing": {"routes": [[0, 1], [1, 0]]},
         "the pipeline: microbatch_routes has 1 entries": {"routes": [[0, 1], [1, 0]], "microbatch_routes": [0]},
     }
-    for told in ranks(refusals, mistakes=list(mistakes.values())):
-        assert len(told) == len(mistakes)
-        for sentence, start in zip(told, mistakes, strict=True):
+    ties = [
+        "tie: every rank passed None, so there is nothing to tie",
+        "tie: ranks 0 and 1 hold copies of shapes [[3, 2], [3]] and [[32], [32],",
+    ]
+    for told in ranks(mistaken, mistakes=list(mistakes.values())):
+        for sentence, start in zip(told, [*mistakes, *ties], strict=True):
             assert sentence.startswith(start), sentence
 
 
@@ -174,9 +157,3 @@ def test_a_schedule_with_other_routes_is_refused() -> None:
     schedule = Schedule.parse(problem, [["3F0", "3BW0"], ["2F0", "2BW0"]])
     with pytest.raises(ScheduleError, match=r"sends micro-batch 0 over stages \[2, 3\], this pipeline over \[0, 1\]"):
         prepare(schedule, 0, Layout.make([0, 1, 1, 0], 1, [[0, 1], [2, 3]], [0]))
-
-
-def test_invalid_ties_are_refused(ranks: Ranks) -> None:
-    assert set(ranks(tie_nothing)) == {"tie: every rank passed None, so there is nothing to tie"}
-    (told,) = set(ranks(tie_unlike))
-    assert told.startswith("tie: ranks 0 and 1 hold copies of shapes [[3, 2], [3]] and [[32], [32],")
