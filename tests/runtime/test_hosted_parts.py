@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.close import require_close
-from support.ranks.cases import Gradients, batch, loss_fn, plain_step, problem
+from support.ranks.cases import Gradients, batch, batches, loss_fn, plain_training, problem
 from support.ranks.inner import make_stages, mesh, parallel
 from support.ranks.optimizer import momentum
 from support.ranks.programs import SPLIT
 from support.ranks.replicas import parameters
 from support.ranks.worker import Ranks
-from torch import nn
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
@@ -51,20 +50,6 @@ def trained(programs: Sequence[Sequence[str]], hosted: bool, max_norm: float, st
     return ran._replace(parameters=parameters({stage: module}))
 
 
-def plainly(max_norm: float, steps: int) -> tuple[list[float], Gradients]:
-    """In one process: the norms, and the parameters."""
-    torch.set_num_threads(1)
-    modules = make_stages()
-    every = [p for module in modules for p in module.parameters()]
-    optimizer, norms = momentum(every), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        plain_step(modules, *batch(step, 4), 4)
-        norms.append(nn.utils.clip_grad_norm_(every, max_norm).item())
-        optimizer.step()
-    return norms, parameters(dict(enumerate(modules)))
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 0.2])
 def test_tensor_parallel_stages_are_updated_on_the_host_as_on_the_device(four_ranks: Ranks, max_norm: float) -> None:
     """To the bit; where they are clipped, to the rounding of the norm of all parts."""
@@ -78,7 +63,9 @@ def test_tensor_parallel_stages_are_updated_on_the_host_as_on_the_device(four_ra
         rtol, atol = (1e-4, 1e-5) if max_norm else (0, 0)
         require_close(ran.parameters, on_device.parameters, rtol, atol)
     if max_norm:
-        norms, _ = plainly(max_norm, 3)
+        modules = make_stages()
+        optimizer = momentum([p for module in modules for p in module.parameters()])
+        norms = [step.norm for step in plain_training(modules, batches(3, 4), 4, optimizer, max_norm=max_norm)]
         assert min(norms) > max_norm, "each update is clipped"
         for ran in found:
             assert ran.norms == pytest.approx(norms, rel=1e-4)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.close import require_close
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, problem
-from support.ranks.inner import make_stages, mesh, parallel, plain_step
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, plain_training, problem
+from support.ranks.inner import make_stages, mesh, parallel
 from support.ranks.programs import SPLIT
 from support.ranks.replicas import gradients
 from support.ranks.worker import Ranks
-from torch import nn
+from torch import Tensor
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
@@ -32,8 +32,9 @@ class Turn(NamedTuple):
     evaluating: bool = False
 
 
-def data(step: int, turn: Turn) -> list[torch.Tensor]:
-    return [part[:, : turn.length].contiguous() for part in batch(step, 4)]
+def data(step: int, turn: Turn) -> tuple[Tensor, Tensor]:
+    inputs, targets = (part[:, : turn.length].contiguous() for part in batch(step, 4))
+    return inputs, targets
 
 
 def trained(programs: Sequence[Sequence[str]], turns: Sequence[Turn]) -> list[tuple[list[float] | None, Gradients]]:
@@ -65,28 +66,6 @@ def trained(programs: Sequence[Sequence[str]], turns: Sequence[Turn]) -> list[tu
     return found
 
 
-def plainly(turns: Sequence[Turn]) -> list[tuple[list[float] | None, Gradients]]:
-    """In one process."""
-    torch.set_num_threads(1)
-    modules = make_stages()
-    every = [p for module in modules for p in module.parameters()]
-    optimizer, found = torch.optim.SGD(every, lr=0.1), []
-    for step, turn in enumerate(turns):
-        optimizer.zero_grad()
-        inputs, targets = data(step, turn)
-        seen = plain_step(modules, (inputs, targets), 4)
-        for p, (_, gradient) in zip(every, _named(modules, seen.gradients), strict=True):
-            p.grad = torch.from_numpy(gradient.copy())
-        found.append((seen.losses, seen.gradients))
-        optimizer.step()
-    return found
-
-
-def _named(modules: Sequence[nn.Module], found: Gradients) -> list[tuple[str, Any]]:
-    names = [f"{s}.{name}" for s, module in enumerate(modules) for name, _ in module.named_parameters()]
-    return [(name, found[name]) for name in names]
-
-
 def test_no_rank_waits_for_others_than_its_peers_between_two_steps(four_ranks: Ranks) -> None:
     """The last stage begins a step when the first stage computes in it: did all meet before each step, this never
     ended. Where the batch of all ranks has another shape, or the module of one peer another mode, the step that has
@@ -102,10 +81,8 @@ def test_no_rank_waits_for_others_than_its_peers_between_two_steps(four_ranks: R
         Turn(length=LENGTH // 2),
     ]
     ranks = four_ranks(trained, programs=SPLIT, turns=turns)
-    expected = plainly(turns)
-    for step in range(len(turns)):
-        losses, gradients = expected[step]
-        largest = max(float(abs(gradient).max()) for gradient in gradients.values())
+    for step, plain in enumerate(plain_training(make_stages(), map(data, range(len(turns)), turns), 4)):
+        largest = max(float(abs(gradient).max()) for gradient in plain.gradients.values())
         for first, last in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):
-            assert last[step][0] == pytest.approx(losses, rel=1e-4)
-            require_close(first[step][1] | last[step][1], gradients, rtol=1e-3, atol=1e-5 * largest)
+            assert last[step][0] == pytest.approx(plain.losses, rel=1e-4)
+            require_close(first[step][1] | last[step][1], plain.gradients, rtol=1e-3, atol=1e-5 * largest)

@@ -16,7 +16,7 @@ from support.chain import gpipe
 from support.fake_service import Answer, Asked, fake_service
 from support.following import until
 from support.ranks import models
-from support.ranks.cases import plain_step
+from support.ranks.cases import plain_training
 from support.ranks.models import MICROBATCHES
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
@@ -126,17 +126,6 @@ def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": parameters, "optimizer": moments}
 
 
-def plainly() -> list[list[float]]:
-    whole = models.model("layers")
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    losses = []
-    for step in range(2 * STEPS):
-        optimizer.zero_grad()
-        losses.append(plain_step([whole], *batch(step), MICROBATCHES, models.loss_fn))
-        optimizer.step()
-    return losses
-
-
 PLACEMENT = Placement.from_dict({"chunks": 2, "shape": "v", "layers": [1, 2, 1, 1]})
 
 
@@ -183,7 +172,10 @@ def test_a_training_goes_on_in_other_stages(ranks: Ranks, tmp_path: Path) -> Non
     assert told.startswith("a schedule for other stages (2 chunks a device, V-shaped, layers 1 2 1 1) takes ")
     assert told.endswith(": it is kept for the next start from a checkpoint")
     assert not [line for line in quiet if "other stages" in line]
-    losses = plainly()
+    whole = models.model("layers")
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    data, loss = map(batch, range(2 * STEPS)), models.loss_fn
+    losses = [step.losses for step in plain_training([whole], data, MICROBATCHES, optimizer, loss)]
     assert [a or b for a, b in zip(first_losses, last_losses, strict=True)] == losses
     assert [bool(step) for step in first_losses] == [False, False, True, True], "the last stage is on rank 0 afterwards"
     everything = set(models.model("layers").state_dict())

@@ -168,12 +168,13 @@ def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ra
     (schedule,) = parsed(SPLIT)
     results = ranks(rank_training.scaled, schedule=schedule, overflow=1)
     assert [scales for scales, *_ in results] == [[2.0**16, 2.0**15, 2.0**15, 2.0**15]] * 2
-    losses, parameters = rank_training.plainly_skipping(4, 1, 0.5)
+    modules = dict(enumerate(cases.make_stages(2)))
+    plain = cases.plain_training(modules.values(), cases.batches(4, 4), 4, max_norm=0.5, skipped=1)
     require_close(
         {str(step): found for step, found in enumerate(results[1][1])},
-        {str(step): found for step, found in enumerate(losses)},
+        {str(step): found.losses for step, found in enumerate(plain)},
     )
-    require_close(results[0][2] | results[1][2], parameters)
+    require_close(results[0][2] | results[1][2], replicas.parameters(modules))
 
 
 def test_autocast_may_change_between_steps(ranks: Ranks) -> None:

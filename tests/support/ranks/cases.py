@@ -3,8 +3,9 @@ tests."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -118,19 +119,49 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(dict.fromkeys([torch.zeros(0), *(p for m in modules for p in m.parameters())]), lr=0.1)
 
 
-def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
-    """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step
-    after each."""
-    torch.set_num_threads(1)
-    modules = make_stages(stages)
-    optimizer = sgd(*modules)
-    losses, gradients = [], []
-    for step in range(steps):
+class Plain(NamedTuple):
+    """A step of a plain run: losses, gradients, their norm, and what is left of them when they are clipped."""
+
+    losses: list[float]
+    gradients: Gradients
+    norm: float
+    clipped: Gradients
+
+
+def plain_training(
+    stages: Iterable[nn.Module],
+    data: Iterable[tuple[Tensor, Tensor]],
+    microbatches: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] = loss_fn,
+    max_norm: float = math.inf,
+    norm_type: float = 2.0,
+    skipped: int | None = None,
+) -> list[Plain]:
+    """One process, plain autograd, one micro-batch after the other, and after each step but the `skipped` one an
+    update, by SGD if no optimizer is given."""
+    torch.set_num_threads(1)  # as on the ranks: sums over rows have the same order
+    modules = dict(enumerate(stages))
+    every = list(dict.fromkeys(p for module in modules.values() for p in module.parameters()))
+    optimizer, steps = optimizer or sgd(*modules.values()), []
+    for step, (inputs, targets) in enumerate(data):
         optimizer.zero_grad()
-        losses.append(plain_step(modules, *batch(step, microbatches), microbatches))
-        gradients.append(numbers(dict(enumerate(modules))))
-        optimizer.step()
-    return losses, gradients
+        losses, gradients = plain_step(modules.values(), inputs, targets, microbatches, loss), numbers(modules)
+        norm = nn.utils.clip_grad_norm_(every, max_norm, norm_type).item()
+        steps.append(Plain(losses, gradients, norm, numbers(modules)))
+        if step != skipped:
+            optimizer.step()
+    return steps
+
+
+def batches(steps: int, microbatches: int) -> list[tuple[Tensor, Tensor]]:
+    return [batch(step, microbatches) for step in range(steps)]
+
+
+def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
+    """Losses and gradients by step."""
+    trained = plain_training(make_stages(stages), batches(steps, microbatches), microbatches)
+    return [step.losses for step in trained], [step.gradients for step in trained]
 
 
 def own_stages(placement: Sequence[int], dropout: float = 0.0) -> dict[int, nn.Module]:

@@ -27,7 +27,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.stage.io import LossFn
 from support.ranks import cases
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
+from support.ranks.cases import WIDTH, WORDS, Gradients, Plain, batch, loss_fn, plain_training, problem
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.replicas import gradients
 
@@ -134,14 +134,6 @@ class Seen(NamedTuple):
     gathered: tuple[int | None, int] = (None, 0)  # the peak, and what is certified
 
 
-def plain_step(modules: Sequence[nn.Module], data: tuple[Tensor, Tensor], microbatches: int) -> Seen:
-    """A step of the whole model in one process, with clipping."""
-    losses = cases.plain_step(modules, *data, microbatches)
-    found = gradients(dict(enumerate(modules)))
-    every = [p for module in modules for p in module.parameters()]
-    return Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None)
-
-
 def step_of(
     pipe: Pipeline, modules: dict[int, nn.Module], data: Sequence[Tensor], trace: bool = False
 ) -> tuple[Seen, int]:
@@ -155,17 +147,9 @@ def step_of(
     return Seen(report.losses, found, norm, report.host_peak_bytes, report.excess, gathered), report.version
 
 
-def plain(microbatches: int, steps: int) -> list[Seen]:
-    """The whole model in one process, with clipping and an SGD step after each step."""
-    torch.set_num_threads(1)
-    modules = make_stages()
-    optimizer = cases.sgd(*modules)
-    seen = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        seen.append(plain_step(modules, batch(step, microbatches), microbatches))
-        optimizer.step()
-    return seen
+def plain(microbatches: int, steps: int) -> list[Plain]:
+    """The whole model in one process, with clipping."""
+    return plain_training(make_stages(), cases.batches(steps, microbatches), microbatches, max_norm=0.1)
 
 
 class Trained(NamedTuple):

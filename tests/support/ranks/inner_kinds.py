@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.schedule import Schedule
-from support.ranks.cases import WIDTH, WORDS, batch
-from support.ranks.inner import Seen, mesh, plain_step, step_of, two_stages
+from support.ranks.cases import WIDTH, WORDS, Plain, batch, plain_training
+from support.ranks.inner import Seen, mesh, step_of, two_stages
 
 RANKS = 2
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -100,9 +100,8 @@ def uneven(kind: str, microbatches: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def plain(kind: str, microbatches: int) -> Seen:
-    torch.set_num_threads(1)
-    return plain_step(make_stages(kind), uneven(kind, microbatches), microbatches)
+def plain(kind: str, microbatches: int) -> Plain:
+    return plain_training(make_stages(kind), [uneven(kind, microbatches)], microbatches, max_norm=0.1)[0]
 
 
 def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[str]]]) -> list[Seen]:

@@ -19,7 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
-from support.ranks.cases import batch, loss_fn, make_stages, numbers, own_stages, plain_step, refusals
+from support.ranks.cases import batch, batches, loss_fn, make_stages, numbers, own_stages, plain_training, refusals
 from support.ranks.replicas import mesh, parameters, wrapped
 
 Values = dict[str, np.ndarray[Any, Any]]
@@ -37,15 +37,10 @@ def momentum(named: Any) -> torch.optim.Optimizer:
 def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tuple[list[list[float]], Values]:
     """One process, one micro-batch after the other, one optimizer for all stages: losses by step, and the parameters in
     the end."""
-    torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = factory([p for module in modules for p in module.parameters()])
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses.append(plain_step(modules, *batch(step, microbatches), microbatches))
-        optimizer.step()
-    return losses, parameters(dict(enumerate(modules)))
+    trained = plain_training(modules, batches(steps, microbatches), microbatches, optimizer)
+    return [step.losses for step in trained], parameters(dict(enumerate(modules)))
 
 
 class Training:

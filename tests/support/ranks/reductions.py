@@ -20,7 +20,7 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, plain_step, sgd
+from support.ranks.cases import LENGTH, Gradients, batches, loss_fn, make_stages, plain_training, sgd
 from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.swaps import failing
 
@@ -183,14 +183,6 @@ def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) 
 
 def plain_shared(microbatches: int, steps: int) -> list[Gradients]:
     """In one process, with the head's weight that is the embedding's: gradients of each step."""
-    torch.set_num_threads(1)
-    modules = dict(enumerate(make_stages(4)))
+    modules = make_stages(4)
     modules[3].get_submodule("2").weight = modules[0].get_submodule("0").weight
-    optimizer = sgd(*modules.values())
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        plain_step(modules.values(), *batch(step, microbatches), microbatches)
-        found.append(gradients(modules))
-        optimizer.step()
-    return found
+    return [step.gradients for step in plain_training(modules, batches(steps, microbatches), microbatches)]

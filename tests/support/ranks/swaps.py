@@ -24,7 +24,7 @@ from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers, plain_step, sgd
+from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, plain_training, sgd
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -58,27 +58,15 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def trainer(modules: Mapping[int, nn.Module]) -> torch.optim.Optimizer:
-    return sgd(*modules.values())
-
-
-def plain(count: int, steps: int, microbatches: int) -> list[Step]:
-    torch.set_num_threads(1)
-    modules, found = dict(enumerate(stages(count))), []
-    optimizer = trainer(modules)
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses = plain_step(modules.values(), *batch(step), microbatches, mse_loss)
-        found.append(Step(losses, numbers(modules), ""))
-        optimizer.step()
-    return found
+def plain(count: int, steps: int, microbatches: int) -> list[Plain]:
+    return plain_training(stages(count), map(batch, range(steps)), microbatches, loss=mse_loss)
 
 
 def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]:
     """A training of which each step runs another schedule: the first half loaded, the others offered, and between two
     steps nobody knows whether the offer is there yet."""
     modules, found = own_stages(placement), []
-    optimizer = trainer(modules)
+    optimizer = sgd(*modules.values())
     problem = schedules[0].problem
     half = len(schedules) // 2
     with Pipeline(

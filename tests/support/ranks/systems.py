@@ -13,7 +13,7 @@ from torch import nn
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
-from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers, plain_step
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers, plain_training
 
 
 class Outcome(NamedTuple):
@@ -29,10 +29,9 @@ def model(stages: int) -> list[nn.Module]:
 
 def plain(layout: Layout) -> Outcome:
     """All micro-batches, one after the other, through the row of stages of which every route has a copy."""
-    torch.set_num_threads(1)  # as on the ranks: sums over rows have the same order
-    modules = model(len(layout.routes[0]))
-    losses = plain_step(modules, *batch(0, layout.microbatches), layout.microbatches)
-    return Outcome(dict(enumerate(losses)), numbers(dict(enumerate(modules))))
+    m = layout.microbatches
+    [step] = plain_training(model(len(layout.routes[0])), [batch(0, m)], m)
+    return Outcome(dict(enumerate(step.losses)), step.gradients)
 
 
 class Kept(torch.optim.SGD):

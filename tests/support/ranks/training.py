@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,18 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages, plain_step, sgd
+from support.ranks.cases import (
+    WIDTH,
+    WORDS,
+    Gradients,
+    batch,
+    batches,
+    loss_fn,
+    make_stages,
+    own_stages,
+    plain_step,
+    plain_training,
+)
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 
 
@@ -23,28 +35,16 @@ def plain(
     microbatches: int,
     steps: int,
     replica: int | None = None,
-    max_norm: float = 0.0,
+    max_norm: float = math.inf,
     norm_type: float = 2.0,
 ) -> tuple[list[list[float]], list[Gradients], list[float]]:
     """The same in one process: over the whole batch, or a replica's half of it. Losses, gradients, and the norms that
     clipping saw."""
-    torch.set_num_threads(1)
-    modules = make_stages(stages)
-    every = [p for module in modules for p in module.parameters()]
-    optimizer = sgd(*modules)
-    losses, found, norms = [], [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        inputs, targets = (
-            batch(step, microbatches)
-            if replica is None
-            else (part.chunk(2)[replica] for part in batch(step, 2 * microbatches))
-        )
-        losses.append(plain_step(modules, inputs, targets, microbatches))
-        norms.append(nn.utils.clip_grad_norm_(every, max_norm, norm_type).item() if max_norm else 0.0)
-        found.append(gradients(dict(enumerate(modules))))
-        optimizer.step()
-    return losses, found, norms
+    data = batches(steps, microbatches if replica is None else 2 * microbatches)
+    if replica is not None:
+        data = [(inputs.chunk(2)[replica], targets.chunk(2)[replica]) for inputs, targets in data]
+    trained = plain_training(make_stages(stages), data, microbatches, max_norm=max_norm, norm_type=norm_type)
+    return [step.losses for step in trained], [step.clipped for step in trained], [step.norm for step in trained]
 
 
 def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) -> list[Seen]:
@@ -175,22 +175,6 @@ def scaled(schedule: Schedule, overflow: int) -> tuple[list[float], list[list[fl
             scaler.update()
             scales.append(scaler.get_scale())
     return scales, losses, parameters(modules)
-
-
-def plainly_skipping(microbatches: int, skipped: int, max_norm: float) -> tuple[list[list[float]], Gradients]:
-    """The same without a scale, and without the optimizer's step that overflows."""
-    torch.set_num_threads(1)
-    modules = dict(enumerate(make_stages(2)))
-    every = [p for module in modules.values() for p in module.parameters()]
-    optimizer = sgd(*modules.values())
-    losses: list[list[float]] = []
-    for step in range(4):
-        optimizer.zero_grad()
-        losses.append(plain_step(modules.values(), *batch(step, microbatches), microbatches))
-        nn.utils.clip_grad_norm_(every, max_norm)
-        if step != skipped:
-            optimizer.step()
-    return losses, parameters(modules)
 
 
 def checkpointed(
