@@ -16,17 +16,8 @@ class OtherStages:
     """Used on the rank that has the client. Such a schedule cannot be swapped in: parameters and optimizer states would
     have to move. So the best is kept in `best`, for the next start from a checkpoint.
 
-    Parameters
-    ----------
-    running
-        What runs, as a schedule of the problem with layers. Both times are predicted from those of its layers.
-    url, key, cache, options
-        As for `ScheduleClient`.
-
-    Raises
-    ------
-    InputError
-        If the problem has no layers.
+    `running` is what runs, as a schedule of the problem with layers, from which both times are predicted. Other
+    arguments are those of `ScheduleClient`.
     """
 
     def __init__(

@@ -48,32 +48,16 @@ class Microbatches(list[Any]):
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole batch of a step on one rank, and what its report is to have.
+    """The whole batch of a step on one rank, and what its report is to have."""
 
-    Attributes
-    ----------
-    inputs, targets
-        A value, or a tuple or list of values, for the first stage and for the loss; or `Microbatches` of them.
-    kwargs
-        Named arguments: for all stages of this rank, or by number of the stage.
-    specs
-        How inputs and kwargs are cut.
-    trace, outputs
-        Whether to report the time of every op, and what the last modules return.
-    weights
-        How much the loss of each micro-batch counts; None: all the same.
-    timed
-        Whether to report the time of every op, and bytes only after shapes were learned.
-    """
-
-    inputs: Any = None
-    targets: Any = None
-    kwargs: Mapping[Any, Any] = field(default_factory=dict)
+    inputs: Any = None  # a value, or a tuple or list of values, or `Microbatches` of them
+    targets: Any = None  # the same
+    kwargs: Mapping[Any, Any] = field(default_factory=dict)  # for all stages of this rank, or by number of the stage
     specs: ChunkSpecs = field(default_factory=ChunkSpecs)
-    trace: bool = False
-    outputs: bool = False
-    weights: Sequence[float] | None = None
-    timed: bool = False
+    trace: bool = False  # whether to report the time of every op
+    outputs: bool = False  # and what the last modules return
+    weights: Sequence[float] | None = None  # how much the loss of each micro-batch counts; None: all the same
+    timed: bool = False  # as `trace`, and bytes only after shapes were learned
 
     @property
     def count(self) -> int | None:

@@ -29,17 +29,11 @@ class Done(NamedTuple):
 class Handler(NamedTuple):
     """One kind of op on one rank. The executor posts and takes the op's message, and sends what the op has made.
 
-    Attributes
-    ----------
-    run
-        Runs the op, given its message; a forward without one gets the micro-batch's inputs.
-    held_bytes
-        Device bytes that the op's stage and micro-batch hold after it. None: the op changes nothing.
-    wait
-        Waits for what the op needs beside its message, before the time of the op starts.
-    abandon
-        In a step that failed here: does for other ranks what they wait for from the op, with zeros; returns the
-        transfers to wait for. The flag tells whether it is the op that failed; else the op has not begun.
+    `run` runs the op, given its message; a forward without one gets the micro-batch's inputs. `held_bytes` are device
+    bytes that the op's stage and micro-batch hold after it; None: the op changes nothing. `wait` waits for what the op
+    needs beside its message, before its time starts. `abandon`, in a step that failed here, does for other ranks what
+    they wait for from the op, with zeros, and returns the transfers to wait for; the flag tells whether it is the op
+    that failed, else the op has not begun.
     """
 
     run: Callable[[StepRecord, Op, Tensors], Done]
@@ -49,18 +43,10 @@ class Handler(NamedTuple):
 
 
 class Feature:
-    """What one room adds on one rank. Every hook does nothing unless a room overrides it.
+    """What one room adds on one rank. Every hook does nothing unless a room overrides it."""
 
-    Attributes
-    ----------
-    handlers
-        The kinds of op that it adds.
-    irreversible
-        Why no step of this pipeline can be undone, on all ranks alike; empty if it can.
-    """
-
-    handlers: Mapping[Kind, Handler] = {}
-    irreversible = ""
+    handlers: Mapping[Kind, Handler] = {}  # the kinds of op that it adds
+    irreversible = ""  # why no step of this pipeline can be undone, on all ranks alike; empty if it can
 
     # Before a schedule runs
 

@@ -23,24 +23,12 @@ Modes = tuple[int, ...]  # by rank
 
 
 class Given(NamedTuple):
-    """What one rank has of a step's micro-batches.
+    """What one rank has of a step's micro-batches."""
 
-    Attributes
-    ----------
-    microbatches
-        How many are cut already; None if this rank cuts a whole batch, or has nothing of it.
-    shapes
-        Of each micro-batch, or one for all; empty if the rank has nothing of it.
-    autocast
-        The type of autocast, if it is on.
-    modes
-        The number of its modules' modes, and of what is trained.
-    """
-
-    microbatches: int | None
-    shapes: tuple[Shape, ...]
-    autocast: torch.dtype | None
-    modes: int
+    microbatches: int | None  # that are cut already; None if this rank cuts a whole batch, or has nothing of it
+    shapes: tuple[Shape, ...]  # of each micro-batch, or one for all; empty if the rank has nothing of it
+    autocast: torch.dtype | None  # if it is on
+    modes: int  # the number of its modules' modes, and of what is trained
 
     def of_microbatch(self, j: int) -> Shape | None:
         return self.shapes[j if len(self.shapes) > 1 else 0] if self.shapes else None

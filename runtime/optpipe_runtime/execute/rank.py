@@ -34,42 +34,27 @@ PLAIN = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)
 
 @dataclass
 class Rank:
-    """Attributes
-    ----------
-    layout
-        Its number of micro-batches is that of the step.
-    microbatches
-        Into how many a whole batch is cut. It changes with a schedule for another number.
-    stages
-        Those of this rank, by number.
-    levels
-        Those by which activations may be recomputed, by name.
-    features
-        What the rooms of `optpipe_runtime.features` add.
-    io
-        What the stages of all ranks get and give, by stage and form of micro-batch.
-    forms
-        The form of each micro-batch of the step: k * routes + r for one of shape k on route r.
-    """
+    """What one rank of a pipeline has."""
 
     team: Team
     cpu_group: CpuGroup
-    layout: Layout
+    layout: Layout  # its number of micro-batches is that of the step
     device: torch.device
-    stages: Mapping[int, StageRunner]
+    stages: Mapping[int, StageRunner]  # those of this rank, by number
     replicas: Replicas
     reductions: Reductions
     means: GradientMeans
     messages: Messages
     pool: HostPool
     link: Link
-    levels: Mapping[str, Level]
-    features: Sequence[Feature] = ()
+    levels: Mapping[str, Level]  # those by which activations may be recomputed, by name
+    features: Sequence[Feature] = ()  # what the rooms of `optpipe_runtime.features` add
+    # What the stages of all ranks get and give, by stage and form of micro-batch.
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
-    forms: tuple[int, ...] = ()
+    forms: tuple[int, ...] = ()  # of each micro-batch of the step: k * routes + r for one of shape k on route r
 
     def __post_init__(self) -> None:
-        self.microbatches = self.layout.microbatches
+        self.microbatches = self.layout.microbatches  # of a whole batch; changes with a schedule for another number
 
     @property
     def whole_layout(self) -> Layout:

@@ -131,29 +131,17 @@ class OpRecord(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """What one step gathers while it runs.
-
-    Attributes
-    ----------
-    inputs, targets, kwargs
-        Of the batch, by micro-batch; kwargs by stage before.
-    tracing, counting
-        Whether times of ops are noted, and bytes.
-    mark
-        Gives a mark of the clock, if the step is traced.
-    counts
-        See `Executor.run`.
-    """
+    """What one step gathers while it runs."""
 
     plan: Plan
-    inputs: list[tuple[Any, ...]]
+    inputs: list[tuple[Any, ...]]  # by micro-batch
     targets: list[tuple[Any, ...]]
-    kwargs: Mapping[int, list[Kwargs]]
+    kwargs: Mapping[int, list[Kwargs]]  # by stage and micro-batch
     evaluating: bool
-    tracing: bool
-    counting: bool
-    mark: Callable[[], Any]
-    counts: Callable[[], bool]
+    tracing: bool  # whether times of ops are noted
+    counting: bool  # and bytes
+    mark: Callable[[], Any]  # gives a mark of the clock, if the step is traced
+    counts: Callable[[], bool]  # see `Executor.run`
 
     results: dict[int, Any] = field(default_factory=dict)  # what the last modules return, by micro-batch, if asked for
     losses: dict[int, Tensor] = field(default_factory=dict)

@@ -98,17 +98,8 @@ def _require_valid(optimizer: object, max_norm: float | None) -> None:
 
 class PostValidation:
     """One optimizer of this rank, and its counterparts on the other ranks. It acts by hooks of the optimizer, whose
-    `step` the user calls on all ranks.
-
-    Without a `max_norm` updates are only checked for numbers that are not finite.
-
-    Attributes
-    ----------
-    norm
-        The norm at the last update for which it is known; None before.
-    taken_back
-        Whether an update was taken back after which other ranks may have begun a step.
-    """
+    `step` the user calls on all ranks. Without a `max_norm` updates are only checked for numbers that are not
+    finite."""
 
     def __init__(
         self,
@@ -120,8 +111,8 @@ class PostValidation:
     ) -> None:
         self._optimizer, self._max_norm = optimizer, max_norm
         self._team, self._cpu_group, self._counted = team, cpu_group, counted
-        self.norm: float | None = None
-        self.taken_back = False
+        self.norm: float | None = None  # at the last update for which it is known
+        self.taken_back = False  # whether an update was taken back after which other ranks may have begun a step
         self._count = 0  # of updates
         self._pending: _Update | None = None
         self._waiting = 0  # so many updates in a row must still need no clipping

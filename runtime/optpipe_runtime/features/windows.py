@@ -1,12 +1,10 @@
 """When the gradients of stages that are sharded over replicas are reduced several times a step (ZeRO-2), so that a rank
 holds few whole gradients (Lin et al. 2025, ChronosPipe, section 4.3).
 
-A rank may hold the whole gradients of so many stages. The first backward of one more needs the room of the stage whose
-last backward or W lies longest ago: that one is reduced behind this op, at once, and waited for where its room is
-needed. In between, the ops of other stages hide it. A stage that comes again begins fresh gradients.
-
-Replicas do this in step if they run the same schedule for the same problem: their reductions then have one order, that
-of the program, and every wait is for an op that comes earlier in the common order of all ops (`lowering.actions`).
+The first backward of one stage more than may be whole needs the room of the stage whose last backward or W lies longest
+ago: that one is reduced behind this op, at once, and waited for where its room is needed. Replicas do this if they run
+the same schedule for the same problem: their reductions then have one order, that of the program, and every wait is for
+an op that comes earlier in the common order of all ops (`lowering.actions`).
 """
 
 from __future__ import annotations

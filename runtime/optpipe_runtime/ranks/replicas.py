@@ -6,16 +6,14 @@ step therefore looks like gradient accumulation: all micro-batches without commu
 wrapper itself, with its buckets, types and hooks.
 
     with replicas.gathering():
-        replicas.gather(s)        before the first F of stage s: FSDP begins to gather its parameters, once
+        replicas.gather(s)        before the first F of stage s
         replicas.wait(s)
         every F, B and W
-        replicas.reduction(s)     behind the last W of stage s: DDP's reducer averages the gradients, FSDP reduces and
-                                  scatters them and shards the parameters again
+        replicas.reduction(s)     behind the last W of stage s
 
-Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.gathers`,
-`execute.reductions`). So replicas may run different schedules. Until a stage is reduced, its rank holds its whole
-parameters and gradients; they are no activations. Replicas that have agreed on their schedule may reduce a sharded
-stage several times (`lowering.windows`): `window` takes part of its gradients away.
+Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.actions`,
+`execute.reductions`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
+stage several times (`features.windows`): `window` takes part of its gradients away.
 """
 
 from __future__ import annotations
@@ -38,17 +36,9 @@ from optpipe_runtime.torch_private.groups import delayed_parameters
 
 
 class Replicas:
-    """This rank's stages that have copies on other pipelines.
-
-    Attributes
-    ----------
-    modules
-        The modules inside the wrappers, by stage.
-    reduced
-        The stages with a wrapper, in the order in which all replicas reduce them.
-    sharing
-        For each stage those here that have a parameter or a buffer of it, with itself.
-    """
+    """This rank's stages that have copies on other pipelines. `modules` are those inside the wrappers, by stage;
+    `reduced` the stages with a wrapper, in the order in which all replicas reduce them; `sharing`, for each stage,
+    those here that have a parameter or a buffer of it, with itself."""
 
     def __init__(self, stages: Mapping[int, nn.Module], layout: Layout, team: Team) -> None:
         self._team = team

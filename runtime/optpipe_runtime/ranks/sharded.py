@@ -36,15 +36,7 @@ log = logging.getLogger("optpipe.runtime")
 
 
 class Sharded:
-    """One stage.
-
-    Attributes
-    ----------
-    ranks
-        Those over which the stage is sharded or copied.
-    shards
-        Whether it is sharded; with `replicate` it is only copied.
-    """
+    """One stage, sharded over its `ranks`, or by `replicate` only copied."""
 
     def __init__(self, stage: int, module: nn.Module, team: Team) -> None:
         """Raises `InputError` if its parameters are elsewhere than it computes, or its ranks in one pipeline."""

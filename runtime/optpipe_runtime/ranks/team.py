@@ -2,14 +2,12 @@
 parallelism each replica is a team.
 
 A team fails as one. A rank that fails writes the reason to the store of torch.distributed and closes its connections.
-Whoever waits for it gets an error at once, reads the reason, and closes its own connections. So within moments no rank
-waits for any other, whether the first one raised an error or was killed, and every rank raises the same sentence. No
-timeout is involved: a rank that only takes long has not failed. A rank that is frozen or cut off is found after the
-timeout that the user gave to `init_process_group`, which all groups made here take over.
+Whoever waits for it gets an error at once, reads the reason, and closes its own. So every rank raises the same
+sentence. A rank that only takes long has not failed; one that is frozen is found after the timeout that the user gave
+to `init_process_group`, which all groups made here take over.
 
-torch offers no other way to end a wait on gloo. A work cannot be aborted, `abort` of a group leaves its waits alone
-(torch 2.13), and a wait with a timeout ends the connection. On NCCL nobody waits on the host: there a thread watches
-over the team and aborts its groups (`ranks.watch`). Not measured.
+torch offers no other way to end a wait on gloo: `abort` of a group leaves its waits alone (torch 2.13), and a wait with
+a timeout ends the connection. On NCCL a thread aborts the team's groups (`ranks.watch`). Not measured.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A thread that watches over a team whose messages run on GPUs.
 
-On gloo whoever waits for a failed rank gets an error, because its connections are closed. On NCCL nobody gets one: the
-host goes on, and the GPU waits in a kernel that never ends. So a thread of each rank looks into the store of
-torch.distributed: for the reason that a failed rank has written, and whether the next rank's thread still counts. If
-not, it ends the team (`Team.fail`), which aborts the communicators, and with them the kernels. Two things follow from
-how NCCL aborts:
+On NCCL nobody who waits for a failed rank gets an error: the GPU waits in a kernel that never ends. So a thread of each
+rank looks into the store of torch.distributed for the reason that a failed rank has written, and whether the next
+rank's thread still counts. If not, it ends the team (`Team.fail`), which aborts the communicators, and with them the
+kernels. Two things follow from how NCCL aborts:
 
 - It frees memory, which waits for all kernels on the device, those of other communicators, too. So all are aborted at
   the same time, each in a thread of its own (`all_at_once`).
@@ -29,20 +28,9 @@ END_S = 5.0  # a store that hangs holds up nobody longer
 
 
 class Watch:
-    """Starts the thread. It ends when it has called `fail`, or at `stop`.
-
-    Parameters
-    ----------
-    rank, names
-        This rank's number in the team, and how messages name each rank. Each watches the next one.
-    store
-        The team's store: a copy for this thread alone, because a store serves one caller at a time, and may keep it
-        waiting.
-    timeout_s
-        For how long the next rank's count may stand still.
-    fail
-        Called once, with the reason.
-    """
+    """Starts the thread of a rank of the team, which watches the next one. It ends at `stop`, or when it has called
+    `fail` with a reason, such as that the next rank's count has stood still for `timeout_s`. `store` is a copy for this
+    thread alone: a store serves one caller at a time, and may keep it waiting."""
 
     def __init__(
         self, rank: int, names: Sequence[str], store: Store, timeout_s: float, fail: Callable[[str], object]

@@ -34,24 +34,12 @@ log = logging.getLogger("optpipe.runtime")
 
 
 class Told(NamedTuple):
-    """What one rank tells of a step to come.
-
-    Attributes
-    ----------
-    number
-        Of the step.
-    given
-        What it has of the micro-batches, or why that is none.
-    features
-        On the rank that plans.
-    seen
-        What it has seen of the steps since it told last.
-    """
+    """What one rank tells of a step to come."""
 
     number: int
-    given: Given | InputError
-    features: Features | None
-    seen: tuple[Seen, ...]
+    given: Given | InputError  # what it has of the micro-batches, or why that is none
+    features: Features | None  # on the rank that plans
+    seen: tuple[Seen, ...]  # of the steps since it told last
 
 
 class Unmeasured(NamedTuple):

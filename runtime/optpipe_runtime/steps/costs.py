@@ -36,21 +36,11 @@ Row = tuple[float, ...]  # the features of one
 
 
 class Seen(NamedTuple):
-    """What a rank has seen in one step.
-
-    Attributes
-    ----------
-    number
-        Of the step.
-    times
-        By stage: `TIMES` in ms, (3, m).
-    excess
-        How many times the certified bytes it held, at least 1.
-    """
+    """What a rank has seen in one step."""
 
     number: int
-    times: Mapping[int, Floats]
-    excess: float
+    times: Mapping[int, Floats]  # by stage: `TIMES` in ms, (3, m)
+    excess: float  # how many times the certified bytes it held, at least 1
 
 
 def seen(number: int, report: StepReport, problem: Problem, stages: Sequence[int]) -> Seen:
@@ -73,20 +63,12 @@ def seen(number: int, report: StepReport, problem: Problem, stages: Sequence[int
 
 
 class StepCosts:
-    """On the rank that plans.
-
-    Attributes
-    ----------
-    times
-        The model of the times, which can be kept in a file; None until a first profile.
-    template
-        The first profiled problem, with one figure for all micro-batches.
-    """
+    """On the rank that plans."""
 
     def __init__(self, times: CostModel | None) -> None:
-        self.times: CostModel | None = times
+        self.times: CostModel | None = times  # can be kept in a file; None until a first profile
         self._others: CostModel | None = None
-        self.template: Problem | None = None
+        self.template: Problem | None = None  # the first profiled problem, with one figure for all micro-batches
         self._profiled: list[Row] = []  # the features of each profiled micro-batch
         self._message_ms: list[Any] = []  # of each of them
         self._measured: list[tuple[Features, Floats]] = []  # by steps whose times the model has not learnt

@@ -49,22 +49,11 @@ def ran_out(error: BaseException) -> bool:
 
 @dataclass
 class PlannedStep:
-    """A step that all ranks have prepared.
-
-    Attributes
-    ----------
-    plan
-        By which it runs.
-    given
-        What each rank has of its micro-batches.
-    one_at_a_time
-        Makes the plan that runs one micro-batch at a time, if a rank runs out of memory; None if this rank cannot run
-        it.
-    """
+    """A step that all ranks have prepared."""
 
     plan: Plan
-    given: Sequence[Given | InputError]
-    one_at_a_time: Callable[[], Plan | None]
+    given: Sequence[Given | InputError]  # what each rank has of its micro-batches
+    one_at_a_time: Callable[[], Plan | None]  # makes the plan if memory runs out; None if this rank cannot run it
 
 
 class PlannedTrials:

@@ -1,13 +1,9 @@
 """`HostOptimizer`: an optimizer on the host (Chronos-Offload). G copies a stage's gradients there, U updates, P copies
 the new parameters to the device.
 
-Host memory holds the parameters that the optimizer updates, in float32 at least, and its state. The device holds
-parameters of the stage's own type, and gradients until G. U runs in a thread beside compute, one at a time on a rank. A
-step ends when its updates have ended, unless they wait to be clipped. P belongs to the next step, so between two steps
-the device may still have the parameters from before the update.
-
-With replicas the gradients are those of all replicas when G runs. Of a DTensor, whose parts are on replicas or on inner
-peers, the host has this rank's part.
+U runs in a thread beside compute, one at a time on a rank. A step ends when its updates have ended, unless they wait to
+be clipped. P belongs to the next step, so between two steps the device may still have the parameters from before the
+update. With replicas the gradients are those of all when G runs. Of a DTensor the host has this rank's part.
 """
 
 from __future__ import annotations
