@@ -21,10 +21,9 @@ from optpipe_runtime.arguments import (
     require_no_cuda_graphs,
     require_valid_arguments,
 )
-from optpipe_runtime.execute.means import GradientMeans
+from optpipe_runtime.execute.gradients import GradientMeans, Reductions
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link

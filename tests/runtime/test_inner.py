@@ -6,13 +6,58 @@ tolerance. Between two schedules of the same pipeline the arithmetic is the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from support.ranks import inner, inner_kinds, inner_packed
+import torch
+import torch.distributed as dist
+from support.ranks import cases, inner, inner_kinds
 from support.ranks.cases import Gradients
-from support.ranks.microbatches import Sizes, Turn
+from support.ranks.inner import make_stages, mesh, parallel, two_stages
+from support.ranks.microbatches import Sizes, Turn, given, plain_turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.replicas import gradients
 from support.ranks.worker import Ranks
+
+from optpipe_runtime import PlannedSteps
+from optpipe_runtime.lowering.prepare import one_at_a_time
+
+Steps = list[tuple[list[float], Gradients]]  # losses and gradients
+
+
+def train_packed(taken: Sequence[Turn], planned: bool) -> Steps:
+    """With a schedule for every step, or one that is loaded."""
+    stage = dist.get_rank() // 2
+    modules = {stage: parallel(make_stages()[stage], mesh()["tensor"])}
+    optimizer, seen = cases.sgd(*modules.values()), []
+    with two_stages(modules, len(taken[0].sizes)) as pipe:
+        if planned:
+            train = PlannedSteps(pipe, activation_budget_bytes=10**9)
+        else:
+            pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+        for seed, turn in enumerate(taken):
+            optimizer.zero_grad()
+            step = train.step if planned else pipe.step
+            losses = step(**given(turn, seed, [stage], stage, 2)).losses
+            seen.append((losses or [], gradients(modules)))
+            optimizer.step()
+        if planned:
+            train.close()
+    return seen
+
+
+def plain_packed(taken: Sequence[Turn]) -> Steps:
+    """The whole model in one process."""
+    torch.set_num_threads(1)
+    modules = make_stages()
+    optimizer, seen = cases.sgd(*modules), []
+    for seed, turn in enumerate(taken):
+        optimizer.zero_grad()
+        losses = plain_turn(modules, turn, seed)
+        seen.append((losses, gradients(dict(enumerate(modules)))))
+        optimizer.step()
+    return seen
 
 
 def close(found: Gradients, expected: Gradients) -> None:
@@ -58,8 +103,8 @@ def test_micro_batches_of_different_shapes_train_as_in_one_process(four_ranks: R
     first = Turn((Sizes(2, 10), Sizes(1, 16), Sizes(3, 4), Sizes(2, 12)))
     longer = Turn((Sizes(1, 34), Sizes(2, 6), Sizes(1, 8), Sizes(2, 20)), weighted=True)
     turns = [first, longer, *([Turn((Sizes(1, 22), Sizes(2, 8)))] if planned else []), first]
-    ranks = four_ranks(inner_packed.trained, taken=turns, planned=planned)
-    for step, (losses, expected) in enumerate(inner_packed.plain(turns)):
+    ranks = four_ranks(train_packed, taken=turns, planned=planned)
+    for step, (losses, expected) in enumerate(plain_packed(turns)):
         for begins, ends in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):
             assert ends[step][0] == pytest.approx(losses, rel=1e-4)
             close(begins[step][1] | ends[step][1], expected)
@@ -118,8 +163,8 @@ def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
 
 
 def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
-    for found, norm, gradients, expected in four_ranks(inner.tied, programs=SPLIT):
-        close(found, gradients)
+    for found, norm, in_one_process, expected in four_ranks(inner.tied, programs=SPLIT):
+        close(found, in_one_process)
         assert norm == pytest.approx(expected, rel=1e-5)
 
 

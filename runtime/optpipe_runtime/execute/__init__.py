@@ -3,6 +3,6 @@
 - `rank`: what one rank has: stages, connections, host memory;
 - `executor`: one step; `report`: what it tells; `batch`: cuts a batch into micro-batches;
 - `messages`: activations and gradients between ranks;
-- `means`: the sums of gradients become means; `reductions`: over the replicas;
+- `gradients`: their sums become means over micro-batches and over the replicas;
 - `learner`: learns before the first step what passes between stages.
 """

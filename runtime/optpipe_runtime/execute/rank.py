@@ -11,10 +11,9 @@ import torch
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
+from optpipe_runtime.execute.gradients import GradientMeans, Reductions
 from optpipe_runtime.execute.handler import Feature
-from optpipe_runtime.execute.means import GradientMeans
 from optpipe_runtime.execute.messages import Messages
-from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.lowering.prepare import require_kinds, require_levels
 from optpipe_runtime.memory.host_pool import HostPool

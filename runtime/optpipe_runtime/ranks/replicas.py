@@ -12,7 +12,7 @@ wrapper itself, with its buckets, types and hooks.
         replicas.reduction(s)     behind the last W of stage s
 
 Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.actions`,
-`execute.reductions`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
+`execute.gradients`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
 stage several times (`features.windows`): `window` takes part of its gradients away.
 """
 

@@ -275,28 +275,26 @@ def train_with_offers(
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
     """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
     rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
-    told = []
+    (inputs, targets), stages = batch(0, m), own_stages(placement)
 
-    def attempt(*arguments: Any, **options: Any) -> None:
-        try:
-            with Pipeline(*arguments) as pipe:
-                if options.pop("load", True):
-                    pipe.load(schedule)
-                pipe.step(**options)
-        except OptPipeError as error:
-            told.append(str(error))
+    def run(*arguments: Any, load: bool = True, **data: Any) -> None:
+        with Pipeline(*arguments) as pipe:
+            if load:
+                pipe.load(schedule)
+            pipe.step(**data)
 
-    inputs, targets = batch(0, m)
-    fine = (own_stages(placement), placement, loss_fn, m)
-    attempt({}, placement, loss_fn, m)
-    attempt(own_stages(placement), [0, 5], loss_fn, m)
-    attempt(list(own_stages(placement).values()), placement, loss_fn, m)
-    attempt(own_stages(placement), placement, loss_fn, 4.0)
-    attempt(*fine, inputs=(), targets=targets)
-    attempt(*fine, inputs=inputs[:-1], targets=targets)
-    attempt(*fine, inputs=None, targets=targets)
-    attempt(*fine, inputs=inputs, targets=targets, load=False)
-    attempt(fine[0], placement, lambda output, target: output, m, inputs=inputs, targets=targets)
+    fine = (stages, placement, loss_fn, m)
+    told = refusals(
+        lambda: run({}, placement, loss_fn, m),
+        lambda: run(stages, [0, 5], loss_fn, m),
+        lambda: run(list(stages.values()), placement, loss_fn, m),
+        lambda: run(stages, placement, loss_fn, 4.0),
+        lambda: run(*fine, inputs=(), targets=targets),
+        lambda: run(*fine, inputs=inputs[:-1], targets=targets),
+        lambda: run(*fine, inputs=None, targets=targets),
+        lambda: run(*fine, inputs=inputs, targets=targets, load=False),
+        lambda: run(stages, placement, lambda output, target: output, m, inputs=inputs, targets=targets),
+    )
     with Pipeline(*fine) as pipe:
         pipe.problem = problem(placement, m, activation_bytes=100 + rank)
         nothing: Any = None

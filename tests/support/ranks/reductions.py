@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.execute.reductions import Reductions
+from optpipe_runtime.execute.gradients import Reductions
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, Gradients, batches, loss_fn, make_stages, plain_training, sgd
