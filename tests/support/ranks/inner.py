@@ -61,17 +61,13 @@ class Block(nn.Module):
         return result
 
 
-def make_stages(count: int = 2) -> list[nn.Module]:
+def make_stages() -> list[nn.Module]:
     """The same model on every rank: embedding in the first stage, head in the last, a block in each."""
     torch.manual_seed(3)
-    blocks: list[list[nn.Module]] = [[Block()] for _ in range(count)]
+    first, last = Block(), Block()
     return [
-        nn.Sequential(
-            *([nn.Embedding(WORDS, WIDTH)] if s == 0 else []),
-            *block,
-            *([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)] if s == count - 1 else []),
-        )
-        for s, block in enumerate(blocks)
+        nn.Sequential(nn.Embedding(WORDS, WIDTH), first),
+        nn.Sequential(last, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)),
     ]
 
 

@@ -41,13 +41,11 @@ class Odd(nn.Module):
 
 
 class Seen(NamedTuple):
-    """Of one step on one rank: losses where there are some, gradients, the norm that clipping saw, and the peak of
-    activations."""
+    """Of one step on one rank: losses where there are some, gradients, and the norm that clipping saw."""
 
     losses: list[float] | None
     gradients: Gradients
-    norm: float
-    peak_bytes: int
+    norm: float = 0.0
 
 
 @cache
@@ -109,11 +107,11 @@ def wrapped(module: nn.Module, how: str, replicas: DeviceMesh | None = None, **o
     return module
 
 
-def replicated(schedules: Sequence[Sequence[Schedule]], how: str, max_norm: float = 0.0, **options: Any) -> list[Seen]:
+def replicated(schedules: Sequence[Sequence[Schedule]], how: str) -> list[Seen]:
     """Each replica trains a step with each of its schedules on its half of the batch."""
     here, problem = place(), schedules[0][0].problem
     placement, m = [stage.device for stage in problem.stages], problem.microbatches
-    modules = here.stages(placement, how, **options)
+    modules = here.stages(placement, how)
     optimizer = sgd(*modules.values())
     seen = []
     with Pipeline(modules, placement, loss_fn, m, group=here.group) as pipe:
@@ -121,8 +119,7 @@ def replicated(schedules: Sequence[Sequence[Schedule]], how: str, max_norm: floa
             pipe.load(schedule)
             optimizer.zero_grad()
             report = pipe.step(*here.batch(step, m))
-            norm = pipe.clip_grad_norm_(max_norm) if max_norm else 0.0
-            seen.append(Seen(report.losses, gradients(modules), norm, report.peak_activation_bytes))
+            seen.append(Seen(report.losses, gradients(modules)))
             optimizer.step()
     return seen
 

@@ -51,15 +51,14 @@ def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) ->
     """A step with each schedule on two ranks."""
     rank, m = dist.get_rank(), schedules[0].problem.microbatches
     modules = own_stages([0, 1])
-    optimizer = torch.optim.SGD(modules[rank].parameters(), lr=0.1)
-    seen = []
+    optimizer, seen = torch.optim.SGD(modules[rank].parameters(), lr=0.1), []
     with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
         for step, schedule in enumerate(schedules):
             pipe.load(schedule)
             optimizer.zero_grad()
             report = pipe.step(*batch(step, m))
             norm = pipe.clip_grad_norm_(max_norm, norm_type)
-            seen.append(Seen(report.losses, gradients(modules), norm, report.peak_activation_bytes))
+            seen.append(Seen(report.losses, gradients(modules), norm))
             optimizer.step()
     return seen
 
