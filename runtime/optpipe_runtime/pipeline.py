@@ -435,6 +435,8 @@ class Pipeline:
     def load(self, schedule: Schedule | None) -> None:
         """Prepares rank 0's schedule and swaps it in on every rank, or on none. Collective.
 
+        It may be for another number of micro-batches. Then the costs of its own problem count, which becomes `problem`.
+
         Parameters
         ----------
         schedule
@@ -451,19 +453,6 @@ class Pipeline:
         """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread. Of inner peers
         the first one's counts."""
         self._schedules.offer(schedule)
-
-    def prepare(self, schedule: Schedule) -> Plan:
-        """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread.
-
-        The schedule may be for another number of micro-batches. Then the costs of its own problem count, because those
-        measured here are of larger or smaller micro-batches; once it is swapped in, its problem becomes `problem`.
-
-        Raises
-        ------
-        ScheduleError
-            If it cannot run here.
-        """
-        return self._schedules.prepare(schedule)
 
     # Profile, end
 

@@ -16,7 +16,7 @@ from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.lowering.prepare import lower, prepare, require_valid
+from optpipe_runtime.lowering.prepare import lower, require_valid
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.subgroup import LostError
@@ -76,11 +76,6 @@ class Schedules:
             raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
         if self._rank.cpu_group.rank == 0:  # of inner peers the first one's count
             self.offers.offer(schedule)
-
-    def prepare(self, schedule: Schedule) -> Plan:
-        """Checks a schedule and lowers it for this rank. No side effects, any thread."""
-        layout, problem = self._context(schedule)
-        return prepare(schedule, self._rank.number, layout, problem, self._rank.require)
 
     def load(self, schedule: Schedule | None) -> None:
         """Collective: swaps to rank 0's schedule on every rank, or on none. Raises `ScheduleError` if it cannot run."""
