@@ -98,7 +98,6 @@ def test_the_next_training_starts_from_the_rules_of_the_last(ranks: Ranks, tmp_p
     assert (first.starts, first.rules) == ([0, 1, 1, 1], None)
     assert second.starts == [0, 2, 2, 2]
     assert told["step"] == len(COUNTS) - 1
-    assert second.rules is not None
     assert second.rules.step.microbatches == len(COUNTS[0].sizes)
 
 

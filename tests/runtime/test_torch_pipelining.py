@@ -101,7 +101,6 @@ def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Pa
     (case,) = (case for case in published(2, (4,)) if case.name == "zb-h1")
     paths = ranks(torch_pipelining.traced, file=written(case, COMMS, tmp_path), steps=2)
     found = problem_from("torch-trace", *paths)
-    assert found.schedule is not None
     assert found.schedule.programs == case.schedule.programs
     assert [sorted(times) for times in found.stages] == [
         sorted({op.kind for op in program.ops()}) for program in case.schedule.programs
@@ -125,7 +124,6 @@ def test_a_trace_of_torchs_own_schedules_with_an_evaluation(
     )
     found = problem_from("torch-trace", list(paths))
     assert "1 of 2 steps has forwards only, as in an evaluation: left out" in found.unused
-    assert found.schedule is not None
     assert found.schedule.programs == generate(system, found.problem.with_memory_for(99)).programs
     assert all(times[Kind.F].count == times[Kind.BW].count == 4 for times in found.stages)
     with pytest.raises(InputError, match=r"(the trace of a rank is missing|no forward of stage 0)"):

@@ -111,8 +111,7 @@ def breaking() -> bool:
 def with_timeout() -> timedelta:
     options = dist.ProcessGroupGloo._Options()
     groups.set_timeout(options, TIMEOUT)
-    found: timedelta = options._timeout
-    return found
+    return options._timeout
 
 
 LAYER = nn.Linear(2, 2)
@@ -203,7 +202,6 @@ def test_parameters_of_fsdp() -> None:
     assert weight.whole is None
     assert not weight.gradients
     module(X).sum().backward()
-    assert weight.shard.grad is not None
     assert weight.name == "weight"
     assert weight.reduce_dtype is None
     module.unshard()

@@ -39,8 +39,7 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
-        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return result
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 def make_stages(count: int, dropout: float = 0.0) -> list[nn.Module]:
@@ -267,7 +266,6 @@ def train_with_offers(
             gradients.append(numbers(modules))
             if versions[-1] > 1:
                 break
-        assert pipe.schedule is not None
         assert pipe.schedule.method == better.method
     return versions, gradients, complaint
 
@@ -322,7 +320,6 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
         pipe.load(schedule)
         for step in range(2):
             pipe.step(*batch(step, m))
-            assert ours.grad is not None
             found.append({"tied": ours.grad.numpy().copy()})
 
     whole = make_stages(len(placement))

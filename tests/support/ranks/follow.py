@@ -139,7 +139,6 @@ def regroups(url: str, microbatches: int, then: int) -> list[float]:
     ):
         for step in range(4):
             if step == 2:
-                assert pipe.problem is not None
                 pipe.load(one_at_a_time(pipe.problem.replace(microbatches=then)))
             losses.append(follower.step(*batch(0, microbatches)).loss or 0.0)
             await_search(follower)

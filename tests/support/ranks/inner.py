@@ -45,8 +45,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -57,8 +56,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return result
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 def make_stages() -> list[nn.Module]:
@@ -178,7 +176,6 @@ def trained(microbatches: int, programs: Sequence[Sequence[Sequence[str]]], bett
             versions.append(version)
             if version > len(schedules):
                 break
-        assert pipe.schedule is not None
         return Trained(measured.to_json(), steps, versions, pipe.schedule.method or "", pipe.at_b[stage])
 
 

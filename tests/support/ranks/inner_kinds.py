@@ -41,8 +41,7 @@ class ContextAttention(nn.Module):
             first = self.ranks.get_local_rank() * x.shape[1]
         seen = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool).tril(first)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        result: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return result
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Experts(nn.Module):
@@ -74,8 +73,7 @@ class Experts(nn.Module):
             assert isinstance(self.experts, DTensor)
             found = collectives.all_to_all_single_autograd(here @ self.experts.to_local()[0], out, back, group)
         mixed = torch.zeros_like(found).index_copy(0, order, functional.gelu(found)) * shares.unsqueeze(-1)
-        result: Tensor = x + self.back(mixed).view(x.shape)
-        return result
+        return x + self.back(mixed).view(x.shape)
 
 
 KINDS = {"context": ContextAttention, "experts": Experts}

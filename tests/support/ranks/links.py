@@ -107,7 +107,6 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
         for step in range(steps):
             pipe.load(schedules[step % len(schedules)])
             used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)
-            assert pipe.plan is not None
             sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(2)] for s, stage in pipe._rank.stages.items()}
             reserved = max(reserved, pipe.plan.host_peak(lambda s, j, part, sizes=sizes: sizes[s][part]))  # type: ignore[misc]
     return allocated, used, reserved

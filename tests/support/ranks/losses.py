@@ -45,8 +45,7 @@ class Experts(nn.Module):
         logits = self.router(x)
         share = logits.softmax(-1)
         losses = share.mean((0, 1)).square().sum() + 1e-2 * logits.logsumexp(-1).square().mean()
-        result: Tensor = Added.apply(self.expert(x) * share.amax(-1, keepdim=True), losses)  # type: ignore[no-untyped-call]
-        return result
+        return Added.apply(self.expert(x) * share.amax(-1, keepdim=True), losses)  # type: ignore[no-untyped-call]
 
 
 def experts() -> list[nn.Module]:
@@ -159,8 +158,7 @@ class Trainer:
         self.head = head
 
     def loss(self, y: Tensor, target: Tensor) -> Tensor:
-        result: Tensor = self.head(y, target)
-        return result
+        return self.head(y, target)
 
     __call__ = loss
 
@@ -188,24 +186,21 @@ FORMS: dict[str, Callable[[Head], Callable[..., Tensor]]] = {
 
 def _with_default(head: Head) -> Callable[..., Tensor]:
     def loss(y: Tensor, target: Tensor, own: Head = head) -> Tensor:
-        result: Tensor = own(y, target)
-        return result
+        return own(y, target)
 
     return loss
 
 
 def _by_owner(owner: Any) -> Callable[..., Tensor]:
     def loss(y: Tensor, target: Tensor) -> Tensor:
-        result: Tensor = owner.head(y, target)
-        return result
+        return owner.head(y, target)
 
     return loss
 
 
 def _by_parts(parts: dict[str, list[Head]]) -> Callable[..., Tensor]:
     def loss(y: Tensor, target: Tensor) -> Tensor:
-        result: Tensor = parts["heads"][0](y, target)
-        return result
+        return parts["heads"][0](y, target)
 
     return loss
 

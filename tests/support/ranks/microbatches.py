@@ -230,8 +230,6 @@ def planned(
                 seen.append(Planned([], {}, refused=str(error)))
                 continue
             schedule = train.schedule
-            assert schedule is not None
-            assert report.peak_activation_bytes is not None
             seen.append(
                 Planned(
                     report.losses or [],
@@ -314,12 +312,10 @@ def spread(turn: Turn, budget: int) -> Spread:
     each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
     with planning(budget) as (train, _):
         train.step(**given_here(turn, 0))
-        assert train.schedule is not None
         try:
             problem = train.problem(each)
         except InputError as error:
             return Spread(refused=str(error))
-        assert train.costs is not None
         packing = pack(each, 2, {"tokens": 64}, train.problem, train.costs, 2)
         return Spread(train.schedule.problem, problem, assign(problem, 2).microbatches, packing.documents)
 
@@ -350,7 +346,6 @@ def scarce(turn: Turn, budget: int, times: int) -> Scarce:
             told = str(error)
             assert not numbers(modules), "it is undone"
             report = train.step(**given_here(turn, 0))
-        assert train.schedule is not None
         programs = tuple(" ".join(map(str, program.ops())) for program in train.schedule.programs)
         return Scarce(report.losses or [], numbers(modules), told, list(logged), programs)
 

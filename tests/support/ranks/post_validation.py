@@ -138,7 +138,6 @@ def trained(
             scarce = turn.memory == number
             with failing("backward", 1, torch.OutOfMemoryError("too much")) if scarce else nullcontext():
                 losses.append(pipe.step(*data).losses)
-            assert pipe.schedule is not None
             methods.append(pipe.schedule.method)
             if turn.overflow == number:
                 next(p for module in modules.values() for p in module.parameters()).grad.mul_(torch.inf)  # type: ignore[union-attr]

@@ -36,8 +36,7 @@ class Odd(nn.Module):
         self.layers, self.unused = nn.Sequential(*layers), nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x)
-        return result
+        return self.layers(x)
 
 
 class Seen(NamedTuple):

@@ -76,7 +76,6 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
         def step() -> None:
             optimizer.zero_grad()
             report = pipe.step(*batch(len(found)))
-            assert pipe.schedule is not None
             found.append(Step(report.losses or [], numbers(modules), pipe.schedule.method))
             optimizer.step()
 
@@ -142,7 +141,6 @@ def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, 
             with failing(op, nth if pipe.number == rank else 0, torch.OutOfMemoryError("too much")):
                 report = pipe.step(*batch(0))
             steps.append(_seen(pipe, report, modules))
-        assert pipe.schedule is not None
         return Undone(pipe.schedule.method, report.version, *steps, list(logged))
 
 
@@ -155,7 +153,6 @@ def _seen(pipe: Pipeline, report: StepReport, modules: Mapping[int, nn.Module]) 
     buffers = {
         f"{s}.{name}": value.numpy().copy() for s, module in modules.items() for name, value in module.named_buffers()
     }
-    assert pipe.schedule is not None
     return Step(report.losses or [], numbers(dict(modules)) | buffers, pipe.schedule.method)
 
 
@@ -214,7 +211,6 @@ def paced(
         def step(times: int = 1) -> None:
             for _ in range(times):
                 pipe.step(*batch(0))
-                assert pipe.schedule is not None
                 ran.append(pipe.schedule.method)
 
         def offer(name: str) -> None:
@@ -257,8 +253,6 @@ def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedu
             for module in modules.values():
                 module.zero_grad()
             report = pipe.step(*batch(0))
-            assert pipe.schedule is not None
-            assert pipe.problem is not None
             steps.append(Step(report.losses or [], numbers(modules), pipe.schedule.method))
             counts.append(pipe.problem.microbatches)
 
@@ -287,7 +281,6 @@ def too_little_on_the_host(
         pipe.step(*batch(0))
         pipe.load(second)
         report = pipe.step(*batch(0))
-        assert pipe.schedule is not None
         return pipe.schedule.method, report.losses or [], list(logged)
 
 
