@@ -108,12 +108,6 @@ def compute_device(device: torch.device | None, kinds: Sequence[str | None]) -> 
     return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")
 
 
-def both_ways(full_duplex: bool | None, device: torch.device) -> bool:
-    """Whether offloads and reloads run at the same time: on CUDA by default, whose links carry both directions at
-    once. On CPU each would take the other's share of the memory's bandwidth."""
-    return device.type == "cuda" if full_duplex is None else full_duplex
-
-
 def require_no_cuda_graphs(stages: Mapping[int, nn.Module], device: torch.device) -> None:
     """Raises `InputError` if a stage has parts that run as CUDA graphs. Their saved tensors are at fixed addresses,
     in memory of the graph: freeing one frees nothing, and a reload would put it elsewhere."""

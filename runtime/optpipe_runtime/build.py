@@ -13,7 +13,6 @@ from optpipe.errors import InputError
 from optpipe_runtime import features
 from optpipe_runtime.arguments import (
     Options,
-    both_ways,
     compute_device,
     device_of,
     require_bytes,
@@ -53,7 +52,9 @@ def build(options: Options) -> Rank:
     checked = cpu_group.on_each_rank(lambda: _check(options, team))
     own_device, replicas = checked.device, checked.replicas
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
-    layout = replace(checked.layout, full_duplex=both_ways(options.full_duplex, device))
+    # On CPU each direction would take the other's share of the memory's bandwidth.
+    full_duplex = device.type == "cuda" if options.full_duplex is None else options.full_duplex
+    layout = replace(checked.layout, full_duplex=full_duplex)
     places = cpu_group.gather_by_peer(pci.place(device))
     if options.links == "auto":
         layout = replace(layout, links=pci.shared_links(places))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -29,17 +29,6 @@ class LostError(OptPipeError):
         self.absent = absent
 
 
-class Owner(Protocol):
-    """What a subgroup knows of its team."""
-
-    failure: str | None
-
-    @property
-    def name(self) -> str: ...
-
-    def name_of(self, rank: int) -> str: ...
-
-
 class Subgroup:
     """A process group of some of `ranks`, numbered as in that list. Raises `LostError` if the other side is gone.
 
@@ -49,9 +38,9 @@ class Subgroup:
     """
 
     def __init__(
-        self, team: Owner, members: Sequence[int], group: dist.ProcessGroup | None, ranks: Sequence[int]
+        self, team: Any, members: Sequence[int], group: dist.ProcessGroup | None, ranks: Sequence[int]
     ) -> None:
-        self._team, self._members, self._group, self._ranks = team, members, group, ranks
+        self._team, self._members, self._group, self._ranks = team, members, group, ranks  # a Team, which makes it
         self.number = ranks.index(dist.get_rank())  # of this rank
         self.on_gpus = group is not None and dist.get_backend(group) == "nccl"
         self._transfers: WeakSet[Transfer] = WeakSet()
@@ -126,7 +115,7 @@ class Subgroup:
 
     @property
     def why_closed(self) -> str:
-        return self._team.failure or "the pipeline is closed"
+        return str(self._team.failure or "the pipeline is closed")
 
     @contextmanager
     def reporting_loss(self, other: int | None = None) -> Iterator[None]:
