@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.close import require_close
 from support.ranks import cases, inner, inner_kinds
 from support.ranks.cases import Gradients
 from support.ranks.inner import make_stages, mesh, parallel, two_stages
@@ -62,10 +63,7 @@ def plain_packed(taken: Sequence[Turn]) -> Steps:
 
 def close(found: Gradients, expected: Gradients) -> None:
     """To float32's precision, in proportion to the largest gradient of all: a key's bias has none but rounding."""
-    assert found.keys() == expected.keys()
-    largest = max(float(abs(grad).max()) for grad in expected.values())
-    for name, grad in found.items():
-        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6 * largest, err_msg=name)
+    require_close(found, expected, atol=1e-6 * max(float(abs(grad).max()) for grad in expected.values()))
 
 
 def test_tensor_parallel_stages_train_as_one_process(four_ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from support.close import joined, require_close
 from support.ranks import cases, microbatches
 from support.ranks.microbatches import COUNTS, EVALUATED, FIRST, Expected, Planned, Sizes, Turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
@@ -43,10 +44,7 @@ def require_equal(seen: Sequence[Sequence[Planned]], expected: Sequence[Expected
     """Of the ranks of one pipeline."""
     for ranks, (losses, gradients, evaluated) in zip(zip(*seen, strict=True), expected, strict=True):
         assert [loss for rank in ranks for loss in rank.losses] == pytest.approx(losses, rel=1e-5)
-        together = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
-        assert together.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            np.testing.assert_allclose(together[name], gradient, atol=1e-6, err_msg=name)
+        require_close(joined(rank.gradients for rank in ranks), gradients, rtol=1e-7, atol=1e-6)
         assert len({rank.programs for rank in ranks}) == 1, "all ranks run one schedule"
         for rank in ranks:
             assert rank.peak_bytes <= rank.certified_bytes <= budget
@@ -126,8 +124,7 @@ def test_a_step_that_runs_out_of_memory_runs_again_one_micro_batch_at_a_time(ran
     assert first.told == last.told
     [(losses, gradients, _)] = microbatches.plain(2, [FIRST])
     assert last.losses == pytest.approx(losses, rel=1e-6)
-    for name, gradient in (first.gradients | last.gradients).items():
-        np.testing.assert_allclose(gradient, gradients[name], atol=1e-6)
+    require_close(first.gradients | last.gradients, gradients, rtol=1e-7, atol=1e-6)
     alone = " ".join(f"1F{j} 1BW{j}" for j in range(4))
     assert (first.programs[1] == last.programs[1] == alone) == (times == 1)
 

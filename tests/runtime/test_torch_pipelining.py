@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support import problems, table
+from support.close import joined, require_close
 from support.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
@@ -60,10 +60,7 @@ def require_same(what: str, outcomes: list[tuple[Outcome, str]], plain: Outcome)
     """Fails unless losses and gradients are those of a plain run; the largest difference of a loss."""
     losses = {j: loss for outcome, _ in outcomes for j, loss in outcome.losses.items()}
     assert losses == plain.losses, what
-    gradients = {name: grad for outcome, _ in outcomes for name, grad in outcome.gradients.items()}
-    assert gradients.keys() == plain.gradients.keys(), what
-    for name, grad in gradients.items():
-        np.testing.assert_allclose(grad, plain.gradients[name], rtol=1e-9, atol=1e-12, err_msg=f"{what}, {name}")
+    require_close(joined(outcome.gradients for outcome, _ in outcomes), plain.gradients, rtol=1e-9, atol=1e-12)
     return max(abs(loss - plain.losses[j]) for j, loss in losses.items())
 
 
