@@ -172,7 +172,7 @@ def resume(
         hosts = deepcopy({s: host.state_dict() for s, host in pipe.host_optimizers.items()})
         optimizer = deepcopy(before.optimizer.state_dict())
     after = Training(Layout.from_problem(schedule.problem), hosted)
-    for parameter in (p for module in after.modules.parameters() for p in module.parameters()):
+    for parameter in (p for module in after.modules.values() for p in module.parameters()):
         nn.init.zeros_(parameter)
     with after.pipe as pipe:
         modules, optimizers = list(after.modules.items()), list(pipe.host_optimizers.items())
@@ -271,5 +271,5 @@ def profiled(placement: Sequence[int], microbatches: int, hosted: Sequence[int])
         problem = pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=2)
     same = all(np.array_equal(value, before[name]) for name, value in parameters(training.modules).items())
     return problem, same and not numbers(training.modules) and not any(
-        host.optimizer.state for host in pipe.host_optimizers.parameters()
+        host.optimizer.state for host in pipe.host_optimizers.values()
     )
