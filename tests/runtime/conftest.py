@@ -1,4 +1,4 @@
-"""Ranks for the tests: processes that run functions of `support.ranks`. Two live for the whole session
+"""Ranks for the tests: processes that run functions of `support.ranks` or of a test. Two live for the whole session
 (`tests/conftest.py`), more for a file. And a host link of this process."""
 
 from __future__ import annotations
