@@ -25,24 +25,20 @@ BENCHMARKS = {
     "pareto": Benchmark("pareto", "memory against makespan, of everything published and of the solver"),
     "milp": Benchmark("milp", "what each step of the paper's MILP is worth"),
     "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
-    "cache": Benchmark("cache", "how soon the cache finds what is similar, and what a fresh install has"),
+    "cache": Benchmark("cache", "what a fresh install finds of ordinary problems"),
     "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),
     "levels": Benchmark("levels", "what several levels of recomputation are worth"),
-    "steps": Benchmark("steps", "how soon each step has a schedule and each replica its micro-batches, and how good"),
+    "steps": Benchmark("steps", "how soon each step has a schedule, and how good it is"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "predictions": Benchmark("predictions", "measured iterations, predicted by the cost model"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
-    "table3": Benchmark("papers.table3", "PipeOffload's Table 3: two GPUs on one PCIe switch"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "corpus": Benchmark("corpus", "public traces of real jobs: what they lose, why, and the cure"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
-    "protocol": Benchmark("training.protocol", "the paper's experiment, end to end"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),
     "gpu": Benchmark("gpu.command", "what offloading costs on one GPU, and how good predictions are"),
     "service": Benchmark("service.command", "the service under load and after failures"),
-    "page": Benchmark("page", "how long the picture of a large schedule takes in a browser"),
-    "service-page": Benchmark("service.page", "how soon the service's page shows what the service has"),
 }
 
 
@@ -50,7 +46,7 @@ def load(name: str) -> typer.Typer:
     """The program that has one benchmark as its only command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     module = import_module(f"benchmarks.{BENCHMARKS[name].module}")
-    register(app, None, getattr(module, name.replace("-", "_")))
+    register(app, None, getattr(module, name))
     return app
 
 

@@ -1,13 +1,9 @@
-"""How long it takes to find what is similar among many schedules, and what a fresh install finds of ordinary
-problems."""
+"""What a fresh install finds of ordinary problems."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -20,29 +16,16 @@ from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.timing import timed
 from optpipe.evaluate.objective import gap
 from optpipe.model.problem import Problem
-from optpipe_cache import Cache, features, release_pack, structure
-from optpipe_cache.storage import FileStorage, StoredRow
+from optpipe_cache import Cache, release_pack
 from optpipe_solver.bounds import lower_bound
 
 DEVICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 
-def cache(
-    entries: Annotated[int, typer.Option(min=1, max=10**6)] = 100_000,
-    lookups: Annotated[int, typer.Option(min=2)] = 100,
-) -> None:
-    """Time the search for the nearest of many problems of one structure: 8 devices, other times and memory. Then look
-    ordinary problems up in an empty cache with the release's pack. Times are of the processor."""
+def cache(lookups: Annotated[int, typer.Option(min=2)] = 100) -> None:
+    """Look ordinary problems up in an empty cache with the release's pack. Times are of the processor."""
     random = np.random.default_rng(0)
     with TemporaryDirectory() as folder:
-        storage = FileStorage(Path(folder) / "cache.sqlite")
-        _fill(storage, random, entries)
-        store = Cache(storage)
-        nearest = [_nearest(store, spread_problem(random)) for _ in range(lookups)]
-        took_ms = [ms for _, ms in nearest]
-        in_reach = sum(is_near for is_near, _ in nearest) / lookups
-        spread = _spread("", took_ms, ".2f", " ms")
-        typer.echo(f"nearest of {entries} problems: {spread}; {in_reach:.0%} have one in reach")
         fresh = Cache(Path(folder) / "fresh.sqlite", pack=release_pack())
         _looked_up(fresh, next(ordinary_problems(random, 1)))  # waits for what is compiled
         lookups_with_pack = [_looked_up(fresh, problem) for problem in ordinary_problems(random, lookups)]
@@ -54,33 +37,8 @@ def cache(
         typer.echo(_spread("ms: ", [hit.ms for hit in hits], ".0f"))
 
 
-def _spread(name: str, values: Sequence[float], form: str, unit: str = "") -> str:
-    return f"{name}median {median(values):{form}}{unit}, 95% {quantiles(values, n=20)[-1]:{form}}{unit}"
-
-
-def spread_problem(random: np.random.Generator) -> Problem:
-    """Eight devices whose forward, backward and offload times and whose memory are spread by about a half."""
-    spread = random.lognormal(0, 0.4, 6).tolist()
-    times = (10 * spread[0], 10 * spread[1], 8 * spread[2])
-    stage = stage_costs(times, GB, saved=4 * 10**8, transfer_ms=12 * spread[3])
-    return pipeline([stage] * 8, 32, int(6 * GB * spread[4]), p2p_ms=spread[5])
-
-
-def _fill(storage: FileStorage, random: np.random.Generator, entries: int) -> None:
-    """Rows without schedules, written at once."""
-    columns = [column.name for column in fields(StoredRow)]
-    same, marks = structure(spread_problem(random)), ", ".join(f":{name}" for name in columns)
-    with closing(sqlite3.connect(storage.path)) as db, db:
-        for n in range(entries):
-            key = features(spread_problem(random))
-            row = StoredRow(f"{n:064}", "makespan", same, key.packed, key.cell, f"{n:09}", 0, "")
-            db.execute(f"INSERT INTO schedules ({', '.join(columns)}) VALUES ({marks})", asdict(row))
-
-
-def _nearest(store: Cache, problem: Problem) -> tuple[bool, float]:
-    """Whether there is a neighbour, and how long it takes to find it in ms."""
-    neighbour, ms = timed(lambda: next(store.neighbours(problem), None), time.process_time)
-    return neighbour is not None, ms
+def _spread(name: str, values: Sequence[float], form: str) -> str:
+    return f"{name}median {median(values):{form}}, 95% {quantiles(values, n=20)[-1]:{form}}"
 
 
 class Hit(NamedTuple):

@@ -31,7 +31,6 @@ from optpipe.reuse.devices import resized
 from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, distance, features
 from optpipe_cli.options import with_options
-from optpipe_solver.bounds import lower_bound
 
 NOISE = {"times by a tenth": 0.1, "times by a fifth": 0.2, "times by two fifths": 0.4}  # standard deviations of factors
 LINKS = {"links a third slower": 4 / 3, "links half as fast": 2.0}
@@ -43,8 +42,7 @@ MICROBATCHES: dict[str, Callable[[int], int]] = {
 }
 DEVICES = {"one device more": 1, "one device fewer": -1}
 CHANGES = (*NOISE, *LINKS, "longer backwards", *MEMORY, *MICROBATCHES, *DEVICES)
-WORK = 10**6  # ops: where searches count, as much as a short one simulates
-SHORT_S = 5.0  # where they do not: of a search from what the cache had, and of one from nothing
+SHORT_S = 5.0  # of a search from what the cache had, and of one from nothing
 DISTANCES = (-1.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0)
 COLUMNS: tuple[str, ...] = (
     "problems like it",
@@ -75,24 +73,16 @@ def reuse(
     changed: Annotated[
         list[str] | None, typer.Option(help="Only what is changed like that, such as 'one device more'; repeatable.")
     ] = None,
-    work: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="In place of the time limit: millions of ops that a search simulates; a short one does one million.",
-        ),
-    ] = None,
     results: ResultsPath = None,
 ) -> None:
     """Solve each problem within the time limit, then problems like it: from the cache at once, from there for 5 s, from
     nothing at once and for 5 s, and from nothing within the limit. Losses are against the shortest of these; the gap
     says how much shorter a schedule could be at most. What is out of reach of a lookup is adapted all the same. Lookups
-    are in processor time. With --work searches are among the rules of a list scheduler and count, so that a table is
-    the same on every machine."""
+    are in processor time."""
     if unknown := sorted(set(changed or CHANGES).difference(CHANGES)):
         raise InputError(f"--changed = {unknown[0]!r}: unknown; expected one of {', '.join(map(repr, CHANGES))}")
     loaded = [Problem.load(path) for path in problems] if problems else list(grid())
-    kept = Results(results, "reuse", ("problem", "changed"), options, work=work)
+    kept = Results(results, "reuse", ("problem", "changed"), options)
     typer.echo(
         f"{'problem':22}{'changed':22}{'distance':>9}{'found':>6}{'lookup: ms':>11}{'loss':>8}{'searched':>10}"
         f"{'cold':>8}{'searched':>10}{'gap':>7}"
@@ -103,7 +93,7 @@ def reuse(
             for name, other in problems_like(problem)
             if name in (changed or CHANGES) and not kept.find(problem.name, name)
         }
-        for row in measured(problem, like, _searches(options, work), options.objective) if like else ():
+        for row in measured(problem, like, _searches(options), options.objective) if like else ():
             typer.echo(_line(kept.add(row)))
     typer.echo("\n" + head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
     for name, group in _groups(kept.rows).items():
@@ -111,7 +101,7 @@ def reuse(
             typer.echo(_summary(name, group))
 
 
-def _searches(options: SolveOptions, work: int | None) -> Searches:
+def _searches(options: SolveOptions) -> Searches:
     def within(seconds: float) -> Search:
         asked = options.model_copy(update={"time_limit_s": min(seconds, options.time_limit_s)}).arguments()
 
@@ -121,26 +111,17 @@ def _searches(options: SolveOptions, work: int | None) -> Searches:
 
         return search
 
-    if work is None:
-        return Searches(within(options.time_limit_s), within(SHORT_S))
-    return Searches(_counted(work * WORK, options.objective), _counted(WORK, options.objective))
+    return Searches(within(options.time_limit_s), within(SHORT_S))
 
 
-def _counted(most_ops: int, objective: Objective) -> Search:
-    """A search among the rules of a list scheduler that simulates so many ops."""
-
-    def search(problem: Problem, start: Schedule | None) -> tuple[Schedule | None, float]:
-        schedule = by_rules(problem, start, objective, most_ops)
-        valid = [schedule] if schedule and not check(problem, schedule) else []
-        best = min(valid + ([start] if start else []), key=lambda each: length_ms(each, objective), default=None)
-        return best, lower_bound(problem, objective)
-
-    return search
+def _by_rules(problem: Problem, objective: Objective) -> Schedule | None:
+    """What a cache that has nothing similar answers at once."""
+    schedule = by_rules(problem, None, objective, MOST_SIMULATED)
+    return schedule if schedule and not check(problem, schedule) else None
 
 
 def measured(problem: Problem, like: dict[str, Problem], searches: Searches, objective: Objective) -> Iterator[Row]:
     """A row for each of the problems like it, with its losses: how much longer a schedule is than the best one."""
-    at_once = _counted(MOST_SIMULATED, objective)
     solved, _ = searches.full(problem, None)
     if solved is None:
         typer.echo(f"note: {problem.name}: left out, no schedule found", err=True)
@@ -156,7 +137,7 @@ def measured(problem: Problem, like: dict[str, Problem], searches: Searches, obj
             schedules = {
                 "loss": reused,
                 "loss_searched": searches.short(other, reused)[0] if reused else None,
-                "cold_loss": at_once(other, None)[0],
+                "cold_loss": _by_rules(other, objective),
                 "cold_loss_searched": searches.short(other, None)[0],
             }
             anew, bound_ms = searches.full(other, None)

@@ -9,18 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.progress import Progress, chart
 from benchmarks.random_problems import random_problem
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import text
 from optpipe.anytime import solve
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
-from optpipe.model.problem import Problem, write_file
+from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_cli.options import flag, with_options
-from optpipe_cli.output import require_writable
 from optpipe_solver.systems.variants import is_system
 
 MOMENTS = (1.0, 10.0)  # s
@@ -32,12 +30,10 @@ def solver(
     options: list[SolveOptions],
     problems: Annotated[list[Path] | None, typer.Argument(help="Problem files.")] = None,
     random: Annotated[int, typer.Option(min=0, help="Random problems as well, this many: all kinds in turns.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
     results: ResultsPath = None,
 ) -> None:
     """Measure what `solve` finds and when, start of processes included. Several methods, time limits, numbers of
     threads or seeds, such as `--method auto,dispatch,lns` or `--threads 2,4`, are compared with the first."""
-    require_writable(svg)
     for asked in options:
         is_system(asked.method)  # an unknown method is refused before the first search
     loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
@@ -63,8 +59,6 @@ def solver(
             typer.echo(gaps_by_kind(rows[-random:]))
     if len(options) > 1:
         typer.echo(comparison(rows))
-    if svg:
-        write_file(svg, _picture(rows, [asked.time_limit_s for asked in options]))
 
 
 def _row(problem: Problem, result: Result, moments: Sequence[float]) -> dict[str, Any]:
@@ -137,12 +131,3 @@ def gaps_by_kind(rows: Sequence[dict[str, Any]]) -> str:
             count, proven = len(its_gaps), its_gaps.count(0)
             lines.append(f"{kind:18}{count:>9}{proven:>8}{sum(its_gaps) / count:>10.1%}{max(its_gaps):>9.1%}")
     return "\n".join(lines)
-
-
-def _picture(rows: Sequence[dict[str, Any]], limits_s: Sequence[float]) -> str:
-    searches = [
-        Progress(f"{row['problem']} {row['search']}".strip(), row["steps"], row["bound_ms"] or 0.0, row["time_s"])
-        for row in rows
-    ]
-    limits = " or ".join(dict.fromkeys(f"{limit:g}" for limit in limits_s))
-    return chart(searches, f"Best schedule over the lower bound, {limits} s each")

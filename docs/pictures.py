@@ -2,15 +2,21 @@
 
 For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
 (NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side; and the pictures of docs/concepts.md (NAME: concepts).
+side by side; and the pictures of docs/concepts.md (NAME: concepts). The workbench of the service's page is drawn by name
+only (NAME: workbench), as it needs chromium.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from playwright.sync_api import sync_playwright
 
 from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
@@ -20,7 +26,7 @@ from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
-BOTH, CONCEPTS = "before-and-after", "concepts"
+BOTH, CONCEPTS, WORKBENCH = "before-and-after", "concepts", "workbench"
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -137,6 +143,25 @@ def slower(problem: Problem) -> Problem:
     return problem.replace(stages=stages)
 
 
+def workbench() -> None:
+    """Take the picture of the service's workbench in a browser without a window."""
+    command = [sys.executable, "-m", "optpipe_cli", "serve", "--port", "0", "--solves", "0"]
+    with TemporaryDirectory() as folder, sync_playwright() as playwright:
+        command += ["--database", f"sqlite:///{folder}/jobs.sqlite"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+            try:
+                assert service.stdout
+                url = service.stdout.readline().split()[-1]
+                browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+                page = browser.new_page(viewport={"width": 1200, "height": 1010})
+                page.goto(f"{url}/#/workbench?p=4&m=8&mem=75&k=0.6")
+                page.wait_for_selector("[data-drawn][data-method]")
+                page.screenshot(path=HERE / "pictures" / "workbench.png", animations="disabled")
+                browser.close()
+            finally:
+                service.terminate()
+
+
 def write(name: str, picture: str) -> None:
     path = HERE / "pictures" / name
     path.write_text(picture)
@@ -145,13 +170,15 @@ def write(name: str, picture: str) -> None:
 
 def main() -> None:
     names = sys.argv[1:] or [*FIGURES, BOTH, CONCEPTS]
-    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS)]:
+    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS, WORKBENCH)]:
         sys.exit(
             f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
         )
     for name in names:
         if name == BOTH:
             before_and_after()
+        elif name == WORKBENCH:
+            workbench()
         elif name == CONCEPTS:
             for shown, picture in concepts():
                 write(f"concepts/{shown}.svg", picture)

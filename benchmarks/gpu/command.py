@@ -11,9 +11,8 @@ import torch
 import typer
 from rich.table import Table
 
-from benchmarks.gpu.report import measured_report
+from benchmarks.gpu.report import Report, measured_report
 from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup
-from benchmarks.gpu.verdict import Report
 from optpipe.errors import InputError
 from optpipe.model.problem import write_file
 from optpipe_cli.output import Json, echo, print_json, print_table, require_writable

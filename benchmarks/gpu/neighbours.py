@@ -5,7 +5,7 @@ On CPU a receive sleeps until its moment. On CUDA the host must not wait, or wha
 a stream of its own spins on the GPU, on one thread, from one arrival to the next, and compute waits for the event
 between two spins. A spin (`torch.cuda._sleep`) counts clock cycles, whose frequency follows load and temperature, so
 each step corrects the rate by the time that the spins of the step before took. The moments are those of the prediction,
-whatever the stage itself does. Not measured on CUDA.
+whatever the stage itself does.
 """
 
 from __future__ import annotations

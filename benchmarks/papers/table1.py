@@ -81,7 +81,7 @@ def table1(
         answers.append(answer := _answer(each, row, options.objective))
         typer.echo(line(_cells(answer)))
     typer.echo()
-    for teller in (memory, growth, errors, goals, claims):
+    for teller in (memory, errors, goals, claims):
         for name, sentence in teller(answers):
             typer.echo(f"- {name}: {sentence}")
 
@@ -155,22 +155,6 @@ def memory(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
         if shares:
             sentence = f"{min(shares):.0%} to {max(shares):.0%} of the budget, {fmean(shares):.0%} on average"
             yield f"memory that devices use where only offload fits, {name}", sentence
-
-
-def growth(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
-    """How much longer 1F1B takes with twice as many micro-batches: published, and by (m + p - 1)(F + B + W)."""
-    times = {
-        (row.model, row.size, row.microbatches): ms for row in table() if (ms := row.published["1f1b"]) is not None
-    }
-    for gpus, billions in dict.fromkeys(answer.row.model for answer in answers):
-        ratios = [
-            (twice / once, (2 * m + gpus - 1) / (m + gpus - 1))
-            for (model, size, m), once in times.items()
-            if model == (gpus, billions) and (twice := times.get((model, size, 2 * m)))
-        ]
-        published = [ratio for ratio, _ in ratios]
-        sentence = f"{min(published):.2f} to {max(published):.2f} times as long, by the formula {ratios[0][1]:.2f}"
-        yield f"1F1B with twice as many micro-batches, {billions:g}B, published", sentence
 
 
 def errors(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:

@@ -1,11 +1,10 @@
-"""The service under load and after failures, against its targets."""
+"""The service under load, after a failure and at its end, against its targets."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +13,9 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.service import failures, load, scaling
-from benchmarks.service.failures import Outage
+from benchmarks.service import failures, load
 from benchmarks.service.load import LoadFigures, StreamFigures
 from benchmarks.service.processes import deployment
-from optpipe.errors import InputError
-from optpipe_cli.options import numbers
 from optpipe_cli.output import print_table
 
 TENANTS = 50  # each may have a hundred waiting jobs
@@ -47,23 +43,9 @@ def service(
     seconds: Annotated[float, typer.Option(help="Of load, and of events.", min=1)] = 20.0,
     clients: Annotated[int, typer.Option(help="Of event streams.", min=1, max=900)] = 500,
     reconnects: Annotated[int, typer.Option(help="Clients that are cut off.", min=1)] = 100,
-    workers: Annotated[
-        str, typer.Option(help="How many workers solve jobs of a second each, with --database.")
-    ] = "1,2,4",
-    restart: Annotated[
-        str | None, typer.Option(help="A command that restarts the database, to time the recovery.")
-    ] = None,
 ) -> None:
-    """Measure the service under load, after a killed worker, after a restart of the database, and at its end."""
-    if restart and not database:
-        raise InputError(
-            f"restart = {restart!r}: SQLite has no server to restart; expected --database postgresql://..., too"
-        )
-    counts = numbers("workers", workers, "numbers with commas between, each at least the one before") or []
-    if counts != sorted(counts) or (counts and counts[0] < 1):
-        raise InputError(f"--workers = {workers!r}: numbers with commas between, each at least the one before")
-    restarted = _command(restart) if restart else None
-    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, restarted, counts))
+    """Measure the service under load, after a killed worker, and at its end."""
+    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects))
     print_table(
         _table(
             figures,
@@ -72,35 +54,18 @@ def service(
     )
 
 
-async def measure(
-    database: str | None,
-    rate: float,
-    seconds: float,
-    clients: int,
-    reconnects: int,
-    restart: Callable[[], Awaitable[None]] | None,
-    workers: Sequence[int] = (),
-) -> list[Figure]:
+async def measure(database: str | None, rate: float, seconds: float, clients: int, reconnects: int) -> list[Figure]:
     """Return all figures in the order in which they were measured."""
-
     figures = []
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         url = database or f"sqlite:///{folder}/service.sqlite"
         async with deployment(Path(folder), url, TENANTS, os.cpu_count() or 1) as deployed:
-            if not deployed.sqlite:
-                rates = zip(workers, await scaling.scaling(deployed, workers), strict=True)
-                figures += [
-                    Figure(f"jobs of {scaling.JOB_S:g} s: {n} workers solve", None, each, "a second")
-                    for n, each in rates
-                ]
             job = await load.saturate(deployed)
             killed = "the service, started again" if deployed.sqlite else "a worker, another one there"
             reclaimed_s = await failures.reclaimed(deployed, job)
             figures.append(Figure(f"kill -9 of {killed}: until its job runs", 20.0, reclaimed_s, "s"))
             figures += _of_load(await load.submissions(deployed, rate, seconds))
             figures += _of_streams(await load.streams(deployed, clients, reconnects, seconds))
-            if restart is not None:
-                figures += _of_outage(await failures.outage(deployed, restart))
             ended_s = await failures.shutdown(deployed, clients)
             figures.append(Figure(f"SIGTERM with {clients} open streams: until it has ended", 10.0, ended_s, "s"))
     return figures
@@ -115,9 +80,6 @@ def _of_load(load: LoadFigures) -> list[Figure]:
         Figure("GET /jobs/{id}, p99", 20.0, _percentile(load.get_ms, 99), "ms"),
         Figure(f"replies other than 200 and 201, of {sum(load.statuses.values())}", 0, wrong, ""),
         Figure(f"replies to POST without a schedule, of {len(load.post_ms)}", 0, load.without_schedule, ""),
-        Figure("solvers and first-schedule processes meanwhile", None, load.solvers_cores, "cores"),
-        Figure("the process that answers meanwhile", None, load.api_cores, "cores"),
-        Figure("measuring itself", None, load.own_cores, "cores"),
     ]
 
 
@@ -129,30 +91,11 @@ def _of_streams(figures: StreamFigures) -> list[Figure]:
         Figure(f"{until}, p99", 500.0, _percentile(figures.fan_out_ms, 99), "ms"),
         Figure(missed, 0, figures.gaps, ""),
         Figure("events received twice", 0, figures.duplicates, ""),
-        Figure("measuring itself", None, figures.own_cores, "cores"),
-    ]
-
-
-def _of_outage(seen: Outage) -> list[Figure]:
-    wrong = sum(count for status, count in seen.statuses.items() if status not in ("201", "503"))
-    return [
-        Figure("the database has started again: until a submission is taken in", 10.0, seen.recovery_s, "s"),
-        Figure("replies other than 201 and 503 around it", 0, wrong, ""),
-        Figure("jobs acknowledged around it and lost", 0, seen.lost, ""),
     ]
 
 
 def _percentile(values: list[float], percent: int) -> float:
     return float(np.percentile(values, percent))
-
-
-def _command(restart: str) -> Callable[[], Awaitable[None]]:
-    async def run() -> None:
-        process = await asyncio.create_subprocess_shell(restart)
-        if status := await process.wait():
-            raise InputError(f"restart = {restart!r}: it ended with {status}")
-
-    return run
 
 
 def _table(figures: list[Figure], title: str) -> Table:

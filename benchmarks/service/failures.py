@@ -1,26 +1,14 @@
-"""How long the service takes to recover from the loss of a worker or its database, and to end."""
+"""How long the service takes to recover from the loss of a worker, and to end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 from benchmarks.service.http_client import HttpConnection, HttpPool
 from benchmarks.service.load import LONGEST_S, LOOK_S, expect, problem, running
 from benchmarks.service.processes import Deployment
 from optpipe.errors import OptPipeError
-
-
-@dataclass
-class Outage:
-    """A restart of the database as a client sees it that keeps submitting."""
-
-    recovery_s: float = 0.0  # from the moment the database had started again until a submission was taken in
-    statuses: Counter[str] = field(default_factory=Counter)  # of the submissions in between
-    lost: int = 0  # acknowledged jobs that are not there
 
 
 async def reclaimed(deployment: Deployment, url: str) -> float:
@@ -41,46 +29,6 @@ async def reclaimed(deployment: Deployment, url: str) -> float:
     took = time.monotonic() - began
     requests.close()
     return took
-
-
-async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]]) -> Outage:
-    """Measure an outage of the database; `restart` stops it and starts it again."""
-    seen, acknowledged, over = Outage(), list[str](), asyncio.Event()
-
-    async def submitting() -> float:
-        """Until one is taken in after the restart: when that was."""
-        number = 3 * 10**6
-        while True:
-            requests, number = HttpPool(deployment.address, deployment.keys[1]), number + 1
-            after = over.is_set()
-            try:
-                async with asyncio.timeout(30):
-                    reply = await requests.request(
-                        "POST", "/v1/jobs", {"problem": problem(number).to_dict(), "time_limit_s": 1.0}
-                    )
-            except (OSError, EOFError) as error:
-                seen.statuses[type(error).__name__] += 1
-            else:
-                seen.statuses[str(reply.status)] += 1
-                if reply.status == 201:
-                    acknowledged.append(reply.json()["url"])
-                    if after:
-                        return time.monotonic()
-            finally:
-                requests.close()
-            await asyncio.sleep(LOOK_S)
-
-    submitted = asyncio.create_task(submitting())
-    await asyncio.sleep(1.0)
-    await restart()
-    began = time.monotonic()
-    over.set()
-    seen.recovery_s = await submitted - began
-    requests = HttpPool(deployment.address, deployment.keys[1])
-    for url in acknowledged:
-        seen.lost += (await requests.request("GET", url)).status != 200
-    requests.close()
-    return seen
 
 
 async def shutdown(deployment: Deployment, streams: int) -> float:

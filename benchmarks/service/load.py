@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import psutil
-
 from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.service.http_client import HttpConnection, HttpPool
 from benchmarks.service.processes import Deployment
@@ -54,9 +52,6 @@ class LoadFigures:
     get_ms: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     without_schedule: int = 0  # replies without a schedule
-    solvers_cores: float = 0.0  # CPU used by solvers and first-schedule processes
-    api_cores: float = 0.0  # CPU used by the API's process
-    own_cores: float = 0.0  # CPU used by the measurement itself
 
 
 @dataclass
@@ -70,7 +65,6 @@ class StreamFigures:
     reconnects: int = 0
     gaps: int = 0
     duplicates: int = 0
-    own_cores: float = 0.0
 
 
 async def saturate(deployment: Deployment) -> str:
@@ -80,8 +74,6 @@ async def saturate(deployment: Deployment) -> str:
     url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
     await running(requests, url, 0)
     requests.close()
-    spent = deployment.solvers_s()
-    await until(lambda: deployment.solvers_s() > spent + 2.0, STARTS_S, "the solver did not begin")
     return url
 
 
@@ -108,7 +100,6 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
     await asyncio.gather(
         _at_rate(load.post, rate, begin, seconds),
         _at_rate(load.get, rate * GETS_PER_POST, begin, seconds),
-        load.measure_cores(seconds),
     )
     load.requests.close()
     return load.figures
@@ -160,19 +151,6 @@ class _Load:
             self.figures.statuses[reply.status] += 1
             self.figures.get_ms.append((time.perf_counter() - due) * MS)
 
-    async def measure_cores(self, seconds: float) -> None:
-        """How many cores the processes use while requests count."""
-        await asyncio.sleep(WARM_UP_S)
-        before, since = self._cpu_s(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        took = time.perf_counter() - since
-        cores = [(now - then) / took for now, then in zip(self._cpu_s(), before, strict=True)]
-        self.figures.solvers_cores, self.figures.api_cores, self.figures.own_cores = cores
-
-    def _cpu_s(self) -> tuple[float, float, float]:
-        """CPU seconds so far: of solvers, of the API's process, of this one."""
-        return self._deployment.solvers_s(), own_s(self._deployment.api.pid), own_s()
-
 
 async def _makes_first_schedules(requests: HttpPool) -> None:
     """Wait until a job is answered with a schedule."""
@@ -204,9 +182,7 @@ async def streams(deployment: Deployment, clients: int, reconnects: int, seconds
     try:
         await until(lambda: all(follower.last for follower in followers), STARTS_S, "clients did not get a first event")
         figures.fan_out_ms.clear()
-        own, began = own_s(), time.monotonic()
         await asyncio.gather(_drift(requests, jobs, seconds), _cut(figures, followers, reconnects, seconds))
-        figures.own_cores = (own_s() - own) / (time.monotonic() - began)
         last = {job: (await expect(requests, 200, "GET", job))["best"]["seq"] for job in jobs}
         with suppress(OptPipeError):
             await until(lambda: all(follower.last == last[follower.job] for follower in followers), ARRIVES_S, "")
@@ -289,9 +265,3 @@ async def until(true: Callable[[], bool], limit_s: float, otherwise: str) -> Non
         if time.monotonic() - began > limit_s:
             raise OptPipeError(otherwise)
         await asyncio.sleep(0.02)
-
-
-def own_s(pid: int | None = None) -> float:
-    """CPU seconds of a process, this one by default."""
-    spent = psutil.Process(pid).cpu_times()
-    return float(spent.user + spent.system)

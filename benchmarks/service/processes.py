@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from optpipe.errors import InputError, OptPipeError
 from optpipe_server.database import Database, Jobs
 from optpipe_server.database.keys import SCOPES, Keys
@@ -74,15 +72,6 @@ class Process:
         finally:
             await self.kill()
 
-    def solvers_s(self) -> float:
-        """Return the CPU seconds of its living descendants."""
-        spent = 0.0
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    spent += sum(child.cpu_times()[:2])
-        return spent
-
 
 class Deployment:
     """The service on this machine: one process with SQLite, an API and workers with PostgreSQL."""
@@ -122,10 +111,6 @@ class Deployment:
             self.folder, f"worker{len(self.workers)}", "worker", "--database", self.url, "--threads", str(self._threads)
         )
         self.workers.append(worker)
-
-    def solvers_s(self) -> float:
-        """Return the CPU seconds of solvers and first-schedule processes."""
-        return sum(process.solvers_s() for process in self.processes)
 
 
 def _keys(url: str, tenants: int) -> Sequence[str]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 import typer
 
-from benchmarks.training.in_a_row import METHOD, InARow
+from benchmarks.training.on_ranks import METHOD, InARow, OwnSteps, SwapCost
 from benchmarks.training.overhead import beside, lowering, overhead
-from benchmarks.training.own_steps import OwnSteps
-from benchmarks.training.swap import SwapCost
 from optpipe_cli.launch import measured_on_ranks
 
+MODULE = "benchmarks.training.on_ranks"
 IN_A_ROW_RANKS, SWAP_RANKS, OWN_STEPS_RANKS = 4, 2, 5
 
 
 def executor() -> None:
     """Measure steps in a row, with an optimizer step after each, and the host's time for ops, traces and swaps."""
-    row = InARow(**measured_on_ranks(IN_A_ROW_RANKS, "benchmarks.training.in_a_row"))
+    row = InARow(**measured_on_ranks(IN_A_ROW_RANKS, MODULE, "in_a_row"))
     typer.echo(
         f"{row.steps} steps in a row by {METHOD} on {IN_A_ROW_RANKS} ranks, with a norm over all gradients: "
         f"{row.post_validated_ms:.0f} ms, {row.deviation:+.1%} against {row.steps} spans of {row.span_ms:.1f} ms, "
@@ -43,12 +42,12 @@ def executor() -> None:
         f"a schedule of {schedule.ops} ops: {schedule.prepare_ms:.0f} ms in a thread beside the training "
         "until a rank can run it"
     )
-    swap = SwapCost(**measured_on_ranks(SWAP_RANKS, "benchmarks.training.swap"))
+    swap = SwapCost(**measured_on_ranks(SWAP_RANKS, MODULE, "swap"))
     typer.echo(
         f"a swap: a step takes {swap.ratio:.3f} times its time, {swap.prepared_ratio:.3f} while the offer is prepared "
         f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
     )
-    own = OwnSteps(**measured_on_ranks(OWN_STEPS_RANKS, "benchmarks.training.own_steps"))
+    own = OwnSteps(**measured_on_ranks(OWN_STEPS_RANKS, MODULE, "own_steps"))
     typer.echo(
         f"a schedule for every step, on {OWN_STEPS_RANKS} ranks: {own.overhead:+.1%} of a step of "
         f"{own.loaded_ms:.0f} ms by schedules that are loaded; predicted times were off by {own.error:.1%} "

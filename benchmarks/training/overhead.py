@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from statistics import median
 
 import torch
@@ -25,7 +24,6 @@ from benchmarks.gpu.schedules import kept
 from benchmarks.problems import pipeline, stage_costs
 from benchmarks.single import single_rank
 from benchmarks.timing import repeated, timed
-from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.lowering.prepare import prepare
@@ -42,16 +40,12 @@ STAGE = stage_costs((1.0, 1.0, 1.0), 2**30)  # only the order counts
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians. `ops`, `step_ms` and `between_us` are for forwards and split backwards alone, `plain_ms` is for the same
-    by autograd. `by_kind_us` is for a schedule that also has offloads and recomputes; for O and R it is the time of
-    their copies, which run beside the host."""
+    """Medians, of forwards and split backwards; `plain_ms` is for the same by autograd."""
 
     ops: int  # in a step
     step_ms: float  # processor time of the step's thread, so that other processes do not count
     plain_ms: float  # the same
     traced_ms: float  # the same, of a traced step: its marks, and its bytes counted
-    between_us: float  # from the end of an op to the start of the next: messages, and counting bytes
-    by_kind_us: dict[str, float]  # from an op's start to its end
 
     @property
     def op_us(self) -> float:
@@ -77,27 +71,13 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20, device: s
     }
     inputs, targets = torch.randn(2, microbatches * WIDTH, WIDTH, device=device)
     with single_rank("this benchmark"), Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
-        pipe.load(_schedule(stages, microbatches, [("", "")]))
-        apart = repeated(lambda: pipe.step(inputs, targets, trace=True), steps)
+        pipe.load(_schedule(stages, microbatches, ("B", "W")))
+        ops = len(pipe.step(inputs, targets, trace=True).trace)
         step = partial(pipe.step, inputs, targets)
         both = repeated(lambda: [_ms(partial(step, trace=trace)) for trace in (False, True)], steps)
         took, traced = zip(*both, strict=True)
-        pipe.load(_schedule(stages, microbatches, [("OD", "R"), ("", "C"), ("", "")]))
-        mixed = repeated(lambda: pipe.step(inputs, targets, trace=True), steps)
     plain = repeated(lambda: _ms(lambda: _plain(list(modules.values()), inputs, targets, microbatches)), steps)
-    spent: dict[Kind, list[float]] = defaultdict(list)
-    for ran in (ran for report in mixed for ran in report.trace):
-        spent[ran.op.kind].append((ran.end_ms - ran.start_ms) * 1e3)
-    ops = len(apart[0].trace)
-    between = [(after.start_ms - before.end_ms) * 1e3 for report in apart for before, after in pairwise(report.trace)]
-    return Overhead(
-        ops=ops,
-        step_ms=median(took),
-        plain_ms=median(plain),
-        traced_ms=median(traced),
-        between_us=median(between),
-        by_kind_us={kind.name: median(spent[kind]) for kind in sorted(spent)},
-    )
+    return Overhead(ops, median(took), median(plain), median(traced))
 
 
 @dataclass(frozen=True)
@@ -124,8 +104,8 @@ def beside(stages: int = 2, microbatches: int = 8, steps: int = 20) -> Beside:
         Pipeline(dict(enumerate(modules)), [0] * stages, loss, microbatches) as fused,
         Pipeline(dict(enumerate(modules)), [0] * stages, loss, microbatches) as split,
     ):
-        fused.load(_schedule(stages, microbatches, [("", "")], ("BW",)))
-        split.load(_schedule(stages, microbatches, [("", "")]))
+        fused.load(_schedule(stages, microbatches, ("BW",)))
+        split.load(_schedule(stages, microbatches, ("B", "W")))
 
         def torchs(schedule: type[PipelineScheduleMulti]) -> Callable[[], object]:
             parts = [PipelineStage(module, s, stages, torch.device("cpu")) for s, module in enumerate(modules)]
@@ -167,20 +147,13 @@ def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lo
     return Lowering(sum(map(len, schedule.programs)), median(took_ms))
 
 
-def _schedule(
-    stages: int,
-    microbatches: int,
-    ways: Sequence[tuple[str, str]],
-    backward: Sequence[str] = ("B", "W"),
-) -> Schedule:
-    """One micro-batch after the other. `ways` say in turn which ops follow a forward and precede a backward."""
-    away = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2**30, "recompute_ms": 1.0, "checkpoint_bytes": 2**30}
-    problem = pipeline([STAGE | away] * stages, microbatches, 2**50, devices=1)
+def _schedule(stages: int, microbatches: int, backward: Sequence[str]) -> Schedule:
+    """One micro-batch after the other."""
+    problem = pipeline([STAGE] * stages, microbatches, 2**50, devices=1)
     program = []
     for j in range(microbatches):
-        there, back = ways[j % len(ways)]
-        program += [f"{s}{kind}{j}" for s in range(stages) for kind in ("F", *there)]
-        program += [f"{s}{kind}{j}" for s in reversed(range(stages)) for kind in (*back, *backward)]
+        program += [f"{s}F{j}" for s in range(stages)]
+        program += [f"{s}{kind}{j}" for s in reversed(range(stages)) for kind in backward]
     return Schedule.parse(problem, [program])
 
 

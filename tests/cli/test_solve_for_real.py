@@ -1,4 +1,4 @@
-"""`optpipe solve` with the real solver behind it: Ctrl-C while engines compute; and the picture of searches."""
+"""`optpipe solve` with the real solver behind it: Ctrl-C while engines compute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
-from benchmarks.progress import Progress, chart
 from optpipe import ScheduleFile, check
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -48,25 +46,3 @@ def at_work(process: psutil.Process) -> bool:
         return "optpipe_solver.engine" in process.cmdline() and process.cpu_times().user > 1.5
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
-
-
-def test_the_picture_of_progress():
-    steps = [(0.2, 150.0, "naive"), (1.0, 110.0, "dispatch"), (30.0, 100.0, "lns")]
-    drawn = chart(
-        [
-            Progress("one & two", steps, 100.0, 60.0),
-            Progress("none", [], 5.0, 60.0),
-            Progress("no bound", steps, 0.0, 60.0),
-        ],
-        "t",
-    )
-    assert "one &amp; two" in drawn
-    assert "100 ms, proven optimal" in drawn
-    assert "no schedule" in drawn
-    assert drawn.count("<circle") == 3
-    assert "110 ms by dispatch after 1.00 s" in drawn
-    (path,) = re.findall(r'<path d="M([\d.]+),([\d.]+) H([\d.]+) V([\d.]+) H([\d.]+) V([\d.]+) H([\d.]+)"', drawn)
-    x0, y0, x1, y1, x2, y2, end = map(float, path)
-    assert x0 < x1 < x2 < end  # later is further right
-    assert y0 < y1 < y2  # shorter is further down
-    assert (y1 - y0) / (y2 - y0) == pytest.approx(0.8, abs=0.01)
