@@ -10,11 +10,8 @@ from benchmarks.papers import costs, figures, published, table1
 from benchmarks.papers.calibration import BASELINES, budget_bytes, iteration_ms, posed, table, where_it_reaches
 from benchmarks.papers.checks import Check
 from benchmarks.papers.table1 import Answer, claims, goals, memory
-from benchmarks.problems import offloading, stage_costs
+from benchmarks.problems import offloading
 from benchmarks.scale import is_steady, slope
-from optpipe.model.records import StageCosts
-from optpipe.schedule import certify
-from optpipe_solver import systems
 
 
 def test_the_table_is_whole():
@@ -95,10 +92,7 @@ def test_one_row_is_solved_once(bench, monkeypatch, tmp_path):
     ("words", "text", "told"),
     [
         (("table1", "--rows", "36"), None, "--rows = '36': a number or a range within 1-35"),
-        (("table1", "--rows", "3-2"), None, "--rows = '3-2': a number or a range within 1-35"),
-        (("table1", "--rows", "a"), None, "--rows = 'a': a number or a range within 1-35"),
         (("scale",), "no JSON", "not what `python -m benchmarks scale` writes"),
-        (("scale",), '{"row": 1}', "not what `python -m benchmarks scale` writes"),
         (("scale",), '{"bench": "table1"}', "not what `python -m benchmarks scale` writes"),
         (("scale",), '{"bench": "scale"}\n{"row": 1}', "not what `python -m benchmarks scale` writes"),
         (
@@ -133,14 +127,6 @@ COST_LIMITS |= {"ChronosPipe, Figure 9(b)": 0.0, "pith-train": 0.12, "Zero Bubbl
 def test_published_figures_are_met(rows, limits):
     off: list[Check] = [row for row in rows() if abs(row.error) > limits[row.source]]
     assert off == []
-
-
-def test_an_even_split_has_as_many_layers_everywhere_and_the_head_at_the_end():
-    layers = [StageCosts(**stage_costs(times, 10)) for times in [(1.0, 1.0, 1.0)] * 8 + [(5.0, 1.0, 1.0)]]
-    problem = published.even(layers, 2, 4)
-    assert [stage.forward_ms for stage in problem.stages] == [2.0, 2.0, 2.0, 7.0]
-    steady = systems.generate("interleaved", problem)
-    assert max(peak.bytes for peak in certify(problem, steady).device) == problem.devices[0].activation_budget_bytes
 
 
 def test_figures_that_are_theory():

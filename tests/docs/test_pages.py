@@ -84,12 +84,6 @@ def test_the_architecture_names_the_modules_that_there_are(folder: str) -> None:
             assert set(re.findall(r"`([a-z_]+)`", text)) <= modules(room) | modules(room.parent), names
 
 
-def test_all_components_have_a_section() -> None:
-    assert {"optpipe", *(path.parent.name for path in ROOT.glob("*/optpipe_*/__init__.py"))} <= {
-        Path(folder).name for folder in SECTIONS
-    }
-
-
 EQUATIONS = read("milp.md").partition("## The equations")[2].partition("### Remarks")[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from support.browser import browser
+from support.browser import browser, watched
 from support.chain import chain
 from support.ports import free_port
 from support.rest import submit, until_over
@@ -57,18 +57,10 @@ class Visitor:
     """A page of the service in a browser. `problems` are what its console says, and requests to others."""
 
     def __init__(self, browser: Any, service: Service) -> None:
-        self.problems: list[str] = []
         self.service = service
         self.page = browser.new_page(viewport={"width": 1400, "height": 950})
         self.page.set_default_timeout(100_000)  # ms; on a busy machine
-        self.page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self._saw(request.url))
-
-    def _saw(self, url: str) -> None:
-        if not url.startswith((self.service.url, "data:", "blob:")):
-            self.problems.append(f"asked for {url}")
+        self.problems = watched(self.page, service.url, "blob:")
 
     def go(self, path: str, drawn: str) -> Any:
         """Open a part of the page; return it once something is there."""
@@ -81,7 +73,7 @@ class Visitor:
 
     def expected(self, prefix: str) -> None:
         """Forget what the console said of errors that were provoked."""
-        self.problems = [each for each in self.problems if prefix not in each]
+        self.problems[:] = [each for each in self.problems if prefix not in each]
 
 
 @pytest.fixture(scope="module")

@@ -29,23 +29,29 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+def watched(page: Any, *allowed: str) -> list[str]:
+    """What a page's console says from now on, and what it asks for beyond addresses that begin with one of these."""
+    problems: list[str] = []
+
+    def ask(request: Any) -> None:
+        if not request.url.startswith((*allowed, "data:")):
+            problems.append(f"asked for {request.url}")
+
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    page.on("request", ask)
+    return problems
+
+
 class Opened:
-    """A page file in a browser of 1400 by 950 pixels. `problems` are what its console complains about, and what it
-    asks for beyond its own file."""
+    """A page file in a browser of 1400 by 950 pixels. `problems` are as `watched` tells them."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
-        self.problems: list[str] = []
         self.page = browser.new_page(viewport={"width": 1400, "height": 950}, **options)
-        self.page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self._saw(request.url, path))
+        self.problems = watched(self.page, path.as_uri())
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("#picture[data-drawn]")
-
-    def _saw(self, url: str, path: Path) -> None:
-        if url != path.as_uri() and not url.startswith("data:"):
-            self.problems.append(f"asked for {url}")
 
     def text(self, selector: str) -> list[str]:
         """The text of all elements of a selector."""

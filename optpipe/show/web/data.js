@@ -1,5 +1,5 @@
-// @ts-check
 // The document that optpipe.show.figure writes, with its arrays as typed ones and what follows from them.
+/** @import { Chosen } from "./draw.js" */
 
 /**
  * @typedef {{letter: string, name: string, colour: string, text: string}} Kind
@@ -12,9 +12,8 @@
  * @typedef {{begins: Uint32Array, moment: Float64Array, bytes: Float64Array}} Memory
  * @typedef {{method: string, makespan_ms: number, span_ms: number, bubble: number, microbatches: number,
  *   devices: Device[], stages: number[], parts: number[], colours: {fill: string, text: string}[], ops: Ops,
- *   critical_path: Int32Array, gaps: Gaps, ready: Ready, memory: Memory | null, lanes: Int32Array[][], followers: Followers,
+ *   critical_path: Int32Array, gaps: Gaps, ready: Ready, memory: Memory | null, lanes: Int32Array[][],
  *   letters: string[], beside: number[], index: number}} Schedule
- * @typedef {{begins: Int32Array, rows: Int32Array}} Followers
  * @typedef {{title: string, lower_bound_ms: number | null, gap: number | null, kinds: Kind[], letters: string[],
  *   schedules: Schedule[], diagnosis?: any}} Document
  */
@@ -27,7 +26,7 @@ const LANES = 4; // compute, outward, to the device, on the host
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f8: Float64Array };
 
-/** The document with its arrays, each schedule with its lanes and with what waits for each op.
+/** The document with its arrays, each schedule with its lanes.
  * @param {string} json @returns {Document} */
 export function read(json) {
   const found = JSON.parse(json, (_, value) => (value && value.base64 !== undefined ? unpacked(value) : value));
@@ -35,7 +34,6 @@ export function read(json) {
     schedule.index = index;
     schedule.letters = found.letters;
     schedule.lanes = laneRows(schedule);
-    schedule.followers = followersOf(schedule.ops);
   });
   setBeside(found.schedules);
   return found;
@@ -83,28 +81,17 @@ function laneRows({ ops, devices }) {
   for (let row = 0; row < ops.kind.length; row++) {
     if (ops.lane[row] !== NOWHERE) lanes[ops.device[row]][Math.max(0, ops.lane[row] - LOWER)].push(row);
   }
-  return lanes.map((own) =>
-    own.map((rows) => Int32Array.from(rows).sort((a, b) => ops.start[a] - ops.start[b] || a - b)),
-  );
-}
-
-/** @param {Ops} ops @returns {Followers} */
-function followersOf({ waited_for }) {
-  const begins = new Int32Array(waited_for.length + 1);
-  for (const row of waited_for) if (row >= 0) begins[row + 1]++;
-  for (let row = 0; row < waited_for.length; row++) begins[row + 1] += begins[row];
-  const next = begins.slice();
-  const rows = new Int32Array(begins[waited_for.length]);
-  waited_for.forEach((row, follower) => {
-    if (row >= 0) rows[next[row]++] = follower;
-  });
-  return { begins, rows };
+  const byStart = (/** @type {number} */ a, /** @type {number} */ b) => ops.start[a] - ops.start[b] || a - b;
+  return lanes.map((own) => own.map((rows) => Int32Array.from(rows).sort(byStart)));
 }
 
 /** The rows that started because this one had ended.
  * @param {Schedule} schedule @param {number} row */
-export function followers({ followers: { begins, rows } }, row) {
-  return Array.from(rows.subarray(begins[row], begins[row + 1]));
+export function followers({ ops: { waited_for } }, row) {
+  /** @type {number[]} */
+  const rows = [];
+  for (let each = waited_for.indexOf(row); each >= 0; each = waited_for.indexOf(row, each + 1)) rows.push(each);
+  return rows;
 }
 
 /** The first index from which on `test` holds, in a range in which it holds from some index on.
@@ -141,13 +128,18 @@ export function chainOf({ ops, gaps, makespan_ms }, gap) {
   return chain;
 }
 
+/** The device of a chosen op or gap, and when it begins and ends.
+ * @param {Schedule} schedule @param {Chosen} chosen */
+export function spanOf({ ops, gaps }, { gap, row }) {
+  return gap >= 0
+    ? { device: gaps.device[gap], begin: gaps.begin[gap], end: gaps.end[gap] }
+    : { device: ops.device[row], begin: ops.start[row], end: ops.end[row] };
+}
+
 /** The gap of a device at a time, or -1.
  * @param {Schedule} schedule @param {number} device @param {number} ms */
 export function gapAt({ gaps }, device, ms) {
-  const after = firstIndex(
-    gaps.row.length,
-    (i) => gaps.device[i] > device || (gaps.device[i] === device && gaps.begin[i] > ms),
-  );
-  const gap = after - 1;
+  const isAfter = (/** @type {number} */ i) => gaps.device[i] > device || (gaps.device[i] === device && gaps.begin[i] > ms);
+  const gap = firstIndex(gaps.row.length, isAfter) - 1;
   return gap >= 0 && gaps.device[gap] === device && gaps.end[gap] > ms ? gap : -1;
 }

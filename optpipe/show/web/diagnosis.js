@@ -1,13 +1,12 @@
-// @ts-check
 // A diagnosis: what a step loses, how slow devices are, and what to change. Each shows what it is about in the picture.
 import { pick } from "./data.js";
-import { button, download, element, region, table, tile } from "./panel.js";
+import { button, card, download, element, region, table, tile } from "./panel.js";
 import { show } from "./picture.js";
 import { ms, percent } from "./words.js";
+/** @import { Document } from "./data.js" */
+/** @import { Marked } from "./draw.js" */
 
 /**
- * @typedef {import("./data.js").Document} Document
- * @typedef {import("./draw.js").Marked} Marked
  * @typedef {{step: number, replica: number, device: number | null, stage: number | null, microbatch: number | null}} Place
  */
 
@@ -46,25 +45,20 @@ export async function showDiagnosis(place, found) {
   const cured = (/** @type {number} */ n) => `${last}: as it ran, and cured (${diagnosis.cures[n].what})`;
   const parts = [
     about(found.title, diagnosis),
-    section("Causes", list(diagnosis.causes.length ? diagnosis.causes : ["nothing costs more than 3% of a step"])),
-    section("What to change", ...cures(diagnosis, (source, n) => choose(source, [0, 1 + n], cured(n)))),
-    section("Where the time of a step goes", waterfall(diagnosis, chooseRun)),
-    ...(diagnosis.steps.length * diagnosis.replicas > 1 ? [section("Devices by steps: how many times as long as others with the same work", ...heatMap(diagnosis, chooseRun))] : []),
+    card("Causes", list(diagnosis.causes.length ? diagnosis.causes : ["nothing costs more than 3% of a step"])),
+    card("What to change", ...cures(diagnosis, (source, n) => choose(source, [0, 1 + n], cured(n)))),
+    card("Where the time of a step goes", waterfall(diagnosis, chooseRun)),
+    ...(diagnosis.steps.length * diagnosis.replicas > 1 ? [card("Devices by steps: how many times as long as others with the same work", ...heatMap(diagnosis, chooseRun))] : []),
     timelines,
     ...[["Would help", diagnosis.asked], ["Taken to be so", diagnosis.assumed], ["Not used", diagnosis.unused]]
       .filter(([, sentences]) => sentences.length)
-      .map(([name, sentences]) => section(name, list(sentences))),
+      .map(([name, sentences]) => card(name, list(sentences))),
   ];
   place.replaceChildren(...parts);
   const first = diagnosis.cures.length ? [0, 1] : [0];
   const picture = await show(drawing, pick(found, first));
   await draw(first, diagnosis.cures.length ? cured(0) : last);
   return picture;
-}
-
-/** @param {string} title @param {...Node} children */
-function section(title, ...children) {
-  return element("section", "card", element("h2", "", title), ...children);
 }
 
 /** @param {string[]} sentences */

@@ -1,23 +1,23 @@
-// @ts-check
 // Draws the picture with plotly, and again whenever the zoom, the choice or the window changes.
 import { chainOf } from "./data.js";
-import { frameOf, plotlyLayout, within } from "./layout.js";
-import { MOST_DRAWN, addBox, boxOf, boxesByColour, countVisible, emptyPath } from "./shapes.js";
-import { gapBoxes, labels, memorySteps, pathThrough, raster, visibleGaps, visibleRows } from "./shapes.js";
+import { frameOf, plotlyLayout } from "./layout.js";
+import { MOST_DRAWN, around, boxOf, gapBox, labels, memorySteps, pathThrough, raster } from "./shapes.js";
+import { visibleGaps, visibleRows } from "./shapes.js";
 import { theme } from "./theme.js";
-import { bytes, ms, percent } from "./words.js";
+import { bytes, ms, percent, waitOf } from "./words.js";
+/** @import { Schedule } from "./data.js" */
+/** @import { Frame } from "./layout.js" */
+/** @import { Box, Labels } from "./shapes.js" */
+/** @import { Theme } from "./theme.js" */
 
 /**
- * @typedef {import("./data.js").Schedule} Schedule
- * @typedef {import("./layout.js").Frame} Frame
- * @typedef {import("./shapes.js").Path} Path
- * @typedef {import("./theme.js").Theme} Theme
  * @typedef {{schedule: number, gap: number, row: number}} Chosen a gap, or an op where `gap` is -1
  * @typedef {Partial<Record<"device" | "stage" | "microbatch", number | null>>} Marked the ops that have all of it
  * @typedef {{range: [number, number], chosen: Chosen | null, marked: Marked | null, critical: boolean, changes: boolean,
  *   device: number}} View
  */
 
+const CLEAR = "rgba(0,0,0,0)";
 const CONFIG = { displaylogo: false, doubleClick: false, showTips: false, displayModeBar: false };
 
 /** The latest end of all schedules.
@@ -31,7 +31,8 @@ export function latestEnd(schedules) {
 export async function draw(element, schedules, view) {
   const frame = frameOf(schedules, Math.max(280, element.clientWidth));
   const colours = theme();
-  const fine = schedules.map((schedule) => countVisible(schedule, view.range) * schedules.length <= MOST_DRAWN);
+  const visible = schedules.map((schedule) => visibleRows(schedule, view.range));
+  const fine = visible.map((rows) => rows.length * schedules.length <= MOST_DRAWN);
   const grid = fine.every(Boolean); // plotly draws it over images
   const layout = plotlyLayout(schedules, frame, view.range, latestEnd(schedules), view.device, colours, grid);
   /** @type {{traces: object[], written: object[], images: object[], notes: object[]}} */
@@ -40,17 +41,17 @@ export async function draw(element, schedules, view) {
     const axis = `y${i + 2}`;
     const panel = frame.panels[i];
     const pixels = frame.right - frame.left;
-    const rows = visibleRows(schedule, view.range);
+    const rows = visible[i];
     const gaps = visibleGaps(schedule, view.range);
     traces.push(...gapTraces(schedule, gaps.length <= MOST_DRAWN ? gaps : [], axis, colours));
     if (fine[i]) {
       const scale = pixels / (view.range[1] - view.range[0]);
       const length = rows.reduce((sum, row) => sum + schedule.ops.end[row] - schedule.ops.start[row], 0) / rows.length;
       const between = { color: colours.ground, width: Math.min(0.8, 0.1 * scale * length) }; // thin where ops are
-      for (const [colour, path] of boxesByColour(schedule, rows)) {
-        const { fill } = schedule.colours[colour];
-        traces.push(filled(path, axis, fill, between, `ops ${i} ${fill}`));
-      }
+      schedule.colours.forEach(({ fill }, colour) => {
+        const boxes = rows.filter((row) => schedule.ops.colour[row] === colour).map((row) => boxOf(schedule, row));
+        if (boxes.length) traces.push(filled(boxes, axis, fill, between, `ops ${i} ${fill}`));
+      });
       written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);
@@ -68,7 +69,7 @@ export async function draw(element, schedules, view) {
     notes.push(note(headline(schedule, schedules, frame), panel.top, frame, colours));
   });
   if (frame.memory.height) {
-    traces.push(...memoryTraces(schedules, view, frame, colours));
+    traces.push(...memoryTraces(schedules, view, colours));
     notes.push(...memoryNotes(schedules, view, frame, colours));
   }
   traces.push(...written);
@@ -89,27 +90,24 @@ function lines({ x, y }, yaxis, line) {
   return { type: "scatter", mode: "lines", x, y, yaxis, hoverinfo: "skip", line };
 }
 
-/** @param {Path} path @param {string} yaxis @param {string} fill @param {object} line @param {string} name
+/** @param {Box[]} boxes @param {string} yaxis @param {string} fill @param {object} line @param {string} name
  * @param {object} [pattern] */
-function filled(path, yaxis, fill, line, name, pattern) {
+function filled(boxes, yaxis, fill, line, name, pattern) {
   const filling = { fill: "toself", fillcolor: fill, ...(pattern ? { fillpattern: pattern } : {}) };
-  return { ...lines(path, yaxis, { simplify: false, ...line }), ...filling, name };
+  return { ...lines(around(boxes), yaxis, { simplify: false, ...line }), ...filling, name };
 }
 
 /** @param {Schedule} schedule @param {number[]} gaps @param {string} axis @param {Theme} colours */
 function gapTraces(schedule, gaps, axis, colours) {
-  const { device, transfer, start, end } = gapBoxes(schedule, gaps);
   const hatched = { shape: "/", size: 6, solidity: 0.16, fgcolor: colours.hatch, bgcolor: colours.wait };
-  const none = { width: 0 };
-  return [
-    filled(start, axis, colours.idle, none, "start"),
-    filled(end, axis, colours.idle, none, "end"),
-    filled(device, axis, colours.wait, none, "device"),
-    filled(transfer, axis, colours.wait, none, "transfer", hatched),
-  ];
+  return ["start", "end", "device", "transfer"].map((wait) => {
+    const boxes = gaps.filter((gap) => waitOf(schedule, gap) === wait).map((gap) => gapBox(schedule, gap));
+    const colour = wait === "start" || wait === "end" ? colours.idle : colours.wait;
+    return filled(boxes, axis, colour, { width: 0 }, wait, wait === "transfer" ? hatched : undefined);
+  });
 }
 
-/** @param {import("./shapes.js").Labels} found @param {string} yaxis */
+/** @param {Labels} found @param {string} yaxis */
 function texts({ x, y, text, colour, size }, yaxis) {
   const textfont = { color: colour, size };
   return { type: "scatter", mode: "text", x, y, yaxis, text, textfont, hoverinfo: "skip", cliponaxis: true };
@@ -120,42 +118,34 @@ function texts({ x, y, text, colour, size }, yaxis) {
 function changeTraces(schedule, rows, axis, colours) {
   const { changed } = schedule.ops;
   if (!changed) return [];
-  const [moved, only] = [emptyPath(), emptyPath()];
-  for (const row of rows) {
+  const bar = (/** @type {number} */ row) => {
     const [x0, x1, y0, y1] = boxOf(schedule, row);
-    if (changed[row]) addBox(changed[row] === 1 ? moved : only, x0, x1, y0, y0 - 0.18 * (y0 - y1));
-  }
+    return /** @type {Box} */ ([x0, x1, y0, y0 - 0.18 * (y0 - y1)]);
+  };
+  const moved = rows.filter((row) => changed[row] === 1);
+  const only = rows.filter((row) => changed[row] > 1);
   return [
-    filled(moved, axis, colours.ink, { width: 0 }, "moved"),
-    filled(only, axis, colours.accent, { width: 0 }, "only here"),
+    filled(moved.map(bar), axis, colours.ink, { width: 0 }, "moved"),
+    filled(only.map(bar), axis, colours.accent, { width: 0 }, "only here"),
   ];
 }
 
 /** A frame around each op that has what is marked.
- * @param {Schedule} schedule @param {number[]} rows @param {import("./draw.js").Marked | null} marked
- * @param {string} axis @param {Theme} colours */
-function markedTraces({ ops, ...schedule }, rows, marked, axis, colours) {
+ * @param {Schedule} schedule @param {number[]} rows @param {Marked | null} marked @param {string} axis
+ * @param {Theme} colours */
+function markedTraces(schedule, rows, marked, axis, colours) {
   const wanted = Object.entries(marked ?? {}).filter(([, value]) => value !== null);
-  const path = emptyPath();
-  for (const row of wanted.length ? rows : [])
-    if (wanted.every(([name, value]) => ops[/** @type {keyof Marked} */ (name)][row] === value))
-      addBox(path, ...boxOf({ ops, ...schedule }, row));
-  return path.x.length ? [filled(path, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2 }, "marked")] : [];
+  const has = (/** @type {number} */ row) =>
+    wanted.every(([name, value]) => schedule.ops[/** @type {keyof Marked} */ (name)][row] === value);
+  const boxes = (wanted.length ? rows.filter(has) : []).map((row) => boxOf(schedule, row));
+  return boxes.length ? [filled(boxes, axis, CLEAR, { color: colours.ink, width: 2 }, "marked")] : [];
 }
 
 /** @param {Schedule} schedule @param {Chosen} chosen @param {string} axis @param {Theme} colours */
 function chosenTraces(schedule, { gap, row }, axis, colours) {
-  if (gap < 0) {
-    const path = emptyPath();
-    addBox(path, ...boxOf(schedule, row));
-    return [filled(path, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2.5 }, "chosen")];
-  }
-  const path = emptyPath();
-  const [top, bottom] = within(schedule, 0);
-  const device = schedule.gaps.device[gap];
-  addBox(path, schedule.gaps.begin[gap], schedule.gaps.end[gap], -device - top, -device - bottom);
+  if (gap < 0) return [filled([boxOf(schedule, row)], axis, CLEAR, { color: colours.ink, width: 2.5 }, "chosen")];
   return [
-    filled(path, axis, "rgba(0,0,0,0)", { color: colours.accent, width: 2.5 }, "chosen"),
+    filled([gapBox(schedule, gap)], axis, CLEAR, { color: colours.accent, width: 2.5 }, "chosen"),
     ...through(schedule, chainOf(schedule, gap).reverse(), axis, colours.accent, colours),
   ];
 }
@@ -171,13 +161,13 @@ function through(schedule, rows, yaxis, color, colours) {
   ];
 }
 
-/** @param {Schedule[]} schedules @param {View} view @param {Frame} frame @param {Theme} colours */
-function memoryTraces(schedules, { device, range }, frame, colours) {
+/** @param {Schedule[]} schedules @param {View} view @param {Theme} colours */
+function memoryTraces(schedules, { device, range }, colours) {
   const last = schedules.length - 1;
   /** @type {object[]} */
   const traces = schedules.flatMap((schedule, i) => {
     if (device >= schedule.devices.length) return [];
-    const steps = memorySteps(schedule, device, range, frame.right - frame.left);
+    const steps = memorySteps(schedule, device, range);
     const [color, dash] = i === last ? [colours.accent, "solid"] : [colours.quiet, "dot"];
     const filling = i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {};
     const trace = lines(steps, "y", { shape: "hv", simplify: false, width: 1.4, color, dash });

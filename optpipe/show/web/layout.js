@@ -1,10 +1,9 @@
-// @ts-check
 // Where everything lies: a panel for each schedule, one row a device, and the memory panel, all on one time axis.
 import { LOWER, NOWHERE, OUTWARD, UPPER } from "./data.js";
+/** @import { Schedule } from "./data.js" */
+/** @import { Theme } from "./theme.js" */
 
 /**
- * @typedef {import("./data.js").Schedule} Schedule
- * @typedef {import("./theme.js").Theme} Theme
  * @typedef {{top: number, height: number, devices: number}} Panel
  * @typedef {{width: number, height: number, panels: Panel[], memory: {top: number, height: number},
  *   left: number, right: number, narrow: boolean}} Frame

@@ -1,4 +1,3 @@
-// @ts-check
 // The page of one picture: reads its document, and shows it.
 import { read } from "./data.js";
 import { showDiagnosis } from "./diagnosis.js";

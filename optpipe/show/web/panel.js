@@ -1,20 +1,15 @@
-// @ts-check
 // The text around the picture: figures, legend, where the time goes, and why a device waits. Names become text nodes.
 import { OUTWARD, chainOf, followers } from "./data.js";
 import { WAITS, bytes, hindrance, ms, opName, percent, reason, waitOf, when } from "./words.js";
-
-/**
- * @typedef {import("./data.js").Document} Document
- * @typedef {import("./data.js").Schedule} Schedule
- * @typedef {import("./draw.js").Chosen} Chosen
- */
+/** @import { Document, Schedule } from "./data.js" */
+/** @import { Chosen } from "./draw.js" */
 
 const MOST_STEPS = 14; // of a chain that are listed
 const MOST_WAITS = 9; // that are listed
 
-/** @param {string} tag
- * @param {string | Record<string, string | number>} given its class, or its attributes
- * @param {...(Node | string)} children */
+/** @template {keyof HTMLElementTagNameMap} T
+ * @param {T} tag @param {string | Record<string, string | number>} given its class, or its attributes
+ * @param {...(Node | string)} children @returns {HTMLElementTagNameMap[T]} */
 export function element(tag, given, ...children) {
   const made = document.createElement(tag);
   const attributes = typeof given === "string" ? (given ? { class: given } : {}) : given;
@@ -27,6 +22,12 @@ export function element(tag, given, ...children) {
  * @param {string} className @param {string} label @param {...(Node | string)} children */
 export function region(className, label, ...children) {
   return element("div", { class: className, tabindex: 0, role: "region", "aria-label": label }, ...children);
+}
+
+/** A part of a page with a heading of its own.
+ * @param {string} title @param {...(Node | string)} children */
+export function card(title, ...children) {
+  return element("section", "card", element("h2", "", title), ...children);
 }
 
 /** @param {string} className @param {string[]} head @param {(Node | string)[][]} rows
@@ -50,8 +51,7 @@ export function fullest({ devices }) {
 
 /** @param {string} text @param {() => void} act @param {string} [className] */
 export function button(text, act, className = "") {
-  const made = /** @type {HTMLButtonElement} */ (element("button", className, text));
-  made.type = "button";
+  const made = element("button", { class: className, type: "button" }, text);
   made.addEventListener("click", act);
   return made;
 }
@@ -60,7 +60,7 @@ export function button(text, act, className = "") {
  * @param {string} name @param {BlobPart} content */
 export function download(name, content) {
   const address = URL.createObjectURL(new Blob([content]));
-  /** @type {HTMLAnchorElement} */ (element("a", { href: address, download: name.replace(/[^\w.-]+/g, "-") })).click();
+  element("a", { href: address, download: name.replace(/[^\w.-]+/g, "-") }).click();
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
@@ -136,15 +136,12 @@ function entry(letter, name, colour, text, className = "") {
 export function shares({ kinds }, schedule, named) {
   const whole = schedule.devices.length * schedule.makespan_ms || 1;
   const parts = kinds.map(({ name, colour, letter }) => ({ name, colour, className: "", ms: busy(schedule, letter) }));
-  /** @type {Record<string, number>} */
-  const waits = Object.fromEntries(Object.keys(WAITS).map((wait) => [wait, 0]));
-  schedule.gaps.row.forEach(
-    (_, gap) => (waits[waitOf(schedule, gap)] += schedule.gaps.end[gap] - schedule.gaps.begin[gap]),
-  );
-  for (const [wait, name] of Object.entries(WAITS)) {
-    const className = wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle";
-    parts.push({ name, colour: "", className, ms: waits[wait] });
-  }
+  const { begin, end } = schedule.gaps;
+  const waits = { device: 0, transfer: 0, start: 0, end: 0 };
+  begin.forEach((from, gap) => (waits[waitOf(schedule, gap)] += end[gap] - from));
+  const classes = { device: "wait", transfer: "wait hatched", start: "idle", end: "idle" };
+  for (const wait of /** @type {(keyof typeof WAITS)[]} */ (Object.keys(WAITS)))
+    parts.push({ name: WAITS[wait], colour: "", className: classes[wait], ms: waits[wait] });
   const bar = element("div", { class: "bar", role: "img", "aria-label": "shares of the devices' time, as listed below" });
   const list = element("ul", "shares");
   for (const { name, colour, className, ms: time } of parts) {
@@ -164,12 +161,12 @@ export function shares({ kinds }, schedule, named) {
 /** What the critical path consists of.
  * @param {Schedule} schedule */
 function criticalPath({ ops, critical_path, makespan_ms }) {
-  let [compute, moving] = [0, 0];
+  const parts = { compute: 0, transfers: 0, messages: makespan_ms };
   for (const row of critical_path) {
-    if (ops.lane[row] < OUTWARD) compute += ops.end[row] - ops.start[row];
-    else moving += ops.end[row] - ops.start[row];
+    const length = ops.end[row] - ops.start[row];
+    parts[ops.lane[row] < OUTWARD ? "compute" : "transfers"] += length;
+    parts.messages -= length;
   }
-  const parts = { compute, transfers: moving, messages: makespan_ms - compute - moving };
   const shares = Object.entries(parts).filter(([, time]) => time > 1e-9 * makespan_ms);
   const said = shares.map(([name, time]) => `${name} ${percent(time / (makespan_ms || 1))}`).join(", ");
   return `The critical path has ${critical_path.length} ops: ${said}.`;
@@ -196,13 +193,11 @@ export function listOfWaits(schedule, choose) {
   const length = (/** @type {number} */ gap) => gaps.end[gap] - gaps.begin[gap];
   /** @type {Map<string, number[]>} */
   const groups = new Map();
+  const together = { start: "devices that have not begun yet", end: "devices that have no op left" };
   for (let gap = 0; gap < gaps.row.length; gap++) {
     const wait = waitOf(schedule, gap);
-    const one = wait === "device" || wait === "transfer";
-    const name = one ? `device ${gaps.device[gap]} ${WAITS[wait]}` : `devices that have ${wait === "start" ? "not begun yet" : "no op left"}`;
-    const own = groups.get(name);
-    if (own) own.push(gap);
-    else groups.set(name, [gap]);
+    const name = wait in together ? together[/** @type {"start"} */ (wait)] : `device ${gaps.device[gap]} ${WAITS[wait]}`;
+    groups.set(name, [...(groups.get(name) ?? []), gap]);
   }
   const listed = Array.from(groups, ([name, own]) => {
     const all = own.reduce((sum, gap) => sum + length(gap), 0);
@@ -235,23 +230,16 @@ export function whyGap(schedule, gap, choose) {
     ? `Device ${device} is done at ${ms(begin)}`
     : `Why device ${device} waits ${ms(end - begin)}`;
   const made = element("div", "", element("h2", "", title), element("p", "", `From ${ms(begin)} to ${ms(end)}.`));
-  const steps = element("ol", "chain");
-  const shown = chain.length > MOST_STEPS ? [...chain.slice(0, MOST_STEPS - 3), -1, ...chain.slice(-2)] : chain;
-  for (const row of shown) {
-    if (row < 0) {
-      steps.append(element("li", "rest", `${chain.length - MOST_STEPS + 1} more, each behind the next`));
-      continue;
-    }
-    const isLast = row === chain[chain.length - 1];
-    const text = isLast
-      ? `${opName(schedule, row)} ${ops.start[row] < begin ? "runs as the wait begins" : "starts as the wait begins"}`
-      : reason(schedule, row);
-    steps.append(opItem(schedule, row, text, choose));
-  }
-  made.append(element("h3", "", gaps.last[gap] ? "The schedule ends later because" : "It waits because"), steps);
-  const others = [];
-  for (let i = 0; i < ready.gap.length; i++)
-    if (ready.gap[i] === gap) others.push(element("li", "", hindrance(schedule, i)));
+  const steps = chain.map((row, i) => {
+    const first = `${opName(schedule, row)} ${ops.start[row] < begin ? "runs" : "starts"} as the wait begins`;
+    return opItem(schedule, row, i === chain.length - 1 ? first : reason(schedule, row), choose);
+  });
+  const leftOut = chain.length - MOST_STEPS + 1;
+  if (leftOut > 1)
+    steps.splice(MOST_STEPS - 3, leftOut, element("li", "rest", `${leftOut} more, each behind the next`));
+  const why = gaps.last[gap] ? "The schedule ends later because" : "It waits because";
+  made.append(element("h3", "", why), element("ol", "chain", ...steps));
+  const others = Array.from(ready.gap.keys()).filter((i) => ready.gap[i] === gap).map((i) => element("li", "", hindrance(schedule, i)));
   if (others.length) made.append(element("h3", "", "Meanwhile on this device"), element("ul", "", ...others));
   else if (!gaps.last[gap])
     made.append(element("p", "", "No later op of this device had its inputs before the wait was over."));
@@ -262,20 +250,20 @@ export function whyGap(schedule, gap, choose) {
  * @param {Schedule} schedule @param {number} row @param {(chosen: Chosen) => void} choose */
 export function aboutOp(schedule, row, choose) {
   const { ops } = schedule;
-  const made = element(
+  const before = ops.waited_for[row];
+  const why = `${reason(schedule, row)}.`;
+  const go = () => choose({ schedule: schedule.index, gap: -1, row: before });
+  const next = followers(schedule, row).map((each) => opItem(schedule, each, reason(schedule, each), choose));
+  return element(
     "div",
     "",
     element("h2", "", `${opName(schedule, row)} on device ${ops.device[row]}`),
     element("p", "", `${when(schedule, row)}, stage ${ops.stage[row]}, micro-batch ${ops.microbatch[row]}.`),
+    element("h3", "", "It starts when it does because"),
+    before < 0 ? element("p", "", why) : button(why, go, "link"),
+    element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."),
+    element("ul", "", ...next),
   );
-  const before = ops.waited_for[row];
-  const why = `${reason(schedule, row)}.`;
-  const go = () => choose({ schedule: schedule.index, gap: -1, row: before });
-  made.append(element("h3", "", "It starts when it does because"), before < 0 ? element("p", "", why) : button(why, go, "link"));
-  const next = followers(schedule, row);
-  made.append(element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."));
-  if (next.length) made.append(element("ul", "", ...next.map((each) => opItem(schedule, each, reason(schedule, each), choose))));
-  return made;
 }
 
 /** How long devices compute, and their memory where it is known; a row shows its device in the picture.

@@ -1,26 +1,24 @@
-// @ts-check
 // The picture in a page: legend, chart, what is chosen, and below it where the time goes. It can be shown another
 // document; the time, the device and what is chosen stay where the new one has them.
+import { spanOf } from "./data.js";
 import { draw, latestEnd } from "./draw.js";
-import { aboutOp, button, deviceTable, element, legend, listOfWaits, shares, toggle, whyGap } from "./panel.js";
+import { aboutOp, button, deviceTable, element, fullest, legend } from "./panel.js";
+import { listOfWaits, shares, toggle, whyGap } from "./panel.js";
 import { listen } from "./pointer.js";
 import { onThemeChange } from "./theme.js";
+/** @import { Document } from "./data.js" */
+/** @import { Chosen, Marked, View } from "./draw.js" */
+/** @import { Frame } from "./layout.js" */
 
-/**
- * @typedef {import("./data.js").Document} Document
- * @typedef {import("./draw.js").Chosen} Chosen
- * @typedef {import("./draw.js").Marked} Marked
- * @typedef {import("./draw.js").View} View
- * @typedef {{update: (found: Document) => Promise<void>, close: () => void, chosen: () => Chosen | null,
- *   choose: (chosen: Chosen | null) => void, mark: (marked: Marked | null) => void, plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
- * @typedef {NonNullable<ReturnType<typeof import("./layout.js").placeAt>>} Place
- */
+/** @typedef {Awaited<ReturnType<typeof show>>} Shown */
+
+const HINT =
+  "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all. " +
+  "Ctrl and the wheel zoom, Shift and the wheel move.";
 
 /** Shows a document in an element.
- * @param {HTMLElement} place @param {Document} found
- * @param {(chosen: Chosen | null) => void} [chose] is told what is chosen
- * @returns {Promise<Shown>} */
-export async function show(place, found, chose = () => {}) {
+ * @param {HTMLElement} place @param {Document} found */
+export async function show(place, found) {
   let { schedules } = found;
   let latest = latestEnd(schedules);
   /** @type {View} */
@@ -29,7 +27,7 @@ export async function show(place, found, chose = () => {}) {
   const plot = element("div", { class: "plot", tabindex: 0, role: "application", "aria-label": keys });
   const details = element("aside", { tabindex: 0, "aria-live": "polite", "aria-label": "What is chosen" }); // it scrolls
 
-  /** @type {import("./layout.js").Frame} */
+  /** @type {Frame} */
   let frame;
   /** @type {Promise<void> | null} */
   let waiting = null;
@@ -43,18 +41,13 @@ export async function show(place, found, chose = () => {}) {
   const choose = (/** @type {Chosen | null} */ chosen) => {
     view.chosen = chosen;
     if (chosen) {
-      const { ops, gaps } = schedules[chosen.schedule];
-      view.device = chosen.gap >= 0 ? gaps.device[chosen.gap] : ops.device[chosen.row];
-      const [begin, end] =
-        chosen.gap >= 0
-          ? [gaps.begin[chosen.gap], gaps.end[chosen.gap]]
-          : [ops.start[chosen.row], ops.end[chosen.row]];
-      if (end < view.range[0] || begin > view.range[1])
-        zoom([begin - (view.range[1] - view.range[0]) / 2, begin + (view.range[1] - view.range[0]) / 2]);
+      const { device, begin, end } = spanOf(schedules[chosen.schedule], chosen);
+      const half = (view.range[1] - view.range[0]) / 2;
+      view.device = device;
+      if (end < view.range[0] || begin > view.range[1]) zoom([begin - half, begin + half]);
     }
     tell();
     redraw();
-    chose(chosen);
   };
   const zoom = (/** @type {[number, number] | null} */ range) => {
     const [from, to] = range ?? [0, latest];
@@ -65,18 +58,13 @@ export async function show(place, found, chose = () => {}) {
   };
   const tell = () => {
     const { chosen } = view;
-    if (!chosen) {
-      const hint =
-        "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all. " +
-        "Ctrl and the wheel zoom, Shift and the wheel move.";
-      details.replaceChildren(listOfWaits(schedules[schedules.length - 1], choose), element("p", "hint", hint));
-      return;
+    const schedule = schedules[chosen?.schedule ?? schedules.length - 1];
+    if (!chosen) details.replaceChildren(listOfWaits(schedule, choose), element("p", "hint", HINT));
+    else {
+      const told = chosen.gap >= 0 ? whyGap(schedule, chosen.gap, choose) : aboutOp(schedule, chosen.row, choose);
+      details.replaceChildren(told, button("back", () => choose(null), "back"));
     }
-    const schedule = schedules[chosen.schedule];
-    const told = chosen.gap >= 0 ? whyGap(schedule, chosen.gap, choose) : aboutOp(schedule, chosen.row, choose);
-    details.replaceChildren(told, button("back", () => choose(null), "back"));
   };
-
   const mark = (/** @type {Marked | null} */ marked) => {
     view.marked = marked;
     redraw();
@@ -85,14 +73,8 @@ export async function show(place, found, chose = () => {}) {
     view.device = device;
     mark(schedules[0].memory ? null : { device });
   };
-  const critical = toggle("Critical path", view.critical, (on) => {
-    view.critical = on;
-    redraw();
-  });
-  const changes = toggle("Changes", view.changes, (on) => {
-    view.changes = on;
-    redraw();
-  });
+  const critical = toggle("Critical path", view.critical, (on) => ((view.critical = on), redraw()));
+  const changes = toggle("Changes", view.changes, (on) => ((view.changes = on), redraw()));
   const tools = element("div", "tools", critical, changes, button("Show all", () => zoom(null)));
   const above = element("div", "over-plot");
   const below = element("div", "below");
@@ -110,14 +92,8 @@ export async function show(place, found, chose = () => {}) {
   place.replaceChildren(above, element("div", "drawing", plot, details), below);
   frame = await draw(plot, schedules, view);
   const listening = new AbortController();
-  const picture = {
-    schedules: () => schedules,
-    frame: () => frame,
-    range: () => view.range,
-    chosen: () => view.chosen,
-    choose,
-    zoom,
-  };
+  const chosen = () => view.chosen;
+  const picture = { schedules: () => schedules, frame: () => frame, range: () => view.range, chosen, choose, zoom };
   const placeOf = listen(plot, picture, listening.signal);
   // @ts-ignore plotly adds `on` to what it draws in
   plot.on("plotly_relayout", (/** @type {Record<string, number>} */ changed) => {
@@ -129,12 +105,11 @@ export async function show(place, found, chose = () => {}) {
   resized.observe(plot);
   return {
     plot,
-    tools,
     placeOf,
     choose,
     mark,
-    chosen: () => view.chosen,
-    async update(next) {
+    chosen,
+    async update(/** @type {Document} */ next) {
       const [from, to] = view.range;
       const all = from === 0 && to === latest;
       const sameDevices = next.schedules[0].devices.length === schedules[0].devices.length;
@@ -158,6 +133,6 @@ export async function show(place, found, chose = () => {}) {
 /** The device with the largest share of its memory in use.
  * @param {Document} found */
 function fullestDevice({ schedules }) {
-  const share = schedules[schedules.length - 1].devices.map(({ peak, limit }) => peak / Math.max(1, limit));
-  return share.indexOf(Math.max(...share));
+  const last = schedules[schedules.length - 1];
+  return last.devices.findIndex(({ peak, limit }) => peak / Math.max(1, limit) === fullest(last));
 }

@@ -1,15 +1,11 @@
-// @ts-check
 // What the mouse and the keyboard do: hover tells what lies there, a click chooses it, Ctrl and the wheel zoom.
-import { NOWHERE, OUTWARD, chainOf, firstIndex, followers, gapAt } from "./data.js";
+import { NOWHERE, OUTWARD, chainOf, firstIndex, followers, gapAt, spanOf } from "./data.js";
 import { placeAt, within } from "./layout.js";
 import { element } from "./panel.js";
 import { WAITS, ms, opName, reason, waitOf, when } from "./words.js";
-
-/**
- * @typedef {import("./data.js").Schedule} Schedule
- * @typedef {import("./draw.js").Chosen} Chosen
- * @typedef {import("./layout.js").Frame} Frame
- */
+/** @import { Schedule } from "./data.js" */
+/** @import { Chosen } from "./draw.js" */
+/** @import { Frame } from "./layout.js" */
 
 const STILL = 4; // pixels within which a press is a click
 
@@ -18,19 +14,15 @@ const STILL = 4; // pixels within which a press is a click
  * @returns {Chosen | null} */
 export function hit(schedule, { time, device, within: height }) {
   const { ops } = schedule;
-  for (const lane of schedule.lanes[device]) {
-    for (
-      let i = firstIndex(lane.length, (k) => ops.end[lane[k]] > time);
-      i < lane.length && ops.start[lane[i]] <= time;
-      i++
-    ) {
-      const [top, bottom] = within(schedule, ops.lane[lane[i]]);
-      if (height >= top && height <= bottom) return { schedule: schedule.index, gap: -1, row: lane[i] };
-    }
-  }
+  const isAt = (/** @type {number} */ lane) => {
+    const [top, bottom] = within(schedule, lane);
+    return height >= top && height <= bottom;
+  };
+  for (const lane of schedule.lanes[device])
+    for (let i = firstIndex(lane.length, (k) => ops.end[lane[k]] > time); ops.start[lane[i]] <= time; i++)
+      if (isAt(ops.lane[lane[i]])) return { schedule: schedule.index, gap: -1, row: lane[i] };
   const gap = gapAt(schedule, device, time);
-  const [top, bottom] = within(schedule, 0);
-  return gap >= 0 && height >= top && height <= bottom ? { schedule: schedule.index, gap, row: -1 } : null;
+  return gap >= 0 && isAt(0) ? { schedule: schedule.index, gap, row: -1 } : null;
 }
 
 /** The lines that the pointer shows.
@@ -78,57 +70,49 @@ export function listen(plot, picture, signal) {
     tip.hidden = found === null;
     if (!found) return;
     tip.replaceChildren(...hints(picture.schedules()[found.schedule], found).map((line) => element("div", "", line)));
-    const room = document.documentElement;
     const right = plot.getBoundingClientRect().right;
     tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, right - tip.offsetWidth))}px`;
-    const below = event.clientY + 18;
-    tip.style.top = `${below + tip.offsetHeight > room.clientHeight ? event.clientY - tip.offsetHeight - 12 : below}px`;
+    const isLow = event.clientY + 18 + tip.offsetHeight > document.documentElement.clientHeight;
+    tip.style.top = `${isLow ? event.clientY - tip.offsetHeight - 12 : event.clientY + 18}px`;
   });
   plot.addEventListener("pointerleave", () => (tip.hidden = true));
 
   /** @type {{x: number, y: number, at: Chosen | null} | null} */
   let pressed = null;
-  plot.addEventListener(
-    "pointerdown",
-    (event) => (pressed = event.button ? null : { x: event.clientX, y: event.clientY, at: under(event) }),
-    true,
-  );
+  const press = (/** @type {PointerEvent} */ event) =>
+    (pressed = event.button ? null : { x: event.clientX, y: event.clientY, at: under(event) });
+  const release = (/** @type {PointerEvent} */ event) => {
+    if (pressed && Math.hypot(event.clientX - pressed.x, event.clientY - pressed.y) < STILL) picture.choose(pressed.at);
+    pressed = null;
+  };
+  const wheel = (/** @type {WheelEvent} */ event) => {
+    const { left, right } = picture.frame();
+    const [from, to] = picture.range();
+    const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+    if (event.ctrlKey || event.metaKey) {
+      const at = from + ((event.clientX - plot.getBoundingClientRect().left - left) / (right - left)) * (to - from);
+      const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY)) / 150);
+      picture.zoom([at - (at - from) * factor, at + (to - at) * factor]);
+    } else if (sideways) {
+      const moved = (sideways / (right - left)) * (to - from);
+      picture.zoom([from + moved, to + moved]);
+    } else return;
+    event.preventDefault();
+  };
+  plot.addEventListener("pointerdown", press, true);
   // Plotly covers the page while a button is down, so the release is seen by the window only.
-  window.addEventListener(
-    "pointerup",
-    (event) => {
-      if (pressed && Math.hypot(event.clientX - pressed.x, event.clientY - pressed.y) < STILL)
-        picture.choose(pressed.at);
-      pressed = null;
-    },
-    { capture: true, signal },
-  );
+  window.addEventListener("pointerup", release, { capture: true, signal });
   plot.addEventListener("dblclick", () => picture.zoom(null));
-  plot.addEventListener(
-    "wheel",
-    (event) => {
-      const { left, right } = picture.frame();
-      const [from, to] = picture.range();
-      const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-      if (event.ctrlKey || event.metaKey) {
-        const at = from + ((event.clientX - plot.getBoundingClientRect().left - left) / (right - left)) * (to - from);
-        const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY)) / 150);
-        picture.zoom([at - (at - from) * factor, at + (to - at) * factor]);
-      } else if (sideways) {
-        const moved = (sideways / (right - left)) * (to - from);
-        picture.zoom([from + moved, to + moved]);
-      } else return;
-      event.preventDefault();
-    },
-    { passive: false },
-  );
+  plot.addEventListener("wheel", wheel, { passive: false });
   plot.addEventListener("keydown", (event) => {
     const schedules = picture.schedules();
-    const next = event.altKey ? null : moved(schedules, picture.chosen(), event.key);
+    const chosen = picture.chosen();
+    const next = event.altKey ? null : moved(schedules, chosen, event.key);
     if (event.key === "Escape") picture.choose(null);
-    else if (event.key === "+" || event.key === "-")
-      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2, timeOf(schedules, picture.chosen())));
-    else if (next) picture.choose(next);
+    else if (event.key === "+" || event.key === "-") {
+      const { begin, end } = chosen ? spanOf(schedules[chosen.schedule], chosen) : { begin: NaN, end: NaN };
+      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2, (begin + end) / 2));
+    } else if (next) picture.choose(next);
     else return;
     event.preventDefault();
   });
@@ -136,58 +120,34 @@ export function listen(plot, picture, signal) {
 }
 
 /** A time shorter or longer by a factor, around a moment where that is in it.
- * @param {[number, number]} range @param {number} factor @param {number | null} at @returns {[number, number]} */
+ * @param {[number, number]} range @param {number} factor @param {number} at @returns {[number, number]} */
 function scaled([from, to], factor, at) {
-  const middle = at !== null && at > from && at < to ? at : (from + to) / 2;
+  const middle = at > from && at < to ? at : (from + to) / 2;
   const half = ((to - from) / 2) * factor;
   return [middle - half, middle + half];
-}
-
-/** The middle of an op or a gap.
- * @param {Schedule[]} schedules @param {Chosen | null} chosen */
-function timeOf(schedules, chosen) {
-  if (!chosen) return null;
-  const { ops, gaps } = schedules[chosen.schedule];
-  const [times, index] = chosen.gap >= 0 ? [{ start: gaps.begin, end: gaps.end }, chosen.gap] : [ops, chosen.row];
-  return (times.start[index] + times.end[index]) / 2;
 }
 
 /** What an arrow key leads to: the op before or behind, or the one at that time on the device above or below.
  * @param {Schedule[]} schedules @param {Chosen | null} chosen @param {string} key @returns {Chosen | null} */
 function moved(schedules, chosen, key) {
   if (!key.startsWith("Arrow")) return null;
-  const index = chosen ? chosen.schedule : 0;
-  const schedule = schedules[index];
-  const { ops, gaps, lanes } = schedule;
-  if (!chosen) return lanes[0][0].length ? { schedule: index, gap: -1, row: lanes[0][0][0] } : null;
-  const row = chosen.gap >= 0 ? gaps.row[chosen.gap] : chosen.row;
-  const device = chosen.gap >= 0 ? gaps.device[chosen.gap] : ops.device[row];
+  const schedule = schedules[chosen?.schedule ?? 0];
+  const { ops, lanes, index } = schedule;
+  const op = (/** @type {number | undefined} */ row) => (row === undefined ? null : { schedule: index, gap: -1, row });
+  if (!chosen) return op(lanes[0][0][0]);
+  const { device, begin, end } = spanOf(schedule, chosen);
+  const isAside = chosen.gap < 0 && ops.lane[chosen.row] >= OUTWARD; // on a lane beside compute
   const to = device + (key === "ArrowDown" ? 1 : key === "ArrowUp" ? -1 : 0);
   if (to < 0 || to >= lanes.length) return null;
-  const lane = lanes[to][to === device && ops.lane[row] >= OUTWARD ? ops.lane[row] - 2 : 0];
-  const time = chosen.gap >= 0 ? gaps.begin[chosen.gap] : ops.start[row];
-  if (to !== device)
-    return hit(schedule, { time, device: to, within: middleOf(schedule) }) ?? nearest(schedule, lane, time);
-  const place = lane.indexOf(row);
-  if (chosen.gap >= 0) return nearest(schedule, lane, key === "ArrowRight" ? gaps.end[chosen.gap] : time - 1e-9);
-  const next = lane[place + (key === "ArrowRight" ? 1 : -1)];
-  const between =
-    ops.lane[row] >= OUTWARD
-      ? -1
-      : gapAt(schedule, device, key === "ArrowRight" ? ops.end[row] : ops.start[row] - 1e-9 * (1 + time));
-  if (between >= 0) return { schedule: index, gap: between, row: -1 };
-  return next === undefined ? null : { schedule: index, gap: -1, row: next };
-}
-
-/** @param {Schedule} schedule */
-function middleOf(schedule) {
-  const [top, bottom] = within(schedule, 0);
-  return (top + bottom) / 2;
-}
-
-/** @param {Schedule} schedule @param {Int32Array} lane @param {number} time @returns {Chosen | null} */
-function nearest({ ops, index }, lane, time) {
-  if (!lane.length) return null;
-  const place = firstIndex(lane.length, (i) => ops.end[lane[i]] > time);
-  return { schedule: index, gap: -1, row: lane[Math.min(place, lane.length - 1)] };
+  const lane = lanes[to][to === device && isAside ? ops.lane[chosen.row] - 2 : 0];
+  const nearest = (/** @type {number} */ time) =>
+    op(lane[Math.min(lane.length - 1, firstIndex(lane.length, (i) => ops.end[lane[i]] > time))]);
+  if (to !== device) {
+    const [top, bottom] = within(schedule, 0);
+    return hit(schedule, { time: begin, device: to, within: (top + bottom) / 2 }) ?? nearest(begin);
+  }
+  const isRight = key === "ArrowRight";
+  if (chosen.gap >= 0) return nearest(isRight ? end : begin - 1e-9);
+  const gap = isAside ? -1 : gapAt(schedule, device, isRight ? end : begin - 1e-9 * (1 + begin));
+  return gap >= 0 ? { schedule: index, gap, row: -1 } : op(lane[lane.indexOf(chosen.row) + (isRight ? 1 : -1)]);
 }

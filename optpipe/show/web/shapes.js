@@ -1,13 +1,12 @@
-// @ts-check
 // What the zoom shows: while it is few enough, every op as a rectangle with its label; else one image of the panel, in
 // which each pixel has the colour of what takes most of its time, as strong as the device is busy.
 import { NOWHERE, firstIndex, reaching } from "./data.js";
 import { within } from "./layout.js";
-import { waitOf } from "./words.js";
+/** @import { Schedule } from "./data.js" */
 
 /**
- * @typedef {import("./data.js").Schedule} Schedule
  * @typedef {{x: (number | null)[], y: (number | null)[]}} Path
+ * @typedef {[number, number, number, number]} Box x0, x1, y0 and y1
  * @typedef {{x: number[], y: number[], text: string[], colour: string[], size: number[]}} Labels
  */
 
@@ -18,76 +17,41 @@ const FREE = 5; // pixels beside a label of several parts, so that two do not ru
 const NARROW = 2; // beside a number, which may have smaller letters
 const MOST_FIT = 0.8; // the share of ops that a longer label must fit
 
-/** @returns {Path} */
-export function emptyPath() {
-  return { x: [], y: [] };
-}
-
-/** @param {Path} path @param {number} x0 @param {number} x1 @param {number} y0 @param {number} y1 */
-export function addBox(path, x0, x1, y0, y1) {
-  path.x.push(x0, x1, x1, x0, x0, null);
-  path.y.push(y0, y0, y1, y1, y0, null);
+/** A path around boxes.
+ * @param {Box[]} boxes @returns {Path} */
+export function around(boxes) {
+  const path = { x: /** @type {Path["x"]} */ ([]), y: /** @type {Path["y"]} */ ([]) };
+  for (const [x0, x1, y0, y1] of boxes) {
+    path.x.push(x0, x1, x1, x0, x0, null);
+    path.y.push(y0, y0, y1, y1, y0, null);
+  }
+  return path;
 }
 
 /** The corners of an op: times, and heights on its panel's axis, where device d lies from -d down to -d - 1.
- * @param {Schedule} schedule @param {number} row @returns {[number, number, number, number]} */
+ * @param {Schedule} schedule @param {number} row @returns {Box} */
 export function boxOf(schedule, row) {
   const { ops } = schedule;
   const [top, bottom] = within(schedule, ops.lane[row]);
   return [ops.start[row], ops.end[row], -ops.device[row] - top, -ops.device[row] - bottom];
 }
 
-/** Of each lane the rows that a time shows.
- * @param {Schedule} schedule @param {[number, number]} range */
-function visibleParts(schedule, [from, to]) {
-  return schedule.lanes.flat().map((lane) => lane.subarray(...reaching(schedule, lane, from, to)));
+/** The corners of a gap.
+ * @param {Schedule} schedule @param {number} gap @returns {Box} */
+export function gapBox(schedule, gap) {
+  const { begin, end, device } = schedule.gaps;
+  const [top, bottom] = within(schedule, 0);
+  return [begin[gap], end[gap], -device[gap] - top, -device[gap] - bottom];
 }
 
 /** @param {Schedule} schedule @param {[number, number]} range */
-export function visibleRows(schedule, range) {
-  return visibleParts(schedule, range).flatMap((rows) => Array.from(rows));
-}
-
-/** How many ops a time shows.
- * @param {Schedule} schedule @param {[number, number]} range */
-export function countVisible(schedule, range) {
-  return visibleParts(schedule, range).reduce((sum, { length }) => sum + length, 0);
+export function visibleRows(schedule, [from, to]) {
+  return schedule.lanes.flat().flatMap((lane) => Array.from(lane.subarray(...reaching(schedule, lane, from, to))));
 }
 
 /** @param {Schedule} schedule @param {[number, number]} range */
 export function visibleGaps({ gaps }, [from, to]) {
-  /** @type {number[]} */
-  const found = [];
-  for (let gap = 0; gap < gaps.row.length; gap++) if (gaps.end[gap] > from && gaps.begin[gap] < to) found.push(gap);
-  return found;
-}
-
-/** The boxes of ops by colour.
- * @param {Schedule} schedule @param {number[]} rows @returns {Map<number, Path>} */
-export function boxesByColour(schedule, rows) {
-  /** @type {Map<number, Path>} */
-  const paths = new Map();
-  for (const row of rows) {
-    const colour = schedule.ops.colour[row];
-    let path = paths.get(colour);
-    if (!path) paths.set(colour, (path = emptyPath()));
-    addBox(path, ...boxOf(schedule, row));
-  }
-  return paths;
-}
-
-/** The boxes of gaps by what is waited for.
- * @param {Schedule} schedule @param {number[]} gaps
- * @returns {Record<keyof typeof import("./words.js").WAITS, Path>} */
-export function gapBoxes(schedule, gaps) {
-  const paths = { device: emptyPath(), transfer: emptyPath(), start: emptyPath(), end: emptyPath() };
-  const [top, bottom] = within(schedule, 0);
-  for (const gap of gaps) {
-    const device = schedule.gaps.device[gap];
-    const box = [schedule.gaps.begin[gap], schedule.gaps.end[gap], -device - top, -device - bottom];
-    addBox(paths[waitOf(schedule, gap)], box[0], box[1], box[2], box[3]);
-  }
-  return paths;
+  return Array.from(gaps.row.keys()).filter((gap) => gaps.end[gap] > from && gaps.begin[gap] < to);
 }
 
 /** @type {Map<string, number>} */
@@ -195,50 +159,23 @@ function mixed(colours, shares, width, x) {
   return ((alpha << 24) | ((best & 255) << 16) | (best & 0xff00) | (best >> 16)) >>> 0;
 }
 
-/** A device's memory as steps, thinned to the least and the most of each pixel where there are more.
- * @param {Schedule} schedule @param {number} device @param {[number, number]} range @param {number} width */
-export function memorySteps({ memory, makespan_ms }, device, [from, to], width) {
+/** A device's memory as steps.
+ * @param {Schedule} schedule @param {number} device @param {[number, number]} range */
+export function memorySteps({ memory, makespan_ms }, device, [from, to]) {
   if (!memory) return { x: [], y: [] };
-  const begin = memory.begins[device];
-  const moments = memory.moment.subarray(begin, memory.begins[device + 1]);
-  const held = memory.bytes.subarray(begin, memory.begins[device + 1]);
+  const [begin, end] = memory.begins.subarray(device, device + 2);
+  const moments = memory.moment.subarray(begin, end);
   const first = Math.max(0, firstIndex(moments.length, (i) => moments[i] > from) - 1);
   const last = firstIndex(moments.length, (i) => moments[i] > to);
-  /** @type {{x: number[], y: number[]}} */
-  const steps = { x: [], y: [] };
-  const add = (/** @type {number} */ i) => steps.x.push(moments[i]) && steps.y.push(held[i]);
-  if (last - first <= 4 * width) {
-    for (let i = first; i < last; i++) add(i);
-  } else {
-    const bin = (to - from) / width;
-    for (let i = first; i < last;) {
-      let [least, most] = [i, i];
-      const stop = moments[i] + bin;
-      for (; i < last && moments[i] < stop; i++) {
-        if (held[i] < held[least]) least = i;
-        if (held[i] > held[most]) most = i;
-      }
-      add(Math.min(least, most));
-      if (least !== most) add(Math.max(least, most));
-    }
-  }
-  if (steps.y.length) {
-    steps.x.push(Math.min(to, makespan_ms));
-    steps.y.push(steps.y[steps.y.length - 1]);
-  }
-  return steps;
+  const x = Array.from(moments.subarray(first, last));
+  const y = Array.from(memory.bytes.subarray(begin + first, begin + last));
+  return x.length ? { x: [...x, Math.min(to, makespan_ms)], y: [...y, y[y.length - 1]] } : { x, y };
 }
 
-/** A line through ops in the order of time: along the foot of each of them, and on to the next.
+/** A line through ops in the order of time: along the foot of each of them, below its label, and on to the next.
  * @param {Schedule} schedule @param {number[]} rows @returns {Path} */
 export function pathThrough(schedule, rows) {
-  const path = emptyPath();
-  for (const row of rows) {
-    if (schedule.ops.lane[row] === NOWHERE) continue;
-    const [x0, x1, y0, y1] = boxOf(schedule, row);
-    path.x.push(x0, x1);
-    const y = y1 + 0.1 * (y0 - y1); // below the label
-    path.y.push(y, y);
-  }
-  return path;
+  const boxes = rows.filter((row) => schedule.ops.lane[row] !== NOWHERE).map((row) => boxOf(schedule, row));
+  const y = boxes.map(([, , y0, y1]) => y1 + 0.1 * (y0 - y1));
+  return { x: boxes.flatMap(([x0, x1]) => [x0, x1]), y: y.flatMap((foot) => [foot, foot]) };
 }

@@ -1,4 +1,3 @@
-// @ts-check
 // The colours of text, lines and grounds, as page.css has them for light and for dark.
 
 /** @typedef {{ink: string, quiet: string, line: string, ground: string, idle: string, wait: string, hatch: string,

@@ -1,10 +1,9 @@
-// @ts-check
 // What the picture says: names of ops, times, sizes, and why something waits.
 import { LOWER, NOWHERE, OUTWARD } from "./data.js";
 
-/** @typedef {import("./data.js").Schedule} Schedule */
 
 // As optpipe.evaluate.causes counts them.
+/** @import { Schedule } from "./data.js" */
 export const Cause = { BEGIN: 0, STREAM: 1, OWN: 2, ACROSS: 3, RESTORED: 4, ISSUED: 5 };
 export const Hindrance = { ORDER: 0, LENGTH: 1, MEMORY: 2 };
 
@@ -113,8 +112,7 @@ export function hindrance(schedule, index) {
   const row = ready.row[index];
   const since = `${opName(schedule, row)} could run from ${ms(ready.since[index])}`;
   if (!schedule.memory) return `${since}; the program has it later`;
-  const limit = bytes(devices[ops.device[row]].limit);
-  const held = bytes(ready.held[index]);
+  const [held, limit] = [bytes(ready.held[index]), bytes(devices[ops.device[row]].limit)];
   switch (ready.hindrance[index]) {
     case Hindrance.MEMORY:
       return `${since}, but the device would hold ${held} of ${limit}`;

@@ -1,4 +1,3 @@
-// @ts-check
 // Requests to the service: with the reader's key, and again while it does not answer.
 
 /**
@@ -38,8 +37,7 @@ export function onConnection(told) {
 
 /** @param {string} key */
 export function setKey(key) {
-  if (key) sessionStorage.setItem(STORED, key);
-  else sessionStorage.removeItem(STORED);
+  sessionStorage.setItem(STORED, key);
 }
 
 export function hasKey() {
@@ -53,18 +51,11 @@ export function hasKey() {
 export async function ask(method, path, { body, text, headers = {}, signal } = {}) {
   const key = sessionStorage.getItem(STORED);
   const content = text ?? (body === undefined ? undefined : JSON.stringify(body));
+  if (key) headers = { Authorization: `Bearer ${key}`, ...headers };
+  if (content !== undefined) headers = { "Content-Type": "application/json", ...headers };
   let reply;
   try {
-    reply = await fetch(path, {
-      method,
-      signal,
-      body: content,
-      headers: {
-        ...(content === undefined ? {} : { "Content-Type": "application/json" }),
-        ...(key ? { Authorization: `Bearer ${key}` } : {}),
-        ...headers,
-      },
-    });
+    reply = await fetch(path, { method, signal, body: content, headers });
   } catch (error) {
     if (signal?.aborted) throw error;
     connection(true);
@@ -103,25 +94,13 @@ export function pause(ms, signal) {
   });
 }
 
-/** Resolves once the tab is seen: a hidden one keeps no connection.
- * @param {AbortSignal} signal @returns {Promise<void>} */
-export async function seen(signal) {
-  while (document.hidden && !signal.aborted)
-    await new Promise((resolve) => {
-      const once = { once: true, signal };
-      document.addEventListener("visibilitychange", resolve, once);
-      signal.addEventListener("abort", resolve, { once: true });
-    });
-}
-
-/** Runs a step again and again until the signal comes or it returns true. While the service is away or about to end it
- * is tried every second.
- * @param {AbortSignal} signal @param {() => Promise<boolean | void>} step */
+/** Runs a step again and again until the signal comes, but not in a hidden tab. While the service is away or about to
+ * end it is tried every second.
+ * @param {AbortSignal} signal @param {() => Promise<void>} step */
 export async function repeat(signal, step) {
   while (!signal.aborted) {
     try {
-      await seen(signal);
-      if (signal.aborted || (await step())) return;
+      await (document.hidden ? pause(AGAIN_MS, signal) : step());
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof Away || (error instanceof Refused && error.status === 503))) throw error;

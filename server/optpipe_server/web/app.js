@@ -1,4 +1,3 @@
-// @ts-check
 // The page: which part of it the address names, whether the service answers, and the reader's key.
 import { button, element } from "/page/picture/panel.js";
 import { Refused, hasKey, onConnection, setKey } from "./api.js";

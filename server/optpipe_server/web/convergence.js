@@ -1,20 +1,15 @@
-// @ts-check
 // The best schedule and the bound over the time of a search.
 import { theme } from "/page/picture/theme.js";
 import { ms } from "/page/picture/words.js";
+/** @import { Bound, Incumbent } from "./api.js" */
 
-/** @typedef {import("./api.js").Incumbent} Incumbent
- * @typedef {import("./api.js").Bound} Bound */
 
 const HEIGHT = 230;
 
 /** Draws incumbents as a line of steps, and the bound.
- * @param {HTMLElement} plot @param {Incumbent[]} incumbents of the job's current problem
- * @param {Bound[]} bounds of it
- * @param {number} until in s since `since`
- * @param {number} since ms, as `Date.parse` has it
- * @param {number | null} chosen an incumbent's number
- * @returns {Promise<void>} */
+ * @param {HTMLElement} plot @param {Incumbent[]} incumbents of the job's current problem @param {Bound[]} bounds of it
+ * @param {number} until in s since `since` @param {number} since ms, as `Date.parse` has it
+ * @param {number | null} chosen an incumbent's number */
 export async function drawConvergence(plot, incumbents, bounds, until, since, chosen) {
   const colours = theme();
   if (!plot.classList.contains("js-plotly-plot")) plot.replaceChildren();
@@ -67,11 +62,9 @@ export async function drawConvergence(plot, incumbents, bounds, until, since, ch
     xaxis: { ...axis, range: [0, end * 1.02], ticksuffix: " s", nticks: 6, showgrid: false, tickangle: 0 },
     yaxis: { ...axis, range: [low - margin, high + margin], ticksuffix: " ms", nticks: 5, automargin: true, separatethousands: true },
   };
-  plot.setAttribute("role", "img");
   const bound = bounds.length ? `, bound ${ms(known[known.length - 1])}` : "";
-  plot.setAttribute(
-    "aria-label",
-    `Best schedule over time: ${incumbents.length} found${last.length ? `, the best takes ${ms(last[0])}` : ""}${bound}.`,
-  );
+  const best = last.length ? `, the best takes ${ms(last[0])}` : "";
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", `Best schedule over time: ${incumbents.length} found${best}${bound}.`);
   await Plotly.react(plot, traces, layout, { displayModeBar: false });
 }

@@ -1,11 +1,11 @@
-// @ts-check
 // A trace of a training that is dropped here: what it loses, and what to change.
 import { read } from "/page/picture/data.js";
 import { showDiagnosis } from "/page/picture/diagnosis.js";
-import { button, element } from "/page/picture/panel.js";
+import { button, card, element } from "/page/picture/panel.js";
 import { bytes } from "/page/picture/words.js";
 import { ask } from "./api.js";
-import { card, choice, drop, field, input, notice, number, onlyLast, trying } from "./parts.js";
+import { choice, drop, field, input, notice, number, onlyLast, title, trying } from "./parts.js";
+/** @import { Shown } from "/page/picture/picture.js" */
 
 const LARGEST = 2 ** 26; // bytes, as the service has it
 
@@ -22,8 +22,8 @@ export function showDiagnose(place, signal) {
   };
   const told = element("div", { role: "status" });
   const shown = element("div", "diagnosis");
-  const asking = onlyLast();
-  /** @type {import("/page/picture/picture.js").Shown | null} */
+  const asking = onlyLast(signal);
+  /** @type {Shown | null} */
   let picture = null;
   /** @type {File[]} */
   let files = [];
@@ -54,32 +54,19 @@ export function showDiagnose(place, signal) {
         if (!own.aborted) throw error;
       }
     });
-  signal.addEventListener("abort", () => (asking.stop(), picture?.close()));
+  signal.addEventListener("abort", () => picture?.close());
   const about = element("p", "quiet", "A timeline of StragglerAnalysis, the traces of torch.profiler or record_trace of all ranks, the files of Primus' dump, a log of Megatron's timers, or a CSV; packed by gzip or not.");
-  place.replaceChildren(
-    element("div", "title", element("h1", "", "Diagnose a trace")),
-    element(
-      "div",
-      "cards",
-      card("Trace", drop("Choose files, or drop them here", { multiple: "" }, diagnose), about),
-      card(
-        "What the trace does not say",
-        element(
-          "div",
-          "controls",
-          field("Layers of a stage", asked.layers, "--layers"),
-          field("Activations a device may hold", asked.memory, "--memory"),
-          field("Share of W in a backward", asked.weight_share, "--weight-share"),
-          field("Micro-batches a step, of a Megatron log", asked.microbatches),
-          field("Lines for", asked.stack),
-          field("Search in s", asked.time_limit_s),
-        ),
-        again,
-      ),
-    ),
-    told,
-    shown,
-  );
+  const fields = [
+    field("Layers of a stage", asked.layers, "--layers"),
+    field("Activations a device may hold", asked.memory, "--memory"),
+    field("Share of W in a backward", asked.weight_share, "--weight-share"),
+    field("Micro-batches a step, of a Megatron log", asked.microbatches),
+    field("Lines for", asked.stack),
+    field("Search in s", asked.time_limit_s),
+  ];
+  const trace = card("Trace", drop("Choose files, or drop them here", { multiple: "" }, diagnose), about);
+  const more = card("What the trace does not say", element("div", "controls", ...fields), again);
+  place.replaceChildren(title("Diagnose a trace"), element("div", "cards", trace, more), told, shown);
 }
 
 /** A tar archive (POSIX ustar) of files.

@@ -1,13 +1,13 @@
-// @ts-check
 // Moving an op to another place of its device's program: with the mouse, a finger, or Alt and an arrow key. What it breaks is
 // asked of the service while the op is still held.
 import { OUTWARD } from "/page/picture/data.js";
 import { element } from "/page/picture/panel.js";
 import { hit } from "/page/picture/pointer.js";
 import { opName } from "/page/picture/words.js";
+/** @import { Schedule } from "/page/picture/data.js" */
+/** @import { Shown } from "/page/picture/picture.js" */
 
 /**
- * @typedef {import("/page/picture/data.js").Schedule} Schedule
  * @typedef {{device: number, from: number, to: number}} Move
  */
 
@@ -54,7 +54,7 @@ export function target(schedule, program, row, time) {
 }
 
 /** Listens for moves in a picture of one schedule, until the signal.
- * @param {import("/page/picture/picture.js").Shown} shown
+ * @param {Shown} shown
  * @param {{schedule: () => Schedule, programs: () => string[][], hold: (move: Move) => void,
  *   drop: (move: Move, name: string) => void, cancel: () => void}} edited
  * @param {AbortSignal} signal */
@@ -62,78 +62,59 @@ export function edit(shown, edited, signal) {
   const { plot } = shown;
   /** @type {{row: number, x: number, y: number, ghost: HTMLElement | null, move: Move | null} | null} */
   let dragged = null;
-  const found = (/** @type {MouseEvent} */ event) => {
-    const place = shown.placeOf(event);
-    const at = place && hit(edited.schedule(), place);
-    return at && at.gap < 0 ? at.row : -1;
-  };
-  const let_go = () => {
+  const release = () => {
     dragged?.ghost?.remove();
     dragged = null;
   };
-  plot.addEventListener(
-    "pointerdown",
-    (event) => {
-      const row = event.button ? -1 : found(event);
-      if (row >= 0) dragged = { row, x: event.clientX, y: event.clientY, ghost: null, move: null };
-    },
-    { capture: true, signal },
-  );
-  for (const name of ["mousedown", "touchstart"]) // by which plotly begins a zoom
-    plot.addEventListener(name, (event) => dragged && event.stopPropagation(), { capture: true, signal });
-  window.addEventListener(
-    "pointermove",
-    (event) => {
-      if (!dragged) return;
-      if (!dragged.ghost && Math.abs(event.clientX - dragged.x) < HELD) return;
-      dragged.ghost ??= document.body.appendChild(element("div", "dragged", opName(edited.schedule(), dragged.row)));
-      dragged.ghost.style.left = `${event.clientX + 12}px`;
-      dragged.ghost.style.top = `${event.clientY + 12}px`;
-      const place = shown.placeOf(new MouseEvent("x", { clientX: event.clientX, clientY: dragged.y }));
-      if (!place) return;
-      const { device } = edited.schedule().ops;
-      const move = target(edited.schedule(), edited.programs()[device[dragged.row]], dragged.row, place.time);
-      if (move.to === dragged.move?.to) return;
-      dragged.move = move;
-      edited.hold(move);
-    },
-    { signal },
-  );
-  window.addEventListener(
-    "pointerup",
-    () => {
-      const held = dragged;
-      let_go();
-      if (!held?.move) return;
-      if (held.move.to === held.move.from) edited.cancel();
-      else edited.drop(held.move, opName(edited.schedule(), held.row));
-    },
-    { signal },
-  );
-  const give_up = () => {
+  const press = (/** @type {PointerEvent} */ event) => {
+    const place = event.button ? null : shown.placeOf(event);
+    const at = place && hit(edited.schedule(), place);
+    if (at && at.gap < 0) dragged = { row: at.row, x: event.clientX, y: event.clientY, ghost: null, move: null };
+  };
+  const drag = (/** @type {PointerEvent} */ event) => {
+    if (!dragged || (!dragged.ghost && Math.abs(event.clientX - dragged.x) < HELD)) return;
+    dragged.ghost ??= document.body.appendChild(element("div", "dragged", opName(edited.schedule(), dragged.row)));
+    dragged.ghost.style.left = `${event.clientX + 12}px`;
+    dragged.ghost.style.top = `${event.clientY + 12}px`;
+    const place = shown.placeOf(new MouseEvent("x", { clientX: event.clientX, clientY: dragged.y }));
+    if (!place) return;
+    const program = edited.programs()[edited.schedule().ops.device[dragged.row]];
+    const move = target(edited.schedule(), program, dragged.row, place.time);
+    if (move.to === dragged.move?.to) return;
+    dragged.move = move;
+    edited.hold(move);
+  };
+  const drop = () => {
+    const held = dragged;
+    release();
+    if (!held?.move) return;
+    if (held.move.to === held.move.from) edited.cancel();
+    else edited.drop(held.move, opName(edited.schedule(), held.row));
+  };
+  const giveUp = () => {
     if (!dragged) return;
-    let_go();
+    release();
     edited.cancel();
   };
-  window.addEventListener("pointercancel", give_up, { signal }); // a finger that scrolls the page
-  window.addEventListener("keydown", (event) => event.key === "Escape" && give_up(), { signal });
-  plot.addEventListener(
-    "keydown",
-    (event) => {
-      const chosen = shown.chosen();
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!event.altKey || !step || !chosen || chosen.gap >= 0) return;
-      event.preventDefault();
-      const schedule = edited.schedule();
-      const device = schedule.ops.device[chosen.row];
-      const program = edited.programs()[device];
-      const name = opName(schedule, chosen.row);
-      const from = placeIn(program, name);
-      const to = from + step;
-      if (to >= 0 && to < program.length) edited.drop({ device, from, to }, name);
-    },
-    { signal },
-  );
-  signal.addEventListener("abort", let_go);
+  const step = (/** @type {KeyboardEvent} */ event) => {
+    const chosen = shown.chosen();
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!event.altKey || !by || !chosen || chosen.gap >= 0) return;
+    event.preventDefault();
+    const schedule = edited.schedule();
+    const device = schedule.ops.device[chosen.row];
+    const program = edited.programs()[device];
+    const name = opName(schedule, chosen.row);
+    const from = placeIn(program, name);
+    if (from + by >= 0 && from + by < program.length) edited.drop({ device, from, to: from + by }, name);
+  };
+  plot.addEventListener("pointerdown", press, { capture: true, signal });
+  for (const name of ["mousedown", "touchstart"]) // by which plotly begins a zoom
+    plot.addEventListener(name, (event) => dragged && event.stopPropagation(), { capture: true, signal });
+  window.addEventListener("pointermove", drag, { signal });
+  window.addEventListener("pointerup", drop, { signal });
+  window.addEventListener("pointercancel", giveUp, { signal }); // a finger that scrolls the page
+  window.addEventListener("keydown", (event) => event.key === "Escape" && giveUp(), { signal });
+  plot.addEventListener("keydown", step, { signal });
+  signal.addEventListener("abort", release);
 }
-

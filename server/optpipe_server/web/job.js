@@ -1,21 +1,16 @@
-// @ts-check
 // One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
 // adopted, and its log.
 import { joined, read } from "/page/picture/data.js";
-import { button, download, element, fullest, region, table, tile } from "/page/picture/panel.js";
+import { button, card, download, element, fullest, region, table, tile } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
 import { Refused, ask, follow, get } from "./api.js";
 import { drawConvergence } from "./convergence.js";
-import { age, apart, badge, card, choice, dialog } from "./parts.js";
-import { duration, field, fill, link, nameOf, notice, number, trying } from "./parts.js";
-
-/**
- * @typedef {import("./api.js").Job} Job
- * @typedef {import("./api.js").Incumbent} Incumbent
- * @typedef {import("./api.js").Bound} Bound
- */
+import { age, apart, badge, choice, dialog, duration } from "./parts.js";
+import { field, fill, link, nameOf, notice, number, refill, trying } from "./parts.js";
+/** @import { Bound, Incumbent, Job } from "./api.js" */
+/** @import { Shown } from "/page/picture/picture.js" */
 
 const OPEN = ["queued", "running"];
 const LINES = 1000; // of a log in one reply
@@ -44,7 +39,7 @@ export async function showJob(place, id, other, signal) {
   const log = element("div", { class: "log", tabindex: 0, role: "log", "aria-label": "Log" }, lines);
   const failed = element("div", "");
   /** @type {{job: Job | null, incumbents: Incumbent[], bounds: Bound[], drawn: string, lastLine: number,
-   *   shown: import("/page/picture/picture.js").Shown | null, others: Job[]}} */
+   *   shown: Shown | null, others: Job[]}} */
   const state = { job: null, incumbents: [], bounds: [], drawn: "nothing", lastLine: 0, shown: null, others: [] };
 
   const which = choice([[BEST, "the best"]], BEST, () => draw());
@@ -69,11 +64,8 @@ export async function showJob(place, id, other, signal) {
     const asked = address + (another?.url ?? "");
     if (asked === state.drawn) return;
     state.drawn = asked;
-    if (!address) {
-      const none = OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found.";
-      drawing.replaceChildren(element("p", "quiet", none));
-      return;
-    }
+    const none = OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found.";
+    if (!address) return drawing.replaceChildren(element("p", "quiet", none));
     await trying(failed, async () => {
       const figureAt = async (/** @type {string} */ at) => read(await (await ask("GET", at, { signal })).text());
       let document = await figureAt(address);
@@ -101,27 +93,23 @@ export async function showJob(place, id, other, signal) {
     const first = own.length ? own[0].value_ms : null;
     const best = job.best;
     const less = best && first ? 1 - best.value_ms / first : 0;
-    const running = job.state === "running" && job.started_at;
-    const tiles = [
+    const limit = `of ${duration(job.options.time_limit_s)}`;
+    const searched = tile("Searched", job.spent_s === null ? "–" : duration(job.spent_s), limit);
+    figures.replaceChildren(
       tile("Best", best ? ms(best.value_ms) : "–", less > 5e-4 ? `${percent(less)} less than the first` : (best?.method ?? "none yet")),
       tile("Bound", job.lower_bound_ms === null ? "–" : ms(job.lower_bound_ms), "no schedule is shorter"),
       tile("Gap", job.gap === null ? "–" : job.gap ? percent(job.gap) : "none", job.gap === 0 ? "proven optimal" : "at most to be gained"),
       tile("Bubble", place.dataset.bubble ?? "–", "of the devices' time"),
       tile("Memory", place.dataset.memory ?? "–", "of the limit, fullest device"),
-      running
-        ? tile("Searching", age(/** @type {string} */ (job.started_at), ""), `of ${duration(job.options.time_limit_s)}`)
-        : tile("Searched", job.spent_s === null ? "–" : duration(job.spent_s), `of ${duration(job.options.time_limit_s)}`),
-    ];
-    figures.replaceChildren(...tiles);
+      job.state === "running" && job.started_at ? tile("Searching", age(job.started_at, ""), limit) : searched,
+    );
   }
 
   const redrawCurve = async () => {
     const { job, incumbents, bounds } = state;
     if (!job || !curve.isConnected) return;
-    if (!incumbents.length && !bounds.length) {
-      curve.replaceChildren(element("p", "quiet", "Neither a schedule nor a bound is known."));
-      return;
-    }
+    const none = element("p", "quiet", "Neither a schedule nor a bound is known.");
+    if (!incumbents.length && !bounds.length) return curve.replaceChildren(none);
     const ofProblem = (/** @type {{problem_version: number}} */ each) => each.problem_version === job.problem_version;
     const since = Date.parse(job.created_at);
     const until = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - since) / 1000;
@@ -172,24 +160,13 @@ export async function showJob(place, id, other, signal) {
     if (open) actions.append(button("Give more time", () => extend(job)), button("Cancel", act("POST", "/cancel")));
     if (job.best) actions.append(downloads(job, told));
     actions.append(button("Delete", () => purge(job), "danger"));
-    const asked = job.options.objective === "span" ? "shortest span" : "shortest makespan";
-    const about = element(
-      "p",
-      "quiet",
-      badge(job),
-      job.state === "stream" ? " submitted " : ` ${job.options.method}, ${asked}, submitted `,
-      age(job.created_at),
-      job.attempt > 1 ? `, attempt ${job.attempt}` : "",
-      job.problem_version > 1 ? `, costs changed ${job.problem_version - 1} times` : "",
-    );
+    const asked = `${job.options.method}, shortest ${job.options.objective === "span" ? "span" : "makespan"}, `;
+    const submitted = ` ${job.state === "stream" ? "" : asked}submitted `;
+    const again = job.attempt > 1 ? `, attempt ${job.attempt}` : "";
+    const changes = job.problem_version > 1 ? `, costs changed ${job.problem_version - 1} times` : "";
+    const about = element("p", "quiet", badge(job), submitted, age(job.created_at), again, changes);
     const names = element("div", "names", link("#/", "Jobs", "up"), element("h1", "", nameOf(job)), about);
-    const focused = /** @type {HTMLElement | null} */ (head.contains(document.activeElement) ? document.activeElement : null);
-    const text = focused?.textContent;
-    head.replaceChildren(names, actions);
-    if (text)
-      /** @type {HTMLElement | undefined} */ (
-        Array.from(head.querySelectorAll("button, summary")).find((each) => each.textContent === text)
-      )?.focus();
+    refill(head, names, actions);
     const kind = job.state === "infeasible" || job.state === "failed" ? "wrong" : "plain";
     const ended = job.reason && !open ? [notice(kind, job.reason)] : [];
     said.replaceChildren(told, ...ended);
@@ -243,9 +220,7 @@ export async function showJob(place, id, other, signal) {
     ];
     const listed = element("ul", "", ...files.map((each) => element("li", "", each)));
     const menu = element("details", "menu", element("summary", "button", "Download"), listed);
-    menu.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") menu.removeAttribute("open");
-    });
+    menu.addEventListener("keydown", (event) => event.key === "Escape" && menu.removeAttribute("open"));
     return menu;
   }
 
@@ -272,19 +247,16 @@ export async function showJob(place, id, other, signal) {
       each.method || each.source,
       isOld(each) ? "earlier costs" : `after ${duration(seconds(each))}`,
     ]);
-    const listed = table("left", ["", "time", "found by", ""], rows, (row, index) =>
-      row.classList.toggle("old", isOld(newest[index])),
-    );
+    const mark = (/** @type {HTMLElement} */ row, /** @type {number} */ i) => row.classList.toggle("old", isOld(newest[i]));
+    const listed = table("left", ["", "time", "found by", ""], rows, mark);
     found.replaceChildren(incumbents.length ? listed : element("p", "quiet", "None."));
   }
 
   /** @param {Incumbent[]} incumbents */
   function fillAdoptions(incumbents) {
     const rows = incumbents.filter(({ adoption }) => adoption);
-    if (!rows.length) {
-      adopted.replaceChildren(element("p", "quiet", "No training has reported that it runs one of these schedules."));
-      return;
-    }
+    const none = element("p", "quiet", "No training has reported that it runs one of these schedules.");
+    if (!rows.length) return adopted.replaceChildren(none);
     const cells = rows.map(({ seq, makespan_ms, adoption }) => {
       const measured = adoption?.measured_iteration_ms ?? null;
       const off = measured === null ? "" : ` (${measured >= makespan_ms ? "+" : "−"}${percent(Math.abs(measured / makespan_ms - 1))})`;

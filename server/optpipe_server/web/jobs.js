@@ -1,11 +1,10 @@
-// @ts-check
 // All jobs with state, age and gap, and the queue.
-import { button, download, element, region, table } from "/page/picture/panel.js";
+import { button, card, download, element, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
 import { ask, get, pause, repeat } from "./api.js";
-import { age, apart, badge, card, choice, duration, empty, field, input, link, nameOf } from "./parts.js";
+import { age, apart, badge, choice, duration, empty, field, input, link, nameOf, refill, title } from "./parts.js";
+/** @import { Job } from "./api.js" */
 
-/** @typedef {import("./api.js").Job} Job */
 
 const AGAIN_MS = 2000;
 const LISTED = 50;
@@ -35,33 +34,25 @@ export async function showJobs(place, signal) {
     chosen = chosen.filter((each) => each !== id).concat(on ? [id] : []).slice(-2);
     fillList();
   };
-  const older = button("Show older jobs", () => {
-    more += 1;
-    step();
-  });
+  const older = button("Show older jobs", () => ((pagesShown += 1), step()));
   const tools = element("div", "controls", field("Filter", filter), field("Order", order));
-  place.replaceChildren(
-    element("div", "title", element("h1", "", "Jobs"), together),
-    tools,
-    element("div", "with-side", list, aside),
-  );
+  place.replaceChildren(title("Jobs", together), tools, element("div", "with-side", list, aside));
   let known = "";
-  let more = 1; // pages
+  let pagesShown = 1;
   const fillList = () => {
     const { jobs, next } = found;
     const text = (/** @type {Job} */ job) => `${nameOf(job)} ${job.id} ${job.state} ${job.status} ${job.options.method}`.toLowerCase();
     const words = filter.value.toLowerCase().split(/\s+/);
     const kept = jobs.filter((job) => words.every((word) => text(job).includes(word)));
     kept.sort(ORDERS[/** @type {keyof typeof ORDERS} */ (order.value)]);
-    const focused = document.activeElement?.getAttribute("data-focus");
     tools.hidden = !jobs.length;
     together.hidden = chosen.length < 2;
-    list.replaceChildren(kept.length ? jobTable(kept, apart(jobs), chosen, choose) : jobs.length ? element("p", "quiet", "No job has all these words.") : none());
-    if (next) list.append(element("div", "actions", older));
-    if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`[data-focus="${focused}"]`))?.focus();
+    const nothing = jobs.length ? element("p", "quiet", "No job has all these words.") : none();
+    const more = next ? [element("div", "actions", older)] : [];
+    refill(list, kept.length ? jobTable(kept, apart(jobs), chosen, choose) : nothing, ...more);
   };
   const step = async () => {
-    const [newest, queue] = await Promise.all([pages(more, signal), get("/v1/queue", signal)]);
+    const [newest, queue] = await Promise.all([pages(pagesShown, signal), get("/v1/queue", signal)]);
     const now = JSON.stringify([newest, queue]);
     if (now !== known) {
       known = now;
@@ -133,13 +124,13 @@ function jobTable(jobs, differences, chosen, choose) {
  *   workers: {worker: string, jobs: string[]}[]}} queue
  * @param {Job[]} jobs */
 function queueCard(queue, jobs) {
-  const figures = [
-    ["searching", String(queue.running)],
-    ["waiting", `${queue.waiting} of at most ${queue.most_waiting}`],
-    ["before yours, of others", String(queue.ahead)],
-    ["searches at a time here", queue.solves ? String(queue.solves) : "none: workers search"],
-  ];
-  const entries = figures.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]);
+  const figures = {
+    searching: queue.running,
+    waiting: `${queue.waiting} of at most ${queue.most_waiting}`,
+    "before yours, of others": queue.ahead,
+    "searches at a time here": queue.solves || "none: workers search",
+  };
+  const entries = Object.entries(figures).flatMap(([name, value]) => [element("dt", "", name), element("dd", "", `${value}`)]);
   const list = element("dl", "figures", ...entries);
   const names = new Map(jobs.map((job) => [job.id, nameOf(job)]));
   const workers = queue.workers.map(({ worker, jobs: ids }) => {

@@ -1,16 +1,27 @@
-// @ts-check
-// Pieces that several pages have: cards, notices, fields, ages, downloads. All text is text.
+// Pieces that several pages have: notices, fields, ages, dialogs. All text is text.
 import { button, element } from "/page/picture/panel.js";
+/** @import { Job } from "./api.js" */
 
 /** @param {string} href @param {string} text @param {string} [className] */
 export function link(href, text, className = "") {
-  return /** @type {HTMLAnchorElement} */ (element("a", { class: className, href }, text));
+  return element("a", { class: className, href }, text);
 }
 
-/** A part of a page with a heading of its own.
- * @param {string} title @param {...(Node | string)} children */
-export function card(title, ...children) {
-  return element("section", "card", element("h2", "", title), ...children);
+/** The heading of a page, with what can be done there.
+ * @param {string} text @param {...Node} actions */
+export function title(text, ...actions) {
+  return element("div", "title", element("h1", "", text), ...actions);
+}
+
+/** Replaces what an element has. What had the focus has it again: the piece with the same `data-focus`, or text.
+ * @param {HTMLElement} place @param {...Node} children */
+export function refill(place, ...children) {
+  const nameOf = (/** @type {HTMLElement | SVGElement} */ each) => each.dataset.focus ?? each.textContent;
+  const focused = /** @type {HTMLElement | null} */ (place.contains(document.activeElement) ? document.activeElement : null);
+  const name = focused && nameOf(focused);
+  place.replaceChildren(...children);
+  const pieces = /** @type {HTMLElement[]} */ (Array.from(place.querySelectorAll("a, button, input, summary")));
+  if (name) pieces.find((each) => nameOf(each) === name)?.focus();
 }
 
 /** What is said in place of something that is not there.
@@ -35,7 +46,7 @@ export function field(label, input, hint) {
 
 /** @param {Record<string, string | number>} attributes */
 export function input(attributes) {
-  return /** @type {HTMLInputElement} */ (element("input", attributes));
+  return element("input", attributes);
 }
 
 /** A place to drop files on, which the keyboard reaches, too.
@@ -61,7 +72,7 @@ export function number({ value, min, max, step = 1 }) {
 /** @param {[string, string][]} options values and texts
  * @param {string} chosen @param {(value: string) => void} [changed] */
 export function choice(options, chosen, changed) {
-  const made = document.createElement("select");
+  const made = element("select", "");
   fill(made, options, chosen);
   if (changed) made.addEventListener("change", () => changed(made.value));
   return made;
@@ -78,15 +89,7 @@ export function fill(select, options, chosen) {
   select.value = chosen;
 }
 
-const STATES = {
-  queued: "waiting",
-  running: "searching",
-  done: "done",
-  infeasible: "infeasible",
-  failed: "failed",
-  cancelled: "cancelled",
-  stream: "stream of steps",
-};
+const STATES = { queued: "waiting", running: "searching", stream: "stream of steps" };
 
 /** A job's state. A proven answer is told apart from one that ran out of time.
  * @param {{state: string, status: string}} job */
@@ -102,7 +105,7 @@ export function nameOf({ problem_name, id }) {
 }
 
 /** What tells jobs of one name apart: the options that differ, and the beginning of each one's number.
- * @param {import("./api.js").Job[]} jobs @returns {Map<string, string>} by number */
+ * @param {Job[]} jobs @returns {Map<string, string>} by number */
 export function apart(jobs) {
   return new Map(
     jobs.map((job) => {
@@ -134,8 +137,7 @@ export function duration(seconds) {
 /** How long ago a moment was; it is kept up to date.
  * @param {string} at @param {string} [after] */
 export function age(at, after = " ago") {
-  const attributes = { datetime: at, title: new Date(at).toLocaleString(), "data-after": after };
-  const made = /** @type {HTMLTimeElement} */ (element("time", attributes));
+  const made = element("time", { datetime: at, title: new Date(at).toLocaleString(), "data-after": after });
   tick(made);
   return made;
 }
@@ -154,7 +156,7 @@ setInterval(() => {
 /** Asks something in a dialog; `act` is done if the reader agrees, and its error is told there.
  * @param {string} title @param {Node[]} content @param {string} agree @param {() => Promise<void>} act */
 export function dialog(title, content, agree, act) {
-  const made = /** @type {HTMLDialogElement} */ (element("dialog", { "aria-label": title }));
+  const made = element("dialog", { "aria-label": title });
   const told = element("div", "");
   const agreed = async () => {
     go.disabled = true;
@@ -189,11 +191,18 @@ export function fault(error) {
   return notice("wrong", String(/** @type {Error} */ (error).message));
 }
 
-/** Gives a signal at each call, and ends the one before: of requests, of which the last one counts. */
-export function onlyLast() {
+/** Gives a signal at each call, and ends the one before: of requests, of which the last one counts. `soon` does
+ * something after a time without another call.
+ * @param {AbortSignal} [signal] ends all of it */
+export function onlyLast(signal) {
   let latest = new AbortController();
+  let timer = 0;
+  signal?.addEventListener("abort", () => (clearTimeout(timer), latest.abort()));
   return {
     next: () => (latest.abort(), (latest = new AbortController()).signal),
-    stop: () => latest.abort(),
+    soon: (/** @type {() => void} */ act, /** @type {number} */ ms) => {
+      clearTimeout(timer);
+      timer = window.setTimeout(act, ms);
+    },
   };
 }

@@ -1,13 +1,11 @@
-// @ts-check
 // All schedules of a problem, small, on one time scale: the shortest first, then those that need more memory.
 import { button, element, fullest } from "/page/picture/panel.js";
 import { raster } from "/page/picture/shapes.js";
 import { ms, percent } from "/page/picture/words.js";
+/** @import { Document } from "/page/picture/data.js" */
 
 /**
- * @typedef {{method: string, fits: boolean, reason: string | null, drawn: number | null, placement: any,
- *   lower_bound_ms: number | null}} Row
- * @typedef {import("/page/picture/data.js").Document} Document
+ * @typedef {{method: string, fits: boolean, reason: string | null, drawn: number | null, placement: any}} Row
  */
 
 const HEIGHT = 62;
@@ -40,7 +38,7 @@ function sketch(row, found, latest, best, chosen, choose) {
     image,
     element("small", "", `${more} · ${percent(full)} of the memory${stages}${best ? " · shortest that fits" : ""}`),
   );
-  made.dataset.method = row.method;
+  made.dataset.focus = row.method;
   made.setAttribute("aria-pressed", String(chosen));
   return made;
 }

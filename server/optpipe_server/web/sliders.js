@@ -1,21 +1,11 @@
-// @ts-check
 // The workbench's sliders, and the problem that they say.
 import { ms } from "/page/picture/words.js";
-
-/**
- * @typedef {{key: string, name: string, min: number, max: number, step: number, value: number,
- *   text: (value: number) => string}} Slider
- */
 
 const NO_LINK = 3;
 const ACTIVATION = 1e9; // bytes of one micro-batch on one device
 
-/** @param {number} k */
-function linkText(k) {
-  return k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`;
-}
+const linkText = (/** @type {number} */ k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`);
 
-/** @type {Slider[]} */
 export const SLIDERS = [
   { key: "p", name: "Devices", min: 2, max: 16, step: 1, value: 4, text: String },
   { key: "m", name: "Micro-batches", min: 2, max: 64, step: 1, value: 8, text: String },
@@ -23,7 +13,7 @@ export const SLIDERS = [
   { key: "f", name: "F, forward", min: 1, max: 20, step: 0.5, value: 10, text: ms },
   { key: "b", name: "B, input gradient", min: 1, max: 20, step: 0.5, value: 10, text: ms },
   { key: "w", name: "W, weight gradient", min: 1, max: 20, step: 0.5, value: 8, text: ms },
-  { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (value) => `${value}% of what 1F1B needs` },
+  { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (/** @type {number} */ percent) => `${percent}% of what 1F1B needs` },
   { key: "k", name: "Link", min: 0.1, max: NO_LINK, step: 0.05, value: 0.6, text: linkText },
   { key: "p2p", name: "Messages", min: 0, max: 5, step: 0.1, value: 1, text: ms },
 ];
@@ -44,12 +34,9 @@ export function valuesOf(query) {
 /** The problem that the sliders say. Chunks divide a device's work, so that makespans can be compared.
  * @param {Record<string, number>} of */
 export function problemOf({ p, m, v, f, b, w, mem, k, p2p }) {
-  const share = (/** @type {number} */ value) => value / v;
   const moved = Math.round(ACTIVATION / v);
-  const link =
-    k >= NO_LINK
-      ? {}
-      : { offload_ms: share((k * (f + b + w)) / 2), reload_ms: share((k * (f + b + w)) / 2), offload_bytes: moved };
+  const copyMs = (k * (f + b + w)) / 2 / v;
+  const link = k >= NO_LINK ? {} : { offload_ms: copyMs, reload_ms: copyMs, offload_bytes: moved };
   return {
     format: "optpipe.problem/3",
     name: `workbench-${p}x${m}`,
@@ -59,9 +46,9 @@ export function problemOf({ p, m, v, f, b, w, mem, k, p2p }) {
     devices: Array.from({ length: p }, () => ({ activation_budget_bytes: Math.round((mem / 100) * p * ACTIVATION) })),
     stages: Array.from({ length: p * v }, (_, s) => ({
       device: s % p,
-      forward_ms: share(f),
-      backward_input_ms: share(b),
-      backward_weight_ms: share(w),
+      forward_ms: f / v,
+      backward_input_ms: b / v,
+      backward_weight_ms: w / v,
       activation_bytes: moved,
       saved_for_weight_bytes: Math.round(moved / 2),
       ...link,

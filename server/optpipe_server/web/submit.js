@@ -1,9 +1,8 @@
-// @ts-check
 // A new job: a problem from a file, or of a known model on known GPUs.
-import { button, element } from "/page/picture/panel.js";
+import { button, card, element } from "/page/picture/panel.js";
 import { bytes, ms } from "/page/picture/words.js";
 import { get, post } from "./api.js";
-import { card, choice, drop, fault, field, number, onlyLast, trying } from "./parts.js";
+import { choice, drop, fault, field, number, onlyLast, title, trying } from "./parts.js";
 
 const ESTIMATE_AFTER_MS = 250;
 
@@ -15,11 +14,6 @@ export async function showSubmit(place, signal) {
   const objective = choice(Object.entries(lengths), "makespan");
   const changeable = { layers: "the stages, where layers are known", keep: "nothing", all: "the stages" };
   const stages = choice(Object.entries(changeable), "layers");
-  const options = [
-    field("Time limit in s", limit),
-    field("What is to be short", objective),
-    field("May be changed", stages),
-  ];
   const told = element("div", "");
   const submit = async (/** @type {any} */ problem) => {
     const free = problem.layers?.length ? "all" : "keep";
@@ -29,14 +23,11 @@ export async function showSubmit(place, signal) {
     location.hash = `#/jobs/${job.id}`;
   };
 
-  const how = card("How it is searched", element("div", "controls", ...options));
+  const fields = [field("Time limit in s", limit), field("What is to be short", objective), field("May be changed", stages)];
+  const how = card("How it is searched", element("div", "controls", ...fields));
   how.classList.add("wide");
-  place.replaceChildren(
-    element("div", "title", element("h1", "", "Submit a problem")),
-    told,
-    how,
-    element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal)),
-  );
+  const ways = element("div", "cards", fromFile(submit, told), fromPreset(models, gpus, submit, signal));
+  place.replaceChildren(title("Submit a problem"), told, how, ways);
   place.dataset.drawn = "true";
 }
 
@@ -96,12 +87,8 @@ function fromPreset(models, gpus, submit, signal) {
   let problem = null;
   const go = button("Submit the estimate", () => trying(wrong, () => submit(problem)), "primary");
   go.disabled = true;
-  const asking = onlyLast();
-  let timer = 0;
-  const ask = () => {
-    clearTimeout(timer);
-    timer = window.setTimeout(estimate, ESTIMATE_AFTER_MS);
-  };
+  const asking = onlyLast(signal);
+  const ask = () => asking.soon(estimate, ESTIMATE_AFTER_MS);
   const estimate = async () => {
     const own = asking.next();
     const value = (/** @type {keyof typeof sizes} */ name) => Number(sizes[name].value);
@@ -119,27 +106,20 @@ function fromPreset(models, gpus, submit, signal) {
       told.replaceChildren(fault(error));
     }
   };
-  signal.addEventListener("abort", () => (clearTimeout(timer), asking.stop()));
   estimate();
-  return card(
-    "From a model and a GPU",
-    element(
-      "div",
-      "controls",
-      field("Model", model),
-      field("GPU", gpu),
-      field("Pipeline stages", sizes.pp),
-      field("Chunks a device", sizes.chunks),
-      field("Tensor parallel", sizes.tp),
-      field("Replicas, ZeRO-1", sizes.dp),
-      field("Micro-batches", sizes.microbatches),
-      field("Sequences in each", sizes.size),
-      field("Recomputed", recompute),
-    ),
-    told,
-    wrong,
-    element("div", "actions", go),
-  );
+  const asked = {
+    Model: model,
+    GPU: gpu,
+    "Pipeline stages": sizes.pp,
+    "Chunks a device": sizes.chunks,
+    "Tensor parallel": sizes.tp,
+    "Replicas, ZeRO-1": sizes.dp,
+    "Micro-batches": sizes.microbatches,
+    "Sequences in each": sizes.size,
+    Recomputed: recompute,
+  };
+  const fields = Object.entries(asked).map(([label, input]) => field(label, input));
+  return card("From a model and a GPU", element("div", "controls", ...fields), told, wrong, element("div", "actions", go));
 }
 
 /** @param {number} value */

@@ -1,22 +1,19 @@
-// @ts-check
 // A pipeline by sliders, without a job: what all published schedules make of it, side by side; one of them large, and
 // edited op by op. The address says all of it, so it can be shared.
 import { joined, pick, read } from "/page/picture/data.js";
-import { button, download, element, toggle } from "/page/picture/panel.js";
+import { button, card, download, element, toggle } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { ask, follow, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
-import { card, choice, fault, field, fill, input, link, notice, onlyLast, trying } from "./parts.js";
+import { choice, fault, field, fill, input, link, notice, onlyLast, refill, title, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
 import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
-
-/**
- * @typedef {import("./sketches.js").Row} Row
- * @typedef {import("./edit.js").Move} Move
- * @typedef {import("/page/picture/data.js").Document} Document
- */
+/** @import { Move } from "./edit.js" */
+/** @import { Row } from "./sketches.js" */
+/** @import { Document, Schedule } from "/page/picture/data.js" */
+/** @import { Shown } from "/page/picture/picture.js" */
 
 const AFTER_MS = 120; // without another movement of a slider
 const HELD_MS = 60; // of an op that is held
@@ -33,20 +30,17 @@ export async function showWorkbench(place, query, signal) {
   let moves = (query.get("moves") ?? "")
     .split("_")
     .filter((text) => /^\d+\.\d+\.\d+$/.test(text))
-    .map((text) => {
-      const [device, from, to] = text.split(".").map(Number);
-      return { device, from, to };
-    });
+    .map((text) => text.split(".").map(Number))
+    .map(([device, from, to]) => ({ device, from, to }));
   let editing = moves.length > 0;
 
   /** @type {{rows: Row[], found: Document | null}} */
   const all = { rows: [], found: null };
   /** @type {{row: Row, found: Document} | null} */
   let searched = null;
-  /** @type {import("/page/picture/picture.js").Shown | null} */
+  /** @type {Shown | null} */
   let shown = null;
-  /** @type {{schedule: import("/page/picture/data.js").Schedule, programs: string[][], base: string[][],
-   *   made: number, listening: AbortController} | null} */
+  /** @type {{schedule: Schedule, programs: string[][], made: number, listening: AbortController} | null} */
   let edited = null;
 
   const overview = element("div", { class: "overview", "aria-live": "off" });
@@ -61,31 +55,21 @@ export async function showWorkbench(place, query, signal) {
     if (!on) moves = [];
     drawLarge();
   });
-  const undo = button("Undo", () => {
-    moves.pop();
-    startEdit();
-  });
+  const undo = button("Undo", () => (moves.pop(), startEdit()));
   const search = button(`Search ${SEARCH_S} s`, () => trying(failed, startSearch), "primary");
   const controls = element("div", "controls", field("Schedule", which), field("beside", beside));
-  const actions = element(
-    "div",
-    "actions",
-    editSwitch,
-    undo,
-    button("Save problem", () => download(`${problemOf(values).name}.json`, JSON.stringify(problemOf(values), null, 1))),
-  );
+  const save = () => download(`${problemOf(values).name}.json`, JSON.stringify(problemOf(values), null, 1));
+  const actions = element("div", "actions", editSwitch, undo, button("Save problem", save));
   const large = card("Schedule", controls, actions, verdict, drawing);
   large.classList.add("wide");
   const schedules = card("All schedules", told, overview);
   schedules.classList.add("wide");
   place.replaceChildren(
-    element("div", "title", element("h1", "", "Workbench"), element("div", "actions", search)),
+    title("Workbench", element("div", "actions", search)),
     failed,
     element("div", "bench", sliderCard(), element("div", "stacked", schedules, large)),
   );
   signal.addEventListener("abort", () => {
-    clearTimeout(timer);
-    asking.stop();
     edited?.listening.abort();
     shown?.close();
   });
@@ -130,16 +114,14 @@ export async function showWorkbench(place, query, signal) {
     return `#/workbench${text ? `?${text}` : ""}`;
   }
 
-  const asking = onlyLast();
-  let timer = 0;
+  const asking = onlyLast(signal);
   /** The problem is another one. */
   function changed() {
     moves = [];
     editing = false;
     editSwitch.setAttribute("aria-pressed", "false");
     searched = null;
-    clearTimeout(timer);
-    timer = window.setTimeout(refresh, AFTER_MS);
+    asking.soon(refresh, AFTER_MS);
   }
 
   async function refresh() {
@@ -175,6 +157,13 @@ export async function showWorkbench(place, query, signal) {
     place.dataset.drawn = String(Number(place.dataset.drawn ?? 0) + 1);
   }
 
+  /** The row of the chosen method, with the document of all rows; null where it is not drawn. */
+  function chosenRow() {
+    const { rows, found } = everything();
+    const row = rows.find((each) => each.method === method);
+    return found && row && row.drawn !== null ? { rows, found, row, drawn: row.drawn } : null;
+  }
+
   /** All rows and their document, with what a search has found. */
   function everything() {
     const { rows, found } = all;
@@ -196,12 +185,10 @@ export async function showWorkbench(place, query, signal) {
     query.delete("beside");
     fill(which, names, method);
     fill(beside, [["", "nothing"], ...names], names.some(([name]) => name === kept) ? kept : "");
-    const focused = /** @type {HTMLElement | null} */ (document.activeElement)?.dataset?.method;
     const scrolled = overview.querySelector(".sketches")?.scrollTop ?? 0;
     const list = sketches(rows, found, method, choose);
-    overview.replaceChildren(list, ...missing(rows));
+    refill(overview, list, ...missing(rows));
     list.scrollTop = scrolled;
-    if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`[data-method="${CSS.escape(focused)}"]`))?.focus();
   }
 
   /** @param {string} chosen */
@@ -210,24 +197,23 @@ export async function showWorkbench(place, query, signal) {
     moves = [];
     which.value = chosen;
     for (const each of overview.querySelectorAll(".sketch"))
-      each.setAttribute("aria-pressed", String(/** @type {HTMLElement} */ (each).dataset.method === chosen));
+      each.setAttribute("aria-pressed", String(/** @type {HTMLElement} */ (each).dataset.focus === chosen));
     drawLarge();
   }
 
   async function drawLarge() {
-    const { rows, found } = everything();
-    const row = rows.find((each) => each.method === method && each.drawn !== null);
+    const now = chosenRow();
     edited?.listening.abort();
     edited = null;
     undo.hidden = true;
     beside.disabled = editing;
     place.classList.toggle("editing", editing);
     history.replaceState(null, "", address());
-    if (!found || !row || row.drawn === null) return;
-    const other = editing ? undefined : rows.find((each) => each.method === beside.value && each.method !== method);
-    const indices = other && other.drawn !== null ? [other.drawn, row.drawn] : [row.drawn];
+    if (!now) return;
+    const { row } = now;
+    const other = editing ? undefined : now.rows.find((each) => each.method === beside.value && each.method !== method);
     verdict.replaceChildren(...(row.reason && !row.fits ? [notice("wrong", row.reason)] : []));
-    const one = pick(found, indices);
+    const one = pick(now.found, [...(other && other.drawn !== null ? [other.drawn] : []), now.drawn]);
     if (shown) await shown.update(one);
     else shown = await show(drawing, one);
     place.dataset.method = method;
@@ -236,32 +222,28 @@ export async function showWorkbench(place, query, signal) {
 
   /** Begins with the schedule as it is made, and does the moves. */
   async function startEdit() {
-    const { rows, found } = everything();
-    const row = rows.find((each) => each.method === method && each.drawn !== null);
-    if (!found || !row || row.drawn === null || !shown) return;
+    const now = chosenRow();
+    if (!now || !shown) return;
     edited?.listening.abort();
-    const schedule = pick(found, [row.drawn]).schedules[0];
+    const schedule = pick(now.found, [now.drawn]).schedules[0];
     const base = programsOf(schedule);
     const fine = moves.every(({ device, from, to }) => base[device] && Math.max(from, to) < base[device].length);
     if (!fine) moves = [];
     const listening = new AbortController();
-    edited = { schedule, base, programs: moves.reduce(after, base), made: schedule.makespan_ms, listening };
-    const current = edited;
-    edit(
-      shown,
-      {
-        schedule: () => current.schedule,
-        programs: () => current.programs,
-        hold: (move) => check(after(current.programs, move), false),
-        drop: (move, name) => {
-          current.programs = after(current.programs, move);
-          moves.push(move);
-          check(current.programs, true, name);
-        },
-        cancel: () => check(current.programs, false),
+    const current = { schedule, programs: moves.reduce(after, base), made: schedule.makespan_ms, listening };
+    edited = current;
+    const on = {
+      schedule: () => current.schedule,
+      programs: () => current.programs,
+      hold: (/** @type {Move} */ move) => check(after(current.programs, move), false),
+      drop: (/** @type {Move} */ move, /** @type {string} */ name) => {
+        current.programs = after(current.programs, move);
+        moves.push(move);
+        check(current.programs, true, name);
       },
-      listening.signal,
-    );
+      cancel: () => check(current.programs, false),
+    };
+    edit(shown, on, listening.signal);
     undo.hidden = false;
     await check(current.programs, true);
   }
@@ -272,8 +254,8 @@ export async function showWorkbench(place, query, signal) {
   async function check(programs, stay, name) {
     const own = checking.next();
     const current = edited;
-    const row = everything().rows.find((each) => each.method === method);
-    if (!current || !row || !shown) return;
+    const now = chosenRow();
+    if (!current || !now || !shown) return;
     undo.disabled = !moves.length;
     if (stay) history.replaceState(null, "", address());
     else await pause(HELD_MS, own);
@@ -283,7 +265,7 @@ export async function showWorkbench(place, query, signal) {
       problem,
       devices: programs.map((program) => ({ program })),
       method: `${method}, edited`.slice(0, 200),
-      ...(row.placement ? { placement: row.placement } : {}),
+      ...(now.row.placement ? { placement: now.row.placement } : {}),
     };
     try {
       const reply = await post("/v1/figure", { problem, schedule }, own);
@@ -316,10 +298,11 @@ export async function showWorkbench(place, query, signal) {
       verdict.replaceChildren(notice("good", `Valid: ${ms(takes)}, ${than}.${hint}`));
       return;
     }
-    const list = element("ul", "", ...wrong.slice(0, 4).map((text) => element("li", "", text.split("\n")[0])));
-    if (wrong.length > 4) list.append(element("li", "", `and ${wrong.length - 4} more`));
-    const title = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
-    verdict.replaceChildren(element("div", "notice wrong", element("strong", "", title), list));
+    const told = wrong.slice(0, 4).map((text) => text.split("\n")[0]);
+    if (wrong.length > 4) told.push(`and ${wrong.length - 4} more`);
+    const list = element("ul", "", ...told.map((text) => element("li", "", text)));
+    const said = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
+    verdict.replaceChildren(element("div", "notice wrong", element("strong", "", said), list));
   }
 
   /** A search is a job; what it finds stands beside the others as it comes. */
@@ -340,10 +323,7 @@ export async function showWorkbench(place, query, signal) {
         drawn = job.best.seq;
         const found = read(await (await ask("GET", `${url}/figure?seq=${drawn}`, { signal })).text());
         const placement = job.best.schedule.placement ?? null;
-        searched = {
-          found,
-          row: { method: SEARCHED, fits: true, reason: null, drawn: 0, placement, lower_bound_ms: job.lower_bound_ms },
-        };
+        searched = { found, row: { method: SEARCHED, fits: true, reason: null, drawn: 0, placement } };
         const gap = job.gap === null ? "" : job.gap ? `, at most ${percent(job.gap)} from the shortest there is` : ", proven";
         const said = notice("good", `The search has found ${ms(job.best.makespan_ms)}${gap}: `);
         said.append(link(`#/jobs/${id}`, "its job"));
