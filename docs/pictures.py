@@ -2,8 +2,8 @@
 
 For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
 (NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side; and the pictures of docs/concepts.md (NAME: concepts). The workbench of the service's page is drawn by name
-only (NAME: workbench), as it needs chromium.
+side by side; and the pictures of docs/concepts.md (NAME: concepts). The workbench of the service's page, for which it
+needs chromium, is drawn by name only (NAME: workbench).
 """
 
 from __future__ import annotations
