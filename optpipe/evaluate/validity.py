@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import OFF_ROUTE, Flags
-from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 
@@ -50,7 +50,7 @@ def _missing(problem: Problem, index: Index) -> list[str]:
     offload, drop, reload = (index.parts(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
     left = offload.copy()
     left[:, :, 0] |= has[Kind.E]
-    evicted = has[Kind.E]
+    evicted, updated = has[Kind.E], np.any([has[kind] for kind in OPTIMIZER], axis=0)
 
     def name(found: Flags, text: str) -> list[str]:
         return [text.format(*(int(x) for x in place)) for place in np.argwhere(found)[:MOST]]
@@ -81,27 +81,19 @@ def _missing(problem: Problem, index: Index) -> list[str]:
             evicted & (has[Kind.C] | offload.any(axis=2)),
             "{0}E{1}: an activation is offloaded, evicted or recomputed, one of them",
         ),
-        *_half_an_optimizer({kind: has[kind][:, 0] for kind in (Kind.G, Kind.U, Kind.P)}),
+        *(
+            text
+            for kind in OPTIMIZER
+            for text in name(
+                updated & ~has[kind], f"{{0}}{kind.name}0 is missing: an optimizer on the host is G, U and P"
+            )
+        ),
     ]
-
-
-def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
-    """A stage's G, U and P, all or none; (S,) whether it has each."""
-    some, every = np.logical_or.reduce(list(has.values())), np.logical_and.reduce(list(has.values()))
-    wrong = []
-    for s in np.flatnonzero(some & ~every)[:MOST].tolist():
-        there, lacking = (
-            " and ".join(f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == expected)
-            for expected in (True, False)
-        )
-        wrong.append(f"{there} without {lacking}: an optimizer on the host is G, U and P")
-    return wrong
 
 
 def _out_of_order(rows: Rows, index: Index) -> list[str]:
     """In each program F stands before O, E, D, R, L, C and these before B, R before C, B before W; on the peer A
-    before V. Of an
-    optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
+    before V. Of an optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
     at = {kind: index.rows_of(kind) for kind in Kind}
     forward, backward = at[Kind.F], index.rows_of(Kind.B, Kind.BW)
     offload, drop, reload = (index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R))
