@@ -24,9 +24,10 @@ DURATIONS = "stage,op,microbatch,duration_ms\n"
 HEADER = "stage,op,microbatch,start_ms,end_ms,device,step\n"
 
 
-def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [17.5, -300.0])
+def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(ahead: float, tmp_path: Path) -> None:
     schedule = Schedule.parse(UNEVEN, [SPLIT.format(s=d).split() for d in range(3)])
-    (tmp_path / "ops.csv").write_text(recordings.csv_table(schedule, "tt", ahead=-300.0))
+    (tmp_path / "ops.csv").write_text(recordings.csv_table(schedule, "tt", ahead))
     found = problem_from("csv", tmp_path / "ops.csv", activation_bytes=10, activation_budget_bytes=100)
     assert [stage.forward_ms for stage in found.problem.stages] == pytest.approx([3, 4, 5])
     assert [stage.backward_weight_ms for stage in found.problem.stages] == pytest.approx([2, 3, 4])

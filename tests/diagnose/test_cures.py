@@ -42,6 +42,8 @@ def test_no_prediction_is_below_its_bound(fault: str) -> None:
         assert (cure.bound_ms <= cure.ms * (1 + 1e-9)).all()
         assert 0.01 < cure.gain <= cure.most + 1e-9
         assert cure.lines
+    gains = {cure.name: cure.gain for cure in found.cures}
+    assert gains.pop("together", 1.0) >= 0.01 + max(gains.values())  # else it is not worth to be told
 
 
 @pytest.mark.parametrize(("fault", "name"), [("slow-device", "device"), ("order", "published")])
