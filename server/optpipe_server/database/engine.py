@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
-from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -93,13 +92,8 @@ class Database:
         self.sqlite = parsed.get_backend_name() == "sqlite"
         self._writing: Any = threading.Lock() if self.sqlite else nullcontext()
         self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
-        self._lock, self._connections = threading.Lock(), WeakSet[Any]()
-        self._closed = False
         self._file = SqliteFile(str(parsed.database)) if self.sqlite else None
         self.engine = _engine(parsed, self._file)
-        event.listen(self.engine, "checkin", self._checked_in)
-        if not self.sqlite:
-            event.listen(self.engine, "connect", self._connected)
         self._reading = self.engine.execution_options(
             **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
         )
@@ -113,20 +107,13 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Close all connections; those that other threads use, as soon as they are done."""
-        self._closed = True
+        """Close all connections that nobody uses, and let another process have the file."""
         self.engine.dispose()
         if self._file is not None:
             self._file.close()
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
-
-    def abort_connections(self) -> None:
-        """Break all connections: threads that wait for PostgreSQL get an error. For a process that has to end."""
-        with self._lock:
-            for connection in self._connections:
-                connection.abort()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -161,14 +148,6 @@ class Database:
             connection.execute(update(probes).values(text=written))
         with self.read() as connection:
             connection.execute(select(probes.c.text)).scalar_one()
-
-    def _connected(self, connection: Any, _record: object) -> None:
-        with self._lock:
-            self._connections.add(connection)
-
-    def _checked_in(self, connection: Any, _record: object) -> None:
-        if self._closed and connection is not None:
-            connection.close()
 
     def _migrate(self, url: URL) -> None:
         if self._file is not None:

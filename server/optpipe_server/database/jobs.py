@@ -100,25 +100,10 @@ class Jobs(JobQueries):
         key: str | None = None,
         body_sha256: str = "",
     ) -> tuple[str, bool]:
-        """Store a job with its first incumbent, if there is one.
+        """Store a job with its first incumbent, if there is one; return its id, and whether it is new.
 
-        Parameters
-        ----------
-        queue
-            Jobs of the tenant that may wait.
-        key, body_sha256
-            The idempotency key and the hash of the body: the same key and body mean the same job.
-
-        Returns
-        -------
-        The job's id, and whether it is new.
-
-        Raises
-        ------
-        QueueFullError
-            If `queue` jobs of the tenant wait already.
-        KeyReusedError
-            If the key was used with another body.
+        The same idempotency key and hash of the body mean the same job. Raises `KeyReusedError` if the key was used
+        with another body, `QueueFullError` if `queue` jobs of the tenant wait already.
         """
         job_id = uuid4().hex
         problem_row = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
@@ -183,15 +168,8 @@ class Jobs(JobQueries):
                 add_log_line(db, job_id, job.attempt, "cancel requested")
 
     def extend(self, tenant: str, job_id: str, time_limit_s: float, if_version: int) -> None:
-        """Give an open job more time.
-
-        Raises
-        ------
-        StaleError
-            If the job's version is not `if_version`.
-        ConflictError
-            If the job is over or has as much time already.
-        """
+        """Give an open job more time. Raises `StaleError` if the job's version is not `if_version`, `ConflictError` if
+        it is over or has as much time already."""
         with self._database.write() as db:
             job = locked(db, tenant, job_id)
             if job.version != if_version:
@@ -214,23 +192,9 @@ class Jobs(JobQueries):
     ) -> None:
         """Replace the job's problem, for example when costs have drifted; its whole time limit counts anew.
 
-        Parameters
-        ----------
-        initial
-            The best that is known for the new problem.
-        seen
-            The number of the last incumbent that `initial` was made from.
-        queue
-            Jobs of the tenant that may wait.
-
-        Raises
-        ------
-        ConflictError
-            If the job is cancelled.
-        StaleError
-            If the job has got another incumbent since `seen`.
-        QueueFullError
-            If the job was over and finds no place in the queue.
+        `initial` is the best that is known for the new problem, made from incumbent number `seen`. Raises
+        `ConflictError` if the job is cancelled, `StaleError` if it has got another incumbent since, `QueueFullError` if
+        it was over and `queue` jobs of the tenant wait already.
         """
         text_of_problem = problem_text(problem)
         first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None

@@ -35,9 +35,10 @@ class Caller:
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """Keys as they were read: by id, the hash of the secret, and whose it is."""
+    """Keys as they were read: by id, the hash of the secret, and whose it is; whether there ever was `any`."""
 
     callers: Mapping[str, tuple[str, Caller]]
+    any: bool = False
 
     def check(self, text: str) -> Caller | None:
         """Return whose key this is; None if it is unknown or wrong, after the same work in each case."""
@@ -75,17 +76,16 @@ class Keys:
         return f"op_{key_id}_{secret}"
 
     def read(self) -> KnownKeys:
-        """Return all keys that are not revoked, to check texts against."""
+        """Return the keys, to check texts against. Revoked ones count as `any`: a service does not open when its last
+        key is revoked."""
         with self._database.read() as db:
-            rows = db.execute(select(keys).where(keys.c.revoked_at.is_(None))).all()
-        callers = ((row.id, (row.secret_sha256, Caller(row.tenant, frozenset(row.scopes.split())))) for row in rows)
-        return KnownKeys(dict(callers))
-
-    def any(self) -> bool:
-        """Return whether there ever was a key. Revoked ones count: a service does not open when its last key is
-        revoked."""
-        with self._database.read() as db:
-            return db.execute(select(keys.c.id).limit(1)).first() is not None
+            rows = db.execute(select(keys)).all()
+        callers = {
+            row.id: (row.secret_sha256, Caller(row.tenant, frozenset(row.scopes.split())))
+            for row in rows
+            if row.revoked_at is None
+        }
+        return KnownKeys(callers, any=bool(rows))
 
     def list(self) -> Sequence[Row[Any]]:
         """Return all keys without their secrets, oldest first: id, tenant, scopes (separated by spaces), created_at,

@@ -250,13 +250,8 @@ class Leases:
 def reap(database: Database, everything: bool = False, but: Collection[str] = ()) -> list[str]:
     """Let the jobs of lost workers wait again, or end them with what they have; return their ids.
 
-    Any process may call it at any time, for all jobs `but` those that it works on itself.
-
-    Parameters
-    ----------
-    everything
-        Take every running job as abandoned, whatever its lease: for the one process of a SQLite file that has just
-        started.
+    Any process may call it at any time, for all jobs `but` those that it works on itself. With `everything`, every
+    running job is abandoned, whatever its lease: for the one process of a SQLite file that has just started.
     """
     reaped = []
     running = jobs.c.state == "running"

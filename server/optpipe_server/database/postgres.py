@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -37,11 +34,6 @@ class DeadlineConnection(psycopg.Connection[Any]):
                 raise
             self.pgconn.finish()
             raise psycopg.OperationalError(f"no answer within {ANSWER_S:g} s") from None
-
-    def abort(self) -> None:
-        """Break the connection from another thread, even while an answer is awaited."""
-        with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(self.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)
 
 
 def connections(url: URL) -> Engine:

@@ -46,7 +46,6 @@ class Callers:
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._known, self._read_at = KnownKeys({}), -math.inf
-        self._expected, self._look_again = False, 0.0
         self._reading = asyncio.Lock()
         self._limiter = anyio.CapacityLimiter(1)  # a thread of its own
 
@@ -70,38 +69,28 @@ class Callers:
                     401, "Authorization: no valid key; expected Bearer op_<id>_<secret>.", 'error="invalid_token"'
                 )
             return caller
-        if await self._key_is_expected():
+        if (await self._known_since(time.monotonic() - REMEMBERED_S)).any:
             raise _unauthorized(401, "The service needs a key: Authorization: Bearer op_<id>_<secret>.")
         _check_local(request)
         return Caller(LOCAL, frozenset(SCOPES))
 
     async def _owner(self, key: str) -> Caller | None:
         asked = time.monotonic()
-        if asked >= self._read_at + REMEMBERED_S:
-            await self._read(asked)
-        caller = self._known.check(key)
-        if caller is None and self._read_at < asked and is_key(key):
-            await self._read(asked)
-            caller = self._known.check(key)
+        caller = (await self._known_since(asked - REMEMBERED_S)).check(key)
+        if caller is None and is_key(key):
+            caller = (await self._known_since(asked)).check(key)
         return caller
 
-    async def _key_is_expected(self) -> bool:
-        """Whether there are keys. Once there are, this process asks for one for ever."""
-        if not self._expected and time.monotonic() >= self._look_again:
-            until = time.monotonic() + REMEMBERED_S
-            there_are = await anyio.to_thread.run_sync(self._keys.any, limiter=self._limiter)
-            # Set after the query, so that requests in the meantime wait, too.
-            self._expected, self._look_again = self._expected or there_are, until
-        return self._expected
-
-    async def _read(self, asked: float) -> None:
-        """Read all keys, unless somebody has since `asked`."""
-        async with self._reading:
-            if self._read_at < asked:
-                await asyncio.sleep(self._read_at + REREAD_S - time.monotonic())
-                begun = time.monotonic()
-                self._known = await anyio.to_thread.run_sync(self._keys.read, limiter=self._limiter)
-                self._read_at = begun
+    async def _known_since(self, when: float) -> KnownKeys:
+        """The keys as they were read at that time or later."""
+        if self._read_at < when:
+            async with self._reading:
+                if self._read_at < when:
+                    await asyncio.sleep(self._read_at + REREAD_S - time.monotonic())
+                    begun = time.monotonic()
+                    self._known = await anyio.to_thread.run_sync(self._keys.read, limiter=self._limiter)
+                    self._read_at = begun
+        return self._known
 
 
 def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -18,7 +17,7 @@ from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
 from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
-from optpipe_server.http.context import Context, IfNoneMatch, Job, JobId, matches_etag
+from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.job_updates import EventStream
 from optpipe_server.http.replies import ReplyError
@@ -63,34 +62,18 @@ def list_jobs(
     context: Context,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 50,
-    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the former page.")] = None,
+    cursor: Annotated[int | None, Query(ge=1, le=LARGEST, description="From `next` of the former page.")] = None,
 ) -> schemas.JobList:
     """The newest jobs, without their schedules."""
-    jobs = context.service.jobs.page(context.tenant, state, _job_number(cursor) if cursor else None, limit + 1)
+    jobs = context.service.jobs.page(context.tenant, state, cursor, limit + 1)
     page = jobs[:limit]
-    following = {"limit": limit, "cursor": _cursor(page[-1].number)} if len(jobs) > limit else {}
+    following = {"limit": limit, "cursor": page[-1].number} if len(jobs) > limit else {}
     if following and state:
         following["state"] = state
     return schemas.JobList(
         jobs=[schemas.JobSummary.from_row(job) for job in page],
         next=f"/v1/jobs?{urlencode(following)}" if following else None,
     )
-
-
-def _cursor(number: int) -> str:
-    """Where a list of jobs goes on, as an opaque text."""
-    return urlsafe_b64encode(str(number).encode()).rstrip(b"=").decode()
-
-
-def _job_number(cursor: str) -> int:
-    """Return the number in a cursor. Raises `ReplyError` for a text that `_cursor` has not made."""
-    try:
-        number = int(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except ValueError:
-        number = 0
-    if not 0 < number < 2**53 or cursor != _cursor(number):
-        raise ReplyError(422, "cursor: expected one from `next` of a list of jobs.")
-    return number
 
 
 class WorkerJobs(Record):

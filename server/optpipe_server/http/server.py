@@ -96,7 +96,7 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     app = create_app(settings)
     service: Service = app.state.service
-    if not is_loopback(host) and not service.keys.any():
+    if not is_loopback(host) and not service.keys.read().any:
         service.database.close()
         raise InputError(
             f"host = {host!r}: others can reach it, and there are no keys yet; expected 127.0.0.1, or a key "

@@ -60,7 +60,6 @@ MOST_LARGE = 4  # large problems that get a first schedule or wait for it
 OWN_PROCESSES = 2  # comparisons and diagnoses at a time; of a tenant one
 TRIES = 5  # to change a problem while incumbents come in
 PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
-ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
 
 
 class Service:
@@ -112,7 +111,6 @@ class Service:
             # In threads of their own: none waits for another, nor for a free query thread.
             ends = (self.first_schedules.close, self.generator.close, self.supervisor.stop, self.reaper.stop)
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
-            asyncio.get_running_loop().call_later(ABORT_S, self.database.abort_connections)
 
     async def close(self) -> None:
         self.closing()
@@ -159,15 +157,8 @@ class Service:
         return await anyio.to_thread.run_sync(find, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
 
     async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
-        """Store a job with its first schedule, or a stream; return its id, and whether it is new.
-
-        Raises
-        ------
-        InputError
-            If the method is unknown or the warm start cannot be read.
-        QueueFullError, KeyReusedError
-            As `Jobs.add` does.
-        """
+        """Store a job with its first schedule, or a stream; return its id, and whether it is new. Raises as `Jobs.add`,
+        and `InputError` if the method is unknown or the warm start cannot be read."""
         self.database.require_same_file()
         if submission.stream:
             job_id, new = await self.query(lambda: self.streams.open(tenant, submission.problem))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import threading
-from typing import Any
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -56,33 +53,6 @@ def test_a_process_stopped_in_a_transaction_does_not_block_its_job(
     assert submit(stopped), "its next transaction has another connection"
     stopped.close()
     other.close()
-
-
-def test_a_connection_in_use_is_closed_once_its_database_is_closed(database_url: str) -> None:
-    database = Database(database_url)
-    with database.read() as db:
-        connection: Any = db.connection.driver_connection
-        database.close()
-        assert db.execute(text("select 1")).scalar_one() == 1
-    with pytest.raises((sqlite3.ProgrammingError, psycopg.OperationalError), match="closed"):
-        connection.execute("select 1")
-
-
-def test_abort_connections_ends_a_wait_for_an_answer(postgres_url: str) -> None:
-    database, failed = Database(postgres_url), threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(OperationalError), database.read() as db:
-            db.execute(text("select pg_sleep(9)"))
-        failed.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not failed.wait(0.05):
-        database.abort_connections()
-    thread.join()
-    submit(database)
-    database.close()
 
 
 def test_a_statement_times_out(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,17 +18,9 @@ _LOCK = 0x6F70_7470_6970_65  # advisory lock of PostgreSQL, held while a process
 
 
 def upgrade(connection: Connection, only_check: bool = False) -> None:
-    """Bring the tables up to date in the connection's transaction.
+    """Bring the tables up to date in the connection's transaction, or with `only_check` change nothing.
 
-    Parameters
-    ----------
-    only_check
-        Change nothing; raise if they are not up to date.
-
-    Raises
-    ------
-    InputError
-        If the tables are those of a newer release, or with `only_check` of an older one.
+    Raises `InputError` if they are those of a newer release, or with `only_check` of an older one.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
