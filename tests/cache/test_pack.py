@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chain import chain, gpipe
+from typer.testing import CliRunner
 
 from benchmarks.cache import ordinary_problems
 from optpipe.schedule import check
 from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
 from optpipe_cache.pack import PATH
-from optpipe_cli import main as cli
+from optpipe_cli.app import app
 
 
 @pytest.fixture
@@ -96,20 +96,11 @@ def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> Non
         assert check(problem, hit.schedule) == []
 
 
-def test_the_command_tells_where_it_was_found_and_the_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_where_it_was_found_and_the_gap(tmp_path: Path) -> None:
     [problem] = ordinary_problems(np.random.default_rng(1), 1)
     problem.save(tmp_path / "problem.json")
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["optpipe", "cache", "lookup", str(tmp_path / "problem.json"), "--cache", str(tmp_path / "c"), "--json"],
-    )
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    told = json.loads(capsys.readouterr().out)
+    command = ["cache", "lookup", str(tmp_path / "problem.json"), "--cache", str(tmp_path / "c"), "--json"]
+    told = json.loads(CliRunner().invoke(app, command).stdout)
     assert (told["hit"], told["source"]) == ("nearest", "pack")
     assert told["gap"] == pytest.approx(1 - told["lower_bound_ms"] / told["makespan_ms"])
     assert 0 <= told["gap"] < 0.5

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,25 +68,13 @@ def test_a_wrong_event_id_is_refused(client: httpx.Client, last: Any) -> None:
 
 def test_cancel_ends_the_streams(client: httpx.Client) -> None:
     job = submit(client, method="hang")
-    seen: list[list[dict[str, Any]]] = []
-    following = threading.Barrier(6)
-
-    def read() -> None:
-        with client.stream("GET", f"{job['url']}/events") as response:
-            stream = events(response)
-            first = next(stream)
-            following.wait(120)
-            seen.append([first, *stream])
-
-    readers = [threading.Thread(target=read) for _ in range(5)]
-    for reader in readers:
-        reader.start()
-    following.wait(120)
-    client.post(f"{job['url']}/cancel")
-    for reader in readers:
-        reader.join(60)
-    assert [[event["event"] for event in one] for one in seen] == [["incumbent", "end"]] * 5
-    assert json.loads(seen[0][-1]["data"])["state"] == "cancelled"
+    with ExitStack() as stack:
+        streams = [events(stack.enter_context(client.stream("GET", f"{job['url']}/events"))) for _ in range(5)]
+        assert {next(stream)["event"] for stream in streams} == {"incumbent"}
+        client.post(f"{job['url']}/cancel")
+        for stream in streams:
+            [end] = stream
+            assert (end["event"], json.loads(end["data"])["state"]) == ("end", "cancelled")
 
 
 def test_a_purged_job_ends_the_streams(client: httpx.Client) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -80,6 +81,17 @@ class Model(RuleBasedStateMachine):
     def holds(self, claim: Claim, worker: str) -> Known | None:
         job = self.known.get(claim.job_id)
         return job if job and job.state == "running" and (job.attempt, job.worker) == (claim.attempt, worker) else None
+
+    def write(self, claim: Claim, worker: str, call: Callable[[Leases], Any]) -> tuple[Known | None, Any]:
+        """What a worker's write returns, and the job; None for the job if the worker has lost it."""
+        job = self.holds(claim, worker)
+        try:
+            answer = call(self.workers[worker])
+        except LostError:
+            assert job is None
+            return None, None
+        assert job is not None
+        return job, answer
 
     @rule(
         target=ids,
@@ -165,27 +177,19 @@ class Model(RuleBasedStateMachine):
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), which=st.integers(0, 1), bound=bounds)
     def append(self, claim: Claim, worker: str, which: int, bound: float) -> None:
         result = result_of(SCHEDULES[claim.problem.sha256][which], bound)
-        job = self.holds(claim, worker)
-        try:
-            kept = self.workers[worker].append(claim, result)
-        except LostError:
-            assert job is None
+        job, kept = self.write(claim, worker, lambda leases: leases.append(claim, result))
+        if job is None:
             return
-        assert job is not None
         assert kept == (job.version == claim.problem_version)
         if kept:
             job.add(result)
 
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), bound=bounds)
     def raise_bound(self, claim: Claim, worker: str, bound: float) -> None:
-        job = self.holds(claim, worker)
         told_ms = bound * min(schedule.makespan_ms for schedule in SCHEDULES[claim.problem.sha256])
-        try:
-            kept = self.workers[worker].raise_bound(claim, told_ms)
-        except LostError:
-            assert job is None
+        job, kept = self.write(claim, worker, lambda leases: leases.raise_bound(claim, told_ms))
+        if job is None:
             return
-        assert job is not None
         assert kept == (job.version == claim.problem_version)
         if kept and (job.bound is None or told_ms > job.bound):
             job.learn_bound(told_ms)
@@ -193,26 +197,18 @@ class Model(RuleBasedStateMachine):
 
     @rule(target=claims, claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def reload(self, claim: Claim, worker: str, spent: float) -> object:
-        job = self.holds(claim, worker)
-        try:
-            new = self.workers[worker].reload(claim, spent)
-        except LostError:
-            assert job is None
+        job, new = self.write(claim, worker, lambda leases: leases.reload(claim, spent))
+        if job is None:
             return multiple()
-        assert job is not None
         assert new.spent_s == (spent if claim.problem_version == job.version else job.spent_s)
         job.is_that_of(replace(new, spent_s=job.spent_s))
         return new
 
     @rule(target=claims, claim=consumes(claims), worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def crash(self, claim: Claim, worker: str, spent: float) -> object:
-        job = self.holds(claim, worker)
-        try:
-            new = self.workers[worker].record_crash(claim, "signal 9", spent)
-        except LostError:
-            assert job is None
+        job, new = self.write(claim, worker, lambda leases: leases.record_crash(claim, "signal 9", spent))
+        if job is None:
             return claim
-        assert job is not None
         assert (new is None) == (job.crashes >= MOST_CRASHES)
         job.spent_s = spent if claim.problem_version == job.version else job.spent_s
         job.crashes += 1
@@ -225,13 +221,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def give_back(self, claim: Claim, worker: str, spent: float) -> None:
-        job = self.holds(claim, worker)
-        try:
-            self.workers[worker].give_back(claim, spent)
-        except LostError:
-            assert job is None
+        job, _ = self.write(claim, worker, lambda leases: leases.give_back(claim, spent))
+        if job is None:
             return
-        assert job is not None
         if job.cancel:
             job.end("cancelled", CANCELLED)
         else:
@@ -250,13 +242,9 @@ class Model(RuleBasedStateMachine):
         told = Result("infeasible" if state == "infeasible" else "unknown", reason="because")
         if which is not None:
             told = result_of(SCHEDULES[claim.problem.sha256][which], bound)
-        job = self.holds(claim, worker)
-        try:
-            ended = self.workers[worker].finish(claim, state, told, spent)  # type: ignore[arg-type]
-        except LostError:
-            assert job is None
+        job, ended = self.write(claim, worker, lambda leases: leases.finish(claim, state, told, spent))  # type: ignore[arg-type]
+        if job is None:
             return
-        assert job is not None
         more = (
             job.time_limit_s > claim.options.time_limit_s
             and state in ("done", "failed")

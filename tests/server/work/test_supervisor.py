@@ -191,27 +191,21 @@ def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pyte
     assert work.jobs.job(LOCAL, job_id) is None
 
 
-def test_threads_memory_and_time_reach_the_solver(local: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_reach_the_solver_and_a_job_has_no_more_than_its_worker(
+    local: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(solve, "NICER", NICER)
-    alone = local.submit("tells", time_limit_s=20.0)
-    with local.supervisor(solves=3, threads=8, memory_mib=800):
-        local.ended(alone)
-    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
-    assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
-
-
-def test_a_job_has_no_more_than_its_worker(local: Work) -> None:
-    less, more = local.submit("tells", threads=2, memory_mib=400), local.submit("tells", threads=64, memory_mib=4000)
+    less, more = (local.submit("tells", time_limit_s=20.0, threads=t, memory_mib=m) for t, m in ((2, 400), (64, 4000)))
     with local.supervisor(solves=1, threads=8, memory_mib=800):
         local.ended(less)
         local.ended(more)
-    assert any(line.startswith("threads 2, memory 350, ") for line in local.lines(less))
-    assert any(line.startswith("threads 8, memory 700, ") for line in local.lines(more))
-    assert [line for line in local.lines(more) if "the search gets" in line] == [
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+    assert f"threads 2, memory 350, nice {nice}, 20 s" in local.lines(less)
+    assert f"threads 8, memory 700, nice {nice}, 20 s" in local.lines(more)
+    assert [line for line in local.lines(less) + local.lines(more) if "the search gets" in line] == [
         "threads = 64: the search gets 8 on this worker",
         "memory_mib = 4000: the search gets 800 on this worker",
     ]
-    assert not any("the search gets" in line for line in local.lines(less))
 
 
 @on_sqlite
