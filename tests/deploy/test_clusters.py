@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +18,7 @@ from support import slurm
 from support.deployment import ROOT
 from support.ports import free_port
 from support.slurm import Slurm
+from support.work import until
 
 pytestmark = pytest.mark.stacks
 BIN = Path(sys.executable).parent
@@ -35,14 +34,6 @@ with ScheduleClient(None, Problem.load(sys.argv[1]).replace(name=""), time_limit
         time.sleep(0.1)
     print("offered", client.poll().makespan_ms)
 """
-
-
-def soon(true: Callable[[], Any], what: str) -> Any:
-    until = time.monotonic() + LONG_S
-    while not (found := true()):
-        assert time.monotonic() < until, what
-        time.sleep(0.5)
-    return found
 
 
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:
@@ -75,7 +66,7 @@ def test_a_training_finds_the_service_and_its_workers_on_slurm(
     workers = cluster.run(*submit, "--array=0-1", str(SCRIPTS / "workers.sbatch"), **common)
 
     log = tmp_path / f"optpipe-service-{service}.log"
-    soon(lambda: log.exists() and "OPTPIPE_URL=" in log.read_text(), "the service says where it is")
+    until(lambda: log.exists() and "OPTPIPE_URL=" in log.read_text(), "the service says where it is", LONG_S)
     (said,) = (line for line in log.read_text().splitlines() if line.startswith("OPTPIPE_URL="))
     assert said.endswith(f":{port}")
     url = f"http://127.0.0.1:{port}"  # the name of this machine may lead elsewhere
@@ -86,13 +77,15 @@ def test_a_training_finds_the_service_and_its_workers_on_slurm(
         except httpx.TransportError:
             return False
 
-    soon(ready, "the service is ready")
+    until(ready, "the service is ready", LONG_S)
     (tmp_path / "train.py").write_text(TRAINING)
     found = {"OPTPIPE_URL": url, "OPTPIPE_KEY": key}
     words = ("--nodes=1", "--gpus-per-node=0", "--mem=2G", str(SCRIPTS / "train.sbatch"), "train.py", str(PROBLEM))
     training = cluster.run(*submit, *words, **{**common, **found})
     output = tmp_path / f"train-{training}.log"
-    soon(lambda: not cluster.run("squeue", "--noheader", f"--jobs={training}", check=False), "the training ends")
+    until(
+        lambda: not cluster.run("squeue", "--noheader", f"--jobs={training}", check=False), "the training ends", LONG_S
+    )
     assert "offered" in output.read_text()
     headers = {"Authorization": f"Bearer {key}"}
     (job,) = httpx.get(f"{url}/v1/jobs", headers=headers, trust_env=False).json()["jobs"]

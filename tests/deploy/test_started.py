@@ -6,11 +6,9 @@ import json
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psycopg
@@ -18,6 +16,7 @@ import pytest
 from support.deployment import SCRAPED, SERVICES
 from support.postgres import Postgres
 from support.stack import PASSWORD, STARTS_S, Stack
+from support.work import until
 
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems"
 WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy"]["replicas"])]
@@ -42,15 +41,6 @@ def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
     postgres.run("drop role optpipe")
     rules.write_text(before)
     postgres.run("select pg_reload_conf()")
-
-
-def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
-    """Wait until the condition is true; return its value."""
-    until = time.monotonic() + limit_s
-    while not (found := true()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    return found
 
 
 INSIDE = {"api": "8000", "worker": "9101"}
@@ -94,8 +84,8 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
     for name in ("api", *WORKERS):  # all at once, as compose does
         stack.start(name)
     for name in ("api", *WORKERS):
-        soon(lambda name=name: listens(stack, name))  # until then each check is a process in vain
-        soon(lambda name=name: stack.healthy(name))
+        until(lambda name=name: listens(stack, name))  # until then each check is a process in vain
+        until(lambda name=name: stack.healthy(name))
 
     url = f"http://127.0.0.1:{stack.port('api', '8000')}"
     with httpx.Client(
@@ -105,7 +95,10 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         posted = client.post("/v1/jobs", json={"problem": problem, "time_limit_s": 200, "gap": 0.5})
         assert posted.status_code == 201, posted.text
         job = posted.json()
-        ended = soon(lambda: (now := client.get(job["url"]).json())["state"] not in ("queued", "running") and now)
+        ended = until(
+            lambda: (now := client.get(job["url"]).json())["state"] not in ("queued", "running") and now,
+            limit_s=STARTS_S,
+        )
         assert ended["state"] == "done"
         assert ended["best"]["makespan_ms"] > 0
         taken = [
@@ -133,7 +126,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         assert line in counted
     # A worker counts a job after it has stored the job's end.
     done = 'optpipe_solve_seconds_count{state="done"} 1.0'
-    assert soon(lambda: sum(done in scraped(stack, name) for name in WORKERS)) == 1
+    assert until(lambda: sum(done in scraped(stack, name) for name in WORKERS)) == 1
 
     passed_on = -signal.SIGTERM  # uvicorn, once all has ended
     assert [stack.stop(name) for name in (*WORKERS, "api")] == [0, 0, passed_on]

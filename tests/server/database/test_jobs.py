@@ -73,28 +73,6 @@ def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Databas
     assert row(database, job_id) == before
 
 
-def test_purge_deletes_all_of_a_job_and_nothing_else(jobs: Jobs, database: Database) -> None:
-    job_id, _ = jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="x")
-    other = submit(database)
-    jobs.adopt(A, job_id, 1, 1, None)
-    leases = Leases(database, "w")
-    claim = leases.claim()
-    assert claim is not None
-    assert claim.job_id == job_id
-    jobs.purge(A, job_id)
-    with pytest.raises(LookupError):
-        jobs.purge(A, job_id)
-    assert (jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 9), jobs.submitted(A, "k", "x")) == (
-        None,
-        [],
-        [],
-        None,
-    )
-    assert leases.renew([(claim, 1.0)]) == {job_id}
-    assert jobs.job(A, other) is not None
-    assert len(jobs.incumbents(other)) == 1
-
-
 def test_lines_of_the_log_can_be_stored(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     claim = Leases(database, "w").claim()

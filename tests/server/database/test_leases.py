@@ -20,7 +20,7 @@ from support.service import running, settings_in
 
 from optpipe_cache import Cache, Retention
 from optpipe_cache.storage import KEEP_ALL
-from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, prune_schedules, reap
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.leases import LONGEST_S, Claim
@@ -111,27 +111,6 @@ def test_of_each_tenant_the_jobs_that_ended_last_are_kept(database: Database) ->
         assert set(db.execute(select(jobs.c.id)).scalars()) == {over[1], over[3], waiting}
         assert db.execute(select(func.count()).select_from(incumbents)).scalar_one() == 3, "one of each job"
     assert prune(database, Retention(0)) == 2
-
-
-def test_jobs_and_schedules_are_kept_for_some_days(database: Database) -> None:
-    old, new, waiting = (submit(database) for _ in range(3))
-    leases = Leases(database, "w")
-    for _ in (old, new):
-        claim = leases.claim()
-        assert claim is not None
-        leases.finish(claim, "done", found(FAST), 1.0)
-    caches = [Cache(TableStorage(database, tenant)) for tenant in ("a", "b")]
-    for cache, forward in zip(caches, (1.0, 2.0), strict=True):
-        cache.add(gpipe(chain(forward=forward)), "feasible")
-    before = (datetime.now(UTC) - timedelta(days=8)).isoformat()
-    with database.write() as db:
-        db.execute(update(jobs).where(jobs.c.id == old).values(ended_at=before))
-        db.execute(update(schedules).where(schedules.c.tenant == "b").values(used=before))
-    assert prune(database, Retention(days=9)) == prune_schedules(database, Retention(days=9)) == 0
-    assert prune(database, Retention(days=7)) == prune_schedules(database, Retention(days=7)) == 1
-    with database.read() as db:
-        assert set(db.execute(select(jobs.c.id)).scalars()) == {new, waiting}
-    assert [len(cache.entries()) for cache in caches] == [1, 0]
 
 
 @pytest.mark.parametrize("kept", [Retention(0), Retention(days=7), KEEP_ALL], ids=["none", "days", "all"])

@@ -355,6 +355,7 @@ class Model(RuleBasedStateMachine):
                 self.jobs.purge("a", job_id)
         else:
             self.jobs.purge(job.tenant, job_id)
+            assert (self.jobs.incumbents(job_id), self.jobs.bounds(job_id), self.jobs.log(job_id, 0, 9)) == ([], [], [])
 
     @rule(claim=claims)
     def worker_is_gone(self, claim: Claim) -> None:

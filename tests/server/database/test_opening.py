@@ -27,16 +27,6 @@ def test_the_migrations_make_the_tables(database: Database) -> None:
         assert {*inspect(db).get_table_names()} == {*metadata.tables, "alembic_version"}
 
 
-def test_a_reopened_database_keeps_its_content(database_url: str) -> None:
-    first = Database(database_url)
-    job_id = submit(first)
-    before = row(first, job_id)
-    first.close()
-    again = Database(database_url)
-    assert row(again, job_id) == before
-    again.close()
-
-
 def test_sqlite_is_durable_and_locks_at_the_start_of_a_write(sqlite_url: str) -> None:
     database = Database(sqlite_url)
     with database.read() as db:

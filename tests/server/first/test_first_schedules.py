@@ -19,6 +19,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.examples import examples
 from support.processes import over, started_with
 from support.strategies import problems
+from support.work import until
 
 import optpipe_server.first_schedules
 from optpipe.errors import InputError
@@ -69,10 +70,7 @@ class TenantView:
         return [(int(pid), method) for pid, _, method in (line.partition(" ") for line in lines)]
 
     def until_requested(self, method: str) -> None:
-        until = time.monotonic() + SOON_S
-        while not any(asked == method for _, asked in self.requests()):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: any(asked == method for _, asked in self.requests()))
 
 
 @contextmanager
@@ -260,10 +258,7 @@ def test_a_late_process_is_ended_with_its_children(view, method):
     assert (start.best.schedule is not None) == (method == "hangs")
     ids = {pid for pid, _ in view.requests()[before:]}
     assert len(ids) == (2 if method == "hangs" else 1)
-    until = time.monotonic() + SOON_S
-    while not all(over(pid) for pid in ids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: all(over(pid) for pid in ids))
     assert view.start().best.schedule
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
 from support.timelines import STEPS, saved, timeline
+from support.work import until
 
 from optpipe.formats.convert import export_schedule
 from optpipe.measured.convert import problem_from
@@ -248,13 +248,6 @@ def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("OWN_PROCESS_LOG", str(log))
     yield log
     assert started_with(str(log)) == []
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("method", ["crashes", "babbles"])
