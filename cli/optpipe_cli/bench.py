@@ -37,7 +37,6 @@ def runtime(
     paced = fidelity.measured(paced_task(steps), PACED_RANKS)
     if not json:
         fidelity.show(paced, f"stages that sleep, {PACED_RANKS} ranks")
-        echo(f"a ms more on each message: {messages_in_a_row(paced)}")
         echo()
     task = computing_task(steps)
     computed = fidelity.measured(task, COMPUTING_RANKS)
@@ -52,11 +51,6 @@ def runtime(
 def _figures(row: Row, plain: Sequence[float] | None = None) -> dict[str, Any]:
     figures = {"measured_ms": row.measured_ms, "spread_ms": row.spread_ms, "deviation": row.deviation}
     return asdict(row) | figures | {"loss_difference": fidelity.difference(row.losses, plain) if plain else None}
-
-
-def messages_in_a_row(rows: Sequence[Row]) -> str:
-    """Return how much longer each schedule gets if each message takes a ms more."""
-    return ", ".join(f"{row.found_by} {row.messages_in_a_row / row.predicted_ms:+.1%}" for row in rows)
 
 
 def paced_task(steps: int) -> Task:

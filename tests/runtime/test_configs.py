@@ -105,8 +105,3 @@ def test_what_is_no_config_of_a_language_model(text: str, message: str, tmp_path
     with pytest.raises(InputError, match=message) as refused:
         find_factory(str(path), Sizes(2))(0, 2)
     assert "\n" not in str(refused.value)
-
-
-def test_a_config_for_more_ranks_than_layers(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^placement has 7 stages: the model has 6 layers$"):
-        find_factory(written(tmp_path), Sizes(2))(0, 7)

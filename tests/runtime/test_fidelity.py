@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.problems import pipeline, stage
 from support.ranks.worker import Ranks
 
-from optpipe import ScheduleFile
 from optpipe_cli import demo, demo_packed
-from optpipe_cli.bench import messages_in_a_row
 from optpipe_cli.fidelity import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.on_ranks import load, save
 from optpipe_runtime.demo.train import DemoResult, Step
 from optpipe_runtime.fidelity import cases, packed
-from optpipe_runtime.fidelity.cases import Case, Row, Task
+from optpipe_runtime.fidelity.cases import Case, Task
 from optpipe_runtime.fidelity.paced import Times
-from optpipe_solver import systems
 
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
@@ -44,23 +39,6 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
         assert row.measured_peak == row.predicted_peak
     for record in (task, first):
         require_kept(record, tmp_path)
-
-
-def test_a_step_waits_for_the_messages_of_its_longest_path() -> None:
-    problem = pipeline(2, 4, 100, stage())
-    schedule = systems.generate("1f1b", problem)
-    row = Row(
-        Case("1f1b"),
-        "1f1b",
-        schedule.makespan_ms,
-        [],
-        [],
-        [],
-        [],
-        json.loads(ScheduleFile.from_schedule(schedule).to_json()),
-    )
-    assert row.messages_in_a_row == pytest.approx(4), "two there, two back, without any slack"
-    assert messages_in_a_row([row]) == f"1f1b {4 / schedule.makespan_ms:+.1%}"
 
 
 def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:

@@ -15,8 +15,6 @@ from support import table
 from support.ranks import huggingface
 from support.ranks.worker import Ranks
 
-from optpipe_runtime import stages_of
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,17 +40,6 @@ def test_losses_are_those_of_the_model_itself(ranks: Ranks, name: str, backend: 
     gradients = {key.split(".model.", 1)[1]: value for key, value in (gradients | others).items()}
     for key, parameter in whole.named_parameters():
         np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-4, atol=1e-6, err_msg=key)
-
-
-@pytest.mark.stacks
-@pytest.mark.parametrize("name", ["Gemma", "Gemma3", "Mistral"])
-def test_stages_in_a_row_are_the_model(name: str) -> None:
-    whole = huggingface.model(name)
-    tokens, kwargs = huggingface.data(0)
-    value = tokens
-    for stage in stages_of(whole, [0, 0, 0], [1, 4, 1], rank=0).values():
-        value = stage(value, **kwargs)
-    assert torch.equal(value, whole(tokens, use_cache=False, **kwargs).logits)
 
 
 @pytest.mark.stacks

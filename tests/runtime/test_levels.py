@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import problems
-from support.ranks import cases, levels, microbatches
+from support.ranks import levels, microbatches
 from support.ranks.odd_stages import BATCH, WIDTH, Of, linear
 from support.ranks.worker import Ranks
 from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
@@ -184,18 +184,6 @@ def test_with_any_level_a_step_is_the_same_to_the_bit_and_within_its_certificate
             nothing_leaves = name in levels.KEEPS or (rank == 0 and name == "full, offloaded")  # the batch stays
             assert (step.certified_host_bytes == 0) == nothing_leaves, name
             assert step.certified_bytes < kept.certified_bytes, name
-
-
-def test_the_profile_has_a_figure_of_each_level_for_each_micro_batch(ranks: Ranks) -> None:
-    problem, _ = ranks(levels.trained, turn=LENGTHS, all_ways=[])[0]
-    for s, stage in enumerate(problem.stages):
-        activation: Any = stage.activation_bytes
-        sizes: list[Any] = [level.checkpoint_bytes for level in stage.all_levels]
-        for j in range(5):
-            cheap, selective, full = (size[j] if isinstance(size, tuple) else size for size in sizes)
-            assert full < selective < cheap < activation[j]
-            if s == 1:
-                assert full == LENGTHS.sizes[j].tokens * cases.WIDTH * 4, "what came from the stage before"
 
 
 def test_wrong_levels_are_refused_on_every_rank(ranks: Ranks) -> None:

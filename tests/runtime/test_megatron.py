@@ -197,16 +197,6 @@ def test_what_one_rank_refuses_in_a_later_step_ends_it_on_all(ranks: Ranks) -> N
     assert "rank 1" in told
 
 
-def test_what_is_left_at_b_is_told_under_ddp(ranks: Ranks) -> None:
-    """As without: biases that Megatron adds outside of its linear layers, and a weight with a hook."""
-    schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
-    alone, in_ddp = (ranks(megatron.left_at_b, schedule=schedule, in_ddp=in_ddp) for in_ddp in (False, True))
-    assert in_ddp == alone
-    for names in in_ddp:
-        assert "decoder.layers.0.mlp.linear_fc1.weight" in names
-        assert "decoder.layers.0.mlp.linear_fc2.weight" not in names
-
-
 @WARNS
 @pytest.mark.parametrize(("p", "chunks", "m", "group"), [(4, 1, 8, 1), (4, 1, 2, 1), (2, 2, 8, 2), (3, 3, 10, 4)])
 def test_its_own_order_is_what_the_export_compares_with(p: int, chunks: int, m: int, group: int) -> None:

@@ -50,15 +50,6 @@ def test_losses_outputs_and_gradients_are_those_of_the_whole_model(
         np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-def test_a_parameter_of_two_ranks_is_tied() -> None:
-    """The embedding that is the head, too: by one key on both ranks; not if both stages are on one rank."""
-    for placement, count in (([0, 1], 1), ([0, 0], 0)):
-        stages = stages_of(models.CausalLM(), placement, rank=0)
-        assert [len(stage.shared) for stage in stages.values()] == [count] * len(stages)  # type: ignore[arg-type]
-    first, last = (stages_of(models.CausalLM(), [0, 1], rank=rank)[rank] for rank in range(2))
-    assert list(first.shared) == list(last.shared)  # type: ignore[arg-type, call-overload]
-
-
 @pytest.mark.parametrize("layers", [None, [1, 1, 3], [2, 2, 1], [3, 1, 1]])
 def test_layers_say_where_a_model_is_cut(layers: list[int] | None) -> None:
     whole = models.CausalLM(tied=False)
@@ -121,24 +112,18 @@ class Odd(models.Decoder):
         use_cache: bool = True,
     ) -> Any:
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        kind, first, shared, layers = self.kind, hidden, dict[str, Tensor](), list(self.layers)
-        if kind == "norm first":
-            hidden = self.norm(hidden)
-        if kind == "scaled" or (kind == "masked" and attention_mask is not None):
+        kind, first, layers = self.kind, hidden, list(self.layers)
+        if kind == "masked" and attention_mask is not None:
             hidden = hidden * 0.5
         if kind == "dropout":
             hidden = functional.dropout(hidden, 0.5, self.training)
         if kind == "another order":
             layers = layers[::-1]
-        if kind == "twice":
-            layers = [*layers, layers[1]]
         for layer in layers:
             if kind == "value embeddings":
                 hidden = layer(hidden, places=self.embed_tokens(input_ids)[..., 0])
             elif kind == "of the tokens":
                 hidden = layer(hidden, None if input_ids is None else (input_ids != 3).float())
-            elif kind == "shared":
-                hidden = layer(hidden) * shared.setdefault("first", hidden.mean())
             else:
                 hidden = layer(hidden)
             if kind == "x0":
@@ -169,7 +154,7 @@ def odd(kind: str) -> Any:
     return whole
 
 
-ODD = ["norm first", "scaled", "masked", "dropout", "another order", "twice", "of the tokens", "shared", "x0"]
+ODD = ["masked", "dropout", "another order", "of the tokens", "x0"]
 FAILING = ["value embeddings", "an object of all layers"]
 
 

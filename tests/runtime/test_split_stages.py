@@ -148,10 +148,12 @@ def test_each_w_adds_to_the_gradient_buffer_that_a_parameter_has(link: Link) -> 
             total += parameter.grad
     assert not torch.equal(expected[0].bfloat16().float(), expected[0]), "which a sum in bfloat16 could not be"
     _hooks = [buffered(parameter) for parameter in module.parameters()]
-    run(runner(module, link), "F0 F1 B0 F2 W0 B1 B2 W1 F3 W2 B3 W3", inputs)
+    stage = runner(module, link)
+    run(stage, "F0 F1 B0 F2 W0 B1 B2 W1 F3 W2 B3 W3", inputs)
     for total, parameter in zip(expected, module.parameters(), strict=True):
         assert torch.equal(parameter.main_grad, total)  # type: ignore[attr-defined]
         assert parameter.grad is None
+    assert stage.at_b == {"layers.1.weight", "layers.1.bias"}
 
 
 def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:

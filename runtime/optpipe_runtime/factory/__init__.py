@@ -1,9 +1,9 @@
 """What `optpipe profile` measures, by the word that a user gives it.
 
 - `setup`: what is measured on one rank, and the sizes that the user may give;
-- `function`: a user's own function; `huggingface`: a config of transformers; `torchtitan`: a flavour of one of its
-  models; both have random weights, on a rank only those of its stage;
-- `find`: which of these is meant.
+- `find`: which model is meant, a user's own function among them;
+- `huggingface`: a config of transformers; `torchtitan`: a flavour of one of its models; both have random weights, on a
+  rank only those of its stage.
 """
 
 from optpipe_runtime.factory.find import find_factory

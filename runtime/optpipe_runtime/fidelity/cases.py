@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.model.placement import Placement, Shape
-from optpipe.model.records import one_for_all
-from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.schedule import ScheduleFile
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import batch, corpus
@@ -99,13 +98,6 @@ class Row:
     def deviation(self) -> float:
         """The measured time relative to the predicted one, less 1."""
         return self.measured_ms / self.predicted_ms - 1
-
-    @property
-    def messages_in_a_row(self) -> float:
-        """How many ms longer a step is predicted if each message takes a ms more: the messages on the longest path."""
-        schedule = ScheduleFile.from_dict(self.file).schedule()
-        later = schedule.problem.replace(p2p_ms=one_for_all(schedule.problem.p2p_ms) + 1)
-        return Schedule(later, schedule.programs, schedule.links).makespan_ms - schedule.makespan_ms
 
 
 def run(task: Task) -> list[Row]:

@@ -1,19 +1,14 @@
 """`profile`: a `Problem` measured on the user's stages, with the split backward, the hooks and the copies that training
 uses.
 
-Compute and host transfers are measured one after the other, each on all ranks at the same time and equally long on all:
-faster ranks do more rounds, so that no rank is measured beside ranks that have already finished. While a transfer is
-under way its stage computes another micro-batch. If transfers can run in both directions at once, they do so here;
-ranks that share a link use it one after the other. The loss is part of the last stage. Messages are measured between
-all ranks that can be paired at a time, while the others compute. The time that a rank needs to hand a message over is
-part of the op that made it.
+Compute and host transfers are measured one after the other, each on all ranks at the same time and equally long on all,
+and while a transfer is under way its stage computes another micro-batch (docs/profile.md). The time that a rank needs
+to hand a message over is part of the op that made it.
 
-Times are medians in ms, after a warm-up that also allocates gradients. Bytes are counted by live storages:
-`activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `saved_for_weight_bytes` between B and W,
-`offload_bytes` is what drops really freed. Each level of recomputation is measured in the same way. Parts of an
-activation need not be equal, but the problem takes them to be: each counts as the smallest, so no rank holds more than
-certified. For a stage on several routes, a time is the mean over the micro-batches, and a size is the one that is safe
-for all routes. Inner peers count as one rank, as slow and as full as the slowest and the fullest of them."""
+Times are medians in ms, bytes are counted by live storages. Parts of an activation need not be equal, but the problem
+takes them to be: each counts as the smallest, so no rank holds more than certified. For a stage on several routes, a
+time is the mean over the micro-batches, and a size is the one that is safe for all routes. Inner peers count as one
+rank, as slow and as full as the slowest and the fullest of them."""
 
 from __future__ import annotations
 

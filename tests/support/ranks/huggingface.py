@@ -24,16 +24,13 @@ MORE: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "Mixtral": {"num_local_experts": 4},
-    "Gemma": {"head_dim": 8},
-    "Gemma3": {"head_dim": 8},
-    "Mistral": {},
 }
 
 
 def model(name: str, backend: str | None = None) -> Any:
     import transformers
 
-    config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")(**SIZES | MORE[name])
+    config = getattr(transformers, f"{name}Config")(**SIZES | MORE[name])
     torch.manual_seed(0)
     whole = getattr(transformers, f"{name}ForCausalLM")(config)
     for layer in whole.model.layers if backend else ():

@@ -227,23 +227,6 @@ def refused_later(schedule: Schedule, rank: int) -> str:
         return str(refused.value)
 
 
-def left_at_b(schedule: Schedule, in_ddp: bool) -> list[str]:
-    """The parameters on this rank whose gradients came at B, without or in Megatron's DistributedDataParallel, whose
-    hooks clear `.grad`. One has a hook of its own, so that it cannot wait."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
-        chunks = _in_ddp(_chunks(placement)) if in_ddp else _chunks(placement)
-        ((stage, chunk),) = chunks.items()
-        hooked = next(p for name, p in chunk.named_parameters() if name.endswith("linear_fc1.weight"))
-        hooked.register_hook(lambda gradient: gradient)
-        run(**_arguments([chunk]))
-        assert run.pipeline is not None
-        names = run.pipeline.at_b[stage]
-        return sorted(name.removeprefix("model.").removeprefix("module.") for name in names)
-
-
 def _each(placement: Sequence[int]) -> int:
     """How many stages a rank has."""
     return placement.count(placement[0])

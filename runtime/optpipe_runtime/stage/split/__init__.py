@@ -9,11 +9,11 @@ Each way leaves jobs to the `queue` of a micro-batch, which W runs:
 - `modules`: for modules with a queue of their own, as TransformerEngine's.
 
 Every other parameter gets its gradient at B: those of other norms, parameters that are computed from others, an LSTM's,
-and those of ops that stay in a compiled region. `casts` keeps the casts of weights under autocast.
+and those of ops that stay in a compiled region. `layers` also keeps the casts of weights under autocast.
 """
 
 from optpipe_runtime.stage.split.calls import Calls
-from optpipe_runtime.stage.split.casts import Casts
+from optpipe_runtime.stage.split.layers import Casts
 from optpipe_runtime.stage.split.mode import Splitting, would_hold
 from optpipe_runtime.stage.split.modules import Delayed, delaying
 from optpipe_runtime.stage.split.queue import (

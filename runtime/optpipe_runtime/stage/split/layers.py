@@ -9,16 +9,40 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from optpipe_runtime.memory.activation import require_unchanged
 from optpipe_runtime.stage.split import graph
-from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
 from optpipe_runtime.torch_private.tensors import version
+
+
+class Casts:
+    """Makes each cast of a parameter once a step, for all micro-batches, for F and B; as torch does within an autocast
+    context. `nbytes` is what the casts of the last step took."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._made: dict[tuple[Tensor, torch.dtype], tuple[int, Tensor]] = {}
+
+    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if parameter.dtype == dtype:
+            return parameter
+        if type(parameter) is not nn.Parameter:  # a view is another tensor in every forward
+            return parameter.to(dtype)
+        seen, cast = self._made.get((parameter, dtype), (-1, parameter))
+        if seen != version(parameter):
+            cast = parameter.detach().to(dtype)
+            self._made[parameter, dtype] = version(parameter), cast
+        return cast
+
+    def clear(self) -> None:
+        """At the end of a step: parameters may change, and not every change counts as a version."""
+        self.nbytes = sum(cast.nbytes for _, cast in self._made.values())
+        self._made.clear()
 
 
 def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

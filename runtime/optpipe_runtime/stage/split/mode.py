@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from optpipe_runtime.stage.split import graph, layers
-from optpipe_runtime.stage.split.casts import Casts
+from optpipe_runtime.stage.split.layers import Casts
 from optpipe_runtime.stage.split.queue import can_wait
 from optpipe_runtime.torch_private.tensors import GROUPED_MM, is_mapping
 
@@ -45,7 +45,6 @@ LINEAR = frozenset({functional.linear, aten.linear.default})
 _WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH | _EXPORTED} | {
     functional.embedding: layers.embedding,
 }
-_AT_EACH_USE = Casts(keep=False)
 # A norm that is written out ends in a product with its scale.
 SCALES: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, aten.mul.Tensor})
 _NORMS: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in SCALES} | {
@@ -71,7 +70,7 @@ def is_norm(func: Any) -> bool:
 
 class Splitting(TorchFunctionMode):
     """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; norms and
-    scales only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
+    scales only with `norms`. Under autocast parameters are cast by `casts`.
 
     In a compiled module such an op ends the compiled region, and the next one begins after it: what lies between the
     ops stays compiled, norms too. With `whole` it stays in its region, and its gradient comes at B. So does that of ops
@@ -85,7 +84,7 @@ class Splitting(TorchFunctionMode):
         self._whole = whole
         self._waiting = _WITH_NORMS if norms else _WAITING
         self._note = note
-        self._casts = _AT_EACH_USE if casts is None or not torch.is_autocast_cache_enabled() else casts
+        self._casts = casts or Casts()
 
     def run(self, func: Any, *args: Any) -> Tensor:
         """Calls a function as in this mode."""
