@@ -68,10 +68,6 @@ class DemoResult:
     schedules: list[dict[str, Any]]
     steps: list[Step]
 
-    @classmethod
-    def from_training(cls, training: Training, problem: Problem) -> DemoResult:
-        return cls(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
-
 
 class Training:
     """This rank's stage, optimizer and data, and what all ranks have measured."""
@@ -103,9 +99,8 @@ class Training:
         self._optimizer.zero_grad()
         report = self.pipe.step(*self.data(len(self.steps)))
         self._optimizer.step()
-        by_rank: list[Any] = [None] * self.ranks
-        dist.all_gather_object(
-            by_rank, (report.loss, report.step_ms, report.peak_activation_bytes or 0, report.host_peak_bytes)
+        by_rank = self.pipe.gather(
+            (report.loss, report.step_ms, report.peak_activation_bytes or 0, report.host_peak_bytes)
         )
         losses, ms, peaks, host_peaks = zip(*by_rank, strict=True)
         version = self._version()
@@ -125,12 +120,6 @@ class Training:
         """Prints a line, once over all ranks."""
         if self.rank == 0:
             print(text, flush=True)
-
-    def agreed(self, value: Any) -> Any:
-        """Collective: rank 0's value."""
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
 
 
 def train(plan: DemoSettings, url: str) -> DemoResult:
@@ -152,7 +141,7 @@ def train(plan: DemoSettings, url: str) -> DemoResult:
         finally:
             if client:
                 client.close()
-    return DemoResult.from_training(training, problem)
+    return DemoResult(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
 
 
 def alternate(training: Training) -> None:
@@ -169,7 +158,8 @@ def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
     """Trains while the service solves; returns what it offered. A schedule runs for a block of steps before the next
     one is taken."""
     swapped_at, offers = 0, []
-    while training.agreed(client is None or not client.ended) and len(training.steps) < training.plan.most_live_steps:
+    gather, most = training.pipe.gather, training.plan.most_live_steps
+    while gather(client is None or not client.ended)[0] and len(training.steps) < most:
         if client and len(training.steps) - swapped_at >= training.plan.block and (offer := client.poll()):
             training.pipe.offer(offer.schedule)
             offers.append(offer)

@@ -152,10 +152,8 @@ def _measured(
             if optimizer:
                 optimizer.step()
                 optimizer.zero_grad()
-        plan = pipe.plan
+        plan, by_rank = pipe.plan, pipe.gather(reports)
     assert plan is not None
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, reports)
     steps: list[tuple[StepReport, ...]] = list(zip(*by_rank, strict=True))
     return Row(
         case,
