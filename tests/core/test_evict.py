@@ -102,6 +102,15 @@ def test_simulate_refuses_what_it_cannot_time():
             simulate(pair(), parse(pair(), first, second))
 
 
+def test_a_device_that_only_accepts_has_no_span():
+    problem = pair(m=1)
+    problem = problem.replace(stages=problem.stages[:1])
+    schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
+    assert check(problem, schedule) == []
+    assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
+    assert len(schedule.timeline.busy_ms()) == 1
+
+
 @settings(deadline=None)
 @given(st.lists(stages(0, evicting=True), min_size=1, max_size=4), st.integers(1, 4))
 def test_the_pieces_of_a_stage_hold_and_keep_no_less_than_the_whole(costs, shares):

@@ -41,6 +41,10 @@ def test_a_shared_link_orders_their_transfers_too():
     assert "4 transfers on it" in check(problem, Schedule.parse(problem, programs, {"pcie0": ["1P0"]}))[0]
 
 
+def test_parameters_of_a_later_stage_come_in_during_a_forward():
+    assert starts(one_device(), "0F0 1P0 1F0 1BW0 0BW0 1G0 1U0")["1F0"] == 5.0
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
