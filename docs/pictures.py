@@ -125,7 +125,7 @@ def before_and_after() -> None:
 def concepts() -> Iterator[tuple[str, str]]:
     """The pictures of docs/concepts.md, all on one time axis, and their names."""
     ample, tight, leaves = units(4, 8, memory=4), units(4, 8, memory=2), units(4, 8, memory=2, **leaving(1))
-    offloads = heuristics.generate("adaoffload", leaves)
+    offloads = systems.generate("po-h", leaves)
     for name, title, schedule in (
         ("fused", "1F1B, memory for 4 activations", systems.generate("1f1b", ample)),
         ("split", "B and W apart, memory for 4 activations", heuristics.generate("zb-auto", ample)),

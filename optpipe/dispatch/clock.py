@@ -11,8 +11,9 @@ import numpy as np
 from optpipe.dispatch.devices import bytes_to_keep_free, choose_op, end_op, start_op, tell_next_stage
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.links import serve_link
-from optpipe.dispatch.state import NONE, RECOMPUTE, State, look_at_links, reset
+from optpipe.dispatch.state import RECOMPUTE, State, look_at_links, reset
 from optpipe.evaluate.jit import compiled, compiled_in_place, compiled_phase
+from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
 ROUNDING = 1e-9  # of sums of times
@@ -35,11 +36,11 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     """
     reset(figures, rules, state)
     links = len(figures.stages_on_link)
-    recomputed, sent = _count_leaving(rules)
+    recomputed, sent = _count_leaving(state)
     late_ms = stop_ms * (1.0 + ROUNDING)
-    to_start, some_leave = 3 * rules.leaves.size + recomputed, recomputed + sent > 0
+    to_start, some_leave = 3 * state.forwards_left.sum() + recomputed, recomputed + sent > 0
     while True:
-        place = _next_place(state)
+        place = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
         now = state.look_at[place]
         if now == np.inf:
             return bool(to_start == 0)
@@ -69,25 +70,16 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
 
 
 @compiled_phase
-def _count_leaving(rules: Rules) -> tuple[int, int]:
-    """How many activations are computed again, and of how many parts leave but nothing is computed."""
+def _count_leaving(state: State) -> tuple[int, int]:
+    """How many activations are computed again, and how many leave."""
     recomputed, sent = 0, 0
-    for leaves in rules.leaves.flat:
-        if leaves < 0:
+    for variant in state.variant.flat:
+        if variant > 0:
             recomputed += 1
-        elif leaves > 0:
+    for parts in state.parts_to_leave.flat:
+        if parts > 0:
             sent += 1
     return recomputed, sent
-
-
-@compiled_phase
-def _next_place(state: State) -> int:
-    """The link or device that is looked at next, of several at one moment the first. Devices come after links."""
-    place = 0
-    for other in range(1, len(state.look_at)):
-        if state.look_at[other] < state.look_at[place]:
-            place = other
-    return place
 
 
 @compiled

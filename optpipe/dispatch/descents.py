@@ -16,7 +16,7 @@ import numpy as np
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
-from optpipe.evaluate.jit import are_compiled
+from optpipe.evaluate.jit import are_compiled, plain
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.rules import Rules
 
@@ -107,14 +107,16 @@ class _Descent:
 
         simulator, span = self._simulator, self._objective == "span"
         rules = self._at_hand, self._best, self._trial
-        descend(simulator.figures, simulator.choices, *rules, self._state, self._progress, tries, span)
+        search = descend if simulator.is_compiled else plain(descend)
+        search(simulator.figures, simulator.choices, *rules, self._state, self._progress, tries, span)
         return Step(self._best.copy(), self.ms, tries)
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the best rules after each few changes, until many in a row have led to nothing shorter."""
         from optpipe.dispatch.descend import FAILURES
 
-        tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // self._simulator.ops))
+        simulator = self._simulator
+        tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops)) if simulator.is_compiled else 1
         while self._progress[FAILURES] < MOST_FAILURES:
             yield self.go_on(tries)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.dispatch.state import BACKWARD, FORWARD, NONE, RECOMPUTE, WEIGHT, State, look_soon, needed_ms
+from optpipe.dispatch.state import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, State, look_soon, needed_ms
 from optpipe.evaluate.jit import compiled_phase
+from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
 
@@ -20,12 +21,14 @@ def end_op(state: State, d: int) -> None:
 
 
 @compiled_phase
-def _next_recomputed(rules: Rules, state: State, s: int) -> int:
-    """The next micro-batch whose activation a stage computes again; m if there is none."""
-    j = state.next_microbatch[RECOMPUTE, s]
-    while j < rules.leaves.shape[1] and state.variant[s, j] == 0:
+def _next_microbatch(figures: Figures, rules: Rules, state: State, k: int, s: int) -> int:
+    """The next micro-batch of a stage with an op of a kind; m if there is none."""
+    j, microbatches = state.next_microbatch[k, s], rules.leaves.shape[1]
+    while j < microbatches and (
+        state.variant[s, j] == 0 if k == RECOMPUTE else figures.place[s, state.column[j]] == NONE
+    ):
         j += 1
-    state.next_microbatch[RECOMPUTE, s] = j
+    state.next_microbatch[k, s] = j
     return int(j)
 
 
@@ -43,7 +46,7 @@ def bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, now
                 soonest, size = needed, 0
                 for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
                     size += figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
-        j = _next_recomputed(rules, state, s)
+        j = _next_microbatch(figures, rules, state, RECOMPUTE, s)
         if j < rules.leaves.shape[1]:
             ready = max(state.input_ready[RECOMPUTE, s, j], state.activation_ready[s, j])
             if ready <= now and ready < soonest:
@@ -65,7 +68,7 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
         for s in figures.stages_of_device[d]:
             if s == NONE:
                 break
-            j = _next_recomputed(rules, state, s) if k == RECOMPUTE else state.next_microbatch[k, s]
+            j = _next_microbatch(figures, rules, state, k, s)
             if j == microbatches:
                 continue
             ready = state.input_ready[k, s, j]
@@ -80,9 +83,9 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
             rank, variant = j, state.variant[s, j] if k == RECOMPUTE else 0
             takes = figures.takes[variant, k, s, state.column[j]]
             if k == FORWARD:
-                if j - state.next_microbatch[BACKWARD, s] >= rules.in_flight[s]:
+                if state.in_flight[s] >= rules.in_flight[s]:
                     continue
-                rank += (stages - s) * microbatches
+                rank += (stages - figures.place[s, state.column[j]]) * microbatches
                 takes += reserved
             elif k == WEIGHT:
                 rank += (stages + 1) * microbatches
@@ -107,7 +110,9 @@ def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: 
         state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
     if k == FORWARD:
         state.forwards_left[d] -= 1
+        state.in_flight[s] += 1
     elif k == BACKWARD:
+        state.in_flight[s] -= 1
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         for part in range(state.parts_sent[s, j]):
             state.frees_on_host[d] += figures.part_bytes[variant, s, part, column]
@@ -121,12 +126,14 @@ def start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: 
 def tell_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
     """The next stage of an F or B that has just started learns when its input is there; where its activation is
     computed again, also when that may begin."""
-    if k > BACKWARD or (k == BACKWARD and s == 0):
+    if k > BACKWARD:
         return
     j = state.next_microbatch[k, s] - 1
-    kind, stage = k, s + 1 if k == FORWARD else s - 1
-    if stage == len(figures.device):  # after the last forward comes the backward of the same stage
-        kind, stage = BACKWARD, s
+    kind, stage = k, figures.next_stage[k, s, state.column[j]]
+    if stage == NONE:
+        if k == BACKWARD:
+            return
+        kind, stage = BACKWARD, s  # after the last forward comes the backward of the same stage
     d = figures.device[stage]
     ready = end + figures.message_ms[kind, stage, state.column[j]]
     state.input_ready[kind, stage, j] = ready

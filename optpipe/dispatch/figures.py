@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from optpipe.dispatch.memory_shares import visits
+from optpipe.dispatch.memory_shares import stage_order, visits
 from optpipe.evaluate.effects import Effects
 from optpipe.lift import grain
-from optpipe.model.arrays import Flags, Floats, Ints
+from optpipe.model.arrays import NONE, Flags, Floats, Ints
 from optpipe.model.costs import Costs
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -23,7 +23,7 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 
 
 class Figures(NamedTuple):
-    """The problem for `clock.list_ops`. S stages stand in the order of the only route.
+    """The problem for `clock.list_ops`. S stages stand in `stage_order`.
 
     The last axis of figures has a column for each class of equal micro-batches (`Costs.alike`). The first axis of what
     depends on it says what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
@@ -33,6 +33,10 @@ class Figures(NamedTuple):
     ----------
     ms
         (V, 6, S, classes) of each F, B, W, C, and of one part's O and R.
+    place
+        (S, classes) of each stage on the micro-batches' route, from 0; NONE where they do not pass it.
+    next_stage
+        (2, S, classes) the stage whose F follows that of each stage, whose B follows that of each; NONE if none does.
     device
         (S,) of each stage.
     stages_of_device
@@ -58,6 +62,8 @@ class Figures(NamedTuple):
     """
 
     ms: Floats
+    place: Ints
+    next_stage: Ints
     device: Ints
     stages_of_device: Ints
     message_ms: Floats
@@ -74,24 +80,27 @@ class Figures(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Figures:
-        route, costs, effects = np.array(problem.route(0)), problem.costs, Effects(problem)
-        device = costs.device[route]
+        order, costs, effects = stage_order(problem), problem.costs, Effects(problem)
+        device = costs.device[order]
         # An op that takes no time gets an instant, so that the order of starts says what came first.
         examples = costs.examples
-        compute, timed = np.ix_(np.array(COMPUTE), route), np.ix_(np.array((*COMPUTE, *TRANSFERS)), route)
+        compute, timed = np.ix_(np.array(COMPUTE), order), np.ix_(np.array((*COMPUTE, *TRANSFERS)), order)
         levels = range(costs.levels.recompute_ms.shape[0])
         ms = np.array([each[..., examples][timed] for each in (costs.ms, *map(costs.level_ms, levels))])
         ms = np.maximum(ms, instant_ms(problem))
-        message_ms = costs.message_ms[:, route][..., examples]
+        message_ms = costs.message_ms[:, order][..., examples]
         tables = zip((effects.takes, effects.frees), *effects.by_level, strict=True)
         takes, frees = (np.array([table[..., examples][compute] for table in each]) for each in tables)
         parts = [effects.parts * costs.can_offload[:, None, None], *effects.parts_by_level]
-        part_bytes = np.array([np.swapaxes(each[route][:, examples], 1, 2) for each in parts])
+        part_bytes = np.array([np.swapaxes(each[order][:, examples], 1, 2) for each in parts])
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         links = np.array([ways * costs.link, ways * costs.link + ways - 1])
+        place, next_stage, offset_ms = _along_routes(problem, order, ms[0], message_ms)
         return in_rows(
             Figures(
                 ms=ms,
+                place=place,
+                next_stage=next_stage,
                 device=device,
                 stages_of_device=_marked([device == d for d in range(len(problem.devices))]),
                 message_ms=message_ms,
@@ -102,8 +111,8 @@ class Figures(NamedTuple):
                 part_bytes=part_bytes,
                 links=links,
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
-                work_ms=_work_ms(ms[0], device, len(problem.devices)),
-                offset_ms=_offset_ms(ms[0], message_ms),
+                work_ms=_work_ms(ms[0] * (place != NONE), device, len(problem.devices)),
+                offset_ms=offset_ms,
                 alike=costs.alike,
             )
         )
@@ -119,7 +128,7 @@ class Choices(NamedTuple):
     levels
         (S,) by how many levels an activation can be computed again.
     visits
-        (S,) how often the route was at the stage's device before.
+        (S,) how many stages before each one are on its device.
     carry_ms
         (S,) how long it takes to have all of the largest activation back.
     patience_ms
@@ -137,17 +146,17 @@ class Choices(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Choices:
-        route, costs = np.array(problem.route(0)), problem.costs
-        parts = np.where(np.vstack([costs.can_offload, costs.levels.can_offload]), costs.parts, 0)[:, route]
-        levels = costs.levels.count[route]
+        order, costs = stage_order(problem), problem.costs
+        parts = np.where(np.vstack([costs.can_offload, costs.levels.can_offload]), costs.parts, 0)[:, order]
+        levels = costs.levels.count[order]
         least_ms = np.where(parts.any(axis=0) | (levels > 0), instant_ms(problem), 0.0)
         return in_rows(
             Choices(
                 parts,
                 levels,
-                visits=visits(costs.device[route]),
-                carry_ms=np.maximum(carry_ms(costs, route), least_ms),
-                patience_ms=np.maximum(costs.ms[: Kind.B + 1, route].max(axis=-1), instant_ms(problem)),
+                visits=visits(costs.device[order]),
+                carry_ms=np.maximum(carry_ms(costs, order), least_ms),
+                patience_ms=np.maximum(costs.ms[: Kind.B + 1, order].max(axis=-1), instant_ms(problem)),
                 order_is_free=bool(costs.alike.max() > 0 and not problem.fixed_order),
             )
         )
@@ -179,11 +188,24 @@ def _work_ms(ms: Floats, device: Ints, devices: int) -> Floats:
     return work
 
 
-def _offset_ms(ms: Floats, message_ms: Floats) -> Floats:
-    forward, backward = np.zeros((2, *message_ms.shape[1:]))
-    forward[1:] = np.cumsum(ms[0, :-1] + message_ms[0, 1:], axis=0)
-    backward[:-1] = np.cumsum((ms[1, 1:] + message_ms[1, :-1])[::-1], axis=0)[::-1]
-    return np.array([forward, forward[-1] + ms[0, -1] + backward])
+def _along_routes(problem: Problem, order: Ints, ms: Floats, message_ms: Floats) -> tuple[Ints, Ints, Floats]:
+    """`place`, `next_stage` and `offset_ms` of `Figures`."""
+    costs, index = problem.costs, np.argsort(order)
+    place = np.full(ms.shape[1:], NONE, dtype=np.int64)
+    next_stage, offset_ms = np.full((2, *place.shape), NONE, dtype=np.int64), np.zeros((2, *place.shape))
+    for r, stages in enumerate(problem.all_routes):
+        route, columns = index[list(stages)], np.flatnonzero(costs.route[costs.examples] == r)
+        place[np.ix_(route, columns)] = np.arange(len(route))[:, None]
+        next_stage[0][np.ix_(route[:-1], columns)] = route[1:, None]
+        next_stage[1][np.ix_(route[1:], columns)] = route[:-1, None]
+        forward, backward = (each[route][:, columns] for each in ms[:2])
+        there, back = (each[route][:, columns] for each in message_ms)
+        start = np.zeros((2, *forward.shape))
+        start[0, 1:] = np.cumsum(forward[:-1] + there[1:], axis=0)
+        start[1, :-1] = np.cumsum((backward[1:] + back[:-1])[::-1], axis=0)[::-1]
+        start[1] += start[0, -1] + forward[-1]
+        offset_ms[:, route[:, None], columns] = start
+    return place, next_stage, offset_ms
 
 
 def _marked(masks: list[Flags]) -> Ints:

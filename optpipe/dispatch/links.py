@@ -7,10 +7,8 @@ import numpy as np
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.state import (
     BACK,
-    BACKWARD,
     FORWARD,
     MICROBATCH,
-    NONE,
     OUT,
     STAGE,
     WAY,
@@ -19,6 +17,7 @@ from optpipe.dispatch.state import (
     needed_ms,
 )
 from optpipe.evaluate.jit import compiled_phase
+from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
 
@@ -125,14 +124,14 @@ def _choose_offload(figures: Figures, state: State, link: int, now: float) -> in
 def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
     """The oldest micro-batch with a part that is to leave.
 
-    An activation whose backward is ready, or whose device has no forward to start, would leave in vain. So its parts
-    stay, unless an older activation needs their room to come back.
+    An activation that would not be back in time, or whose device has no forward to start, would leave in vain. So its
+    parts stay, unless an older activation needs their room to come back.
     """
     d, j, forwards = figures.device[s], state.next_to_leave[s], state.next_microbatch[FORWARD, s]
     while j < forwards and state.parts_sent[s, j] >= state.parts_to_leave[s, j]:
         j += 1
     older = state.next_to_return[s]
-    while j < forwards and (state.forwards_left[d] == 0 or state.input_ready[BACKWARD, s, j] <= now):
+    while j < forwards and (state.forwards_left[d] == 0 or _would_return_late(figures, state, s, j, now)):
         if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
             size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
             if state.held[d] - state.frees[d] + size > figures.memory[d]:
@@ -140,6 +139,16 @@ def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         j += 1
     return int(j)
+
+
+@compiled_phase
+def _would_return_late(figures: Figures, state: State, s: int, j: int, now: float) -> bool:
+    """Whether what is to leave of an activation, and has left, takes longer to be back than until it is needed."""
+    variant, column = state.variant[s, j], state.column[j]
+    to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
+    to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
+    takes = to_send * figures.ms[variant, 4 + OUT, s, column] + to_fetch * figures.ms[variant, 4 + BACK, s, column]
+    return bool(needed_ms(figures, state, s, j) < now + takes)
 
 
 @compiled_phase

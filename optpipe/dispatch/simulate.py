@@ -1,4 +1,4 @@
-"""A list scheduler for one route, small enough to be compiled: what search in rules simulates.
+"""A list scheduler, small enough to be compiled: what search in rules simulates.
 
 A device that is idle starts, of the ops that are ready and that its memory admits, an input gradient or a recompute
 before a forward before a weight gradient; of forwards the one farthest along the route, of others the oldest
@@ -10,15 +10,19 @@ computed again, and how early they are to be back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows
+from optpipe.dispatch.memory_shares import stage_order
+from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.lift import lift_table
-from optpipe.model.arrays import Floats, Ints, Table
+from optpipe.model.arrays import NONE, Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
@@ -29,28 +33,40 @@ if TYPE_CHECKING:
     from optpipe.dispatch.state import State
 
 
+class Loops(NamedTuple):
+    """The functions of `clock` with these names."""
+
+    list_ops: Callable[..., bool]
+    listed_ms: Callable[..., float]
+
+
 class Simulator:
     """The list scheduler on one problem.
 
     Parameters
     ----------
-    problem
-        One with a single route.
+    is_compiled
+        Whether its loops are compiled, which takes some seconds once on a machine. What they find is the same.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, is_compiled: bool = True) -> None:
+        self.problem, self.is_compiled = problem, is_compiled
         self.figures, self.choices = Figures.from_problem(problem), Choices.from_problem(problem)
         self.stages = len(self.figures.device)
-        self.ops = 3 * self.stages * problem.microbatches
+        self.ops = 3 * int((self.figures.place[:, self.figures.alike] != NONE).sum())
+
+    @cached_property
+    def loops(self) -> Loops:
+        from optpipe.dispatch.clock import list_ops, listed_ms  # imports numba
+
+        loops = Loops(list_ops, listed_ms)
+        return loops if self.is_compiled else Loops(*map(plain, loops))
 
     def length_ms(self, rules: Rules, objective: Objective, room: State | None = None) -> float:
         """The length of the schedule that the rules lead to; `NEVER` if they lead to none, since what is in flight
         fills the memory. `room` is used anew, if given."""
-        from optpipe.dispatch.clock import listed_ms  # imports numba
-
         state = self._run(rules, room)
-        return NEVER if state is None else float(listed_ms(self.figures, state, objective == "span"))
+        return NEVER if state is None else float(self.loops.listed_ms(self.figures, state, objective == "span"))
 
     def schedule(self, rules: Rules, method: str) -> Schedule | None:
         """The schedule that the rules lead to, without useless transfers; None if they lead to none."""
@@ -70,10 +86,8 @@ class Simulator:
 
     def _run(self, rules: Rules, room: State | None = None) -> State | None:
         """Returns when ops and transfers start; None if some compute ops do not."""
-        from optpipe.dispatch.clock import list_ops
-
         state = room or self.new_state()
-        return state if list_ops(self.figures, in_rows(rules), state, NEVER) else None
+        return state if self.loops.list_ops(self.figures, in_rows(rules), state, NEVER) else None
 
     def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints, level: Ints) -> tuple[Table, Floats]:
         """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts and (S, m) levels in the
@@ -81,6 +95,7 @@ class Simulator:
         started = start < NEVER
         kind, stage, j, part = np.nonzero(started)
         part = np.where(np.array(kinds)[kind] == Kind.C, level[stage, j], part)
-        route = np.array(self.problem.route(0))
-        table = np.array([np.array(kinds)[kind], route[stage], order[j], part, np.zeros_like(j)], dtype=np.int32).T
+        table = np.array(
+            [np.array(kinds)[kind], stage_order(self.problem)[stage], order[j], part, np.zeros_like(j)], dtype=np.int32
+        ).T
         return table, start[started]

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from optpipe.dispatch.figures import Choices, carry_ms
-from optpipe.dispatch.memory_shares import CHOICES, memory_shares
+from optpipe.dispatch.memory_shares import CHOICES, memory_shares, stage_order, stages_to_end
 from optpipe.dispatch.simulate import Simulator
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.model.rules import Rules, level_of, parts_of, recomputed
 from optpipe.schedule import Schedule
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
-SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the activations of each stage, at first
+SHARES = (1.0, 3 / 4, 1 / 2, 1 / 4)  # of the activations of each stage, at first
 # Where micro-batches differ devices wait for F and B, as shares of the longest: small ones do not slip in before.
 WAITS = ((0.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.2, 0.0))
 
@@ -32,24 +31,24 @@ def rules_of_schedule(simulator: Simulator, schedule: Schedule | None) -> Iterat
 
 
 def first_rules(simulator: Simulator) -> Iterator[Rules]:
-    """Yields rules that share each device's memory among its stages: where all activations stay, and where some leave
-    or are computed again."""
-    stages, choices = simulator.stages, simulator.choices
-    all_stay = np.zeros((stages, simulator.problem.microbatches), dtype=np.int64)
-    shares = [memory_shares(simulator.problem, *choice) for choice in CHOICES]
-    to_the_end = stages - np.arange(stages)
-    limits = np.unique([*shares, to_the_end], axis=0) if choices.order_is_free else shares
+    """Yields rules where all or some activations leave or are computed again, and where all stay.
+
+    First those of AdaOffload (OptPipe, Algorithm 1): a stage runs all forwards that memory admits, all of its
+    activations leave. Others share each device's memory among its stages.
+    """
+    problem, choices = simulator.problem, simulator.choices
+    shares = [memory_shares(problem, *choice) for choice in CHOICES]
+    to_the_end, as_memory_admits = stages_to_end(problem), np.full(simulator.stages, problem.microbatches)
+    limits = [as_memory_admits, to_the_end, to_the_end + 1, 2 * to_the_end - 1, *np.unique(shares, axis=0)[::-1]]
+    all_stay = np.zeros((simulator.stages, problem.microbatches), dtype=np.int64)
+    leaves = [*(spread(simulator, relief, share) for share in SHARES for relief in _reliefs(choices)), all_stay]
     waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
-    for order in entry_orders(simulator.problem):
-        for wait_ms in waits:
-            for in_flight in limits:
-                yield Rules(in_flight, wait_ms, all_stay, choices.carry_ms, order)
-        for relief in _reliefs(choices):
-            for share in SHARES:
-                leaves = spread(simulator, relief, share)
-                room_for = np.ceil(shares[0] / max(1 - share, 0.1)).astype(int)
-                for in_flight in (np.minimum(room_for, to_the_end), to_the_end):
-                    yield Rules(in_flight, waits[0], leaves, choices.carry_ms, order)
+    orders = list(entry_orders(problem))
+    for in_flight in limits:
+        for what_leaves in leaves:
+            for wait_ms in waits if what_leaves is all_stay else waits[:1]:
+                for order in orders:
+                    yield Rules(in_flight, wait_ms, what_leaves, choices.carry_ms, order)
 
 
 def entry_orders(problem: Problem) -> Iterator[Ints]:
@@ -117,12 +116,12 @@ def evenly_at(each: Any, phase: float, j: Any) -> Any:
 
 
 def followed_rules(schedule: Schedule) -> Rules:
-    """The rules that a schedule on one route seems to follow: most micro-batches in flight, and what leaves."""
-    costs, (route, *_) = schedule.problem.costs, schedule.problem.all_routes
-    leaves = np.zeros((len(route), schedule.problem.microbatches), dtype=np.int64)
-    now_in_flight, in_flight = np.zeros(len(route), dtype=np.int64), np.ones(len(route), dtype=np.int64)
-    place = {s: k for k, s in enumerate(route)}
-    order = _entry_order(schedule, route[0])
+    """The rules that a schedule seems to follow: most micro-batches in flight, and what leaves."""
+    costs, stages = schedule.problem.costs, stage_order(schedule.problem)
+    leaves = np.zeros((len(stages), schedule.problem.microbatches), dtype=np.int64)
+    now_in_flight, in_flight = np.zeros(len(stages), dtype=np.int64), np.ones(len(stages), dtype=np.int64)
+    place = {s: k for k, s in enumerate(stages.tolist())}
+    order = _entry_order(schedule)
     enters = np.argsort(order)
     for program in schedule.programs:
         for op in program.ops():
@@ -138,25 +137,32 @@ def followed_rules(schedule: Schedule) -> Rules:
             elif op.kind == Kind.C:  # its offloads stand before it
                 j = enters[op.microbatch]
                 leaves[k, j] = recomputed(op.part, leaves[k, j])
-    return Rules(in_flight, np.zeros((2, len(route))), leaves, carry_ms(costs, np.array(route)), order)
+    return Rules(in_flight, np.zeros((2, len(stages))), leaves, carry_ms(costs, stages), order)
 
 
-def _entry_order(schedule: Schedule, first_stage: int) -> Ints:
-    program = schedule.programs[int(schedule.problem.costs.device[first_stage])]
-    entering = (program.table[:, KIND] == Kind.F) & (program.table[:, STAGE] == first_stage)
-    order: Ints = program.table[entering, MICROBATCH].astype(np.int64)
+def _entry_order(schedule: Schedule) -> Ints:
+    """(m,) the micro-batches in the order in which their first forwards start."""
+    problem, timeline = schedule.problem, schedule.timeline
+    first = np.array([problem.route(j)[0] for j in range(problem.microbatches)])
+    rows = timeline.rows
+    entering = rows.of_kinds(Kind.F) & (rows.stage == first[rows.microbatch])
+    order: Ints = rows.microbatch[entering][np.argsort(timeline.start[entering], kind="stable")].astype(np.int64)
     return order
 
 
 def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:
-    """Rules of a problem with one route, for the simulator's; None if they are not of its stages and micro-batches.
+    """Rules of a problem for the simulator's; None if they are not of its stages and micro-batches, or if there are
+    several routes and others.
 
     Times keep their proportion to those of the ops, and micro-batches enter as those with the same place by their work.
     Where there are more or fewer stages, each one follows the stage at the same place of the route.
     """
-    choices, route = simulator.choices, np.array(problem.route(0))
+    choices, route = simulator.choices, stage_order(problem)
     stages, microbatches = simulator.stages, simulator.problem.microbatches
     if rules.leaves.shape != (len(route), problem.microbatches):
+        return None
+    routes = problem.all_routes, simulator.problem.all_routes
+    if max(map(len, routes)) > 1 and (routes[0] != routes[1] or microbatches != problem.microbatches):
         return None
     source = np.rint(np.linspace(0, len(route) - 1, stages)).astype(int)
     leaves = rules.leaves[source][:, _source_microbatches(problem.microbatches, microbatches)]

@@ -8,13 +8,12 @@ import numpy as np
 
 from optpipe.dispatch.figures import Figures
 from optpipe.evaluate.jit import compiled_part, compiled_phase
-from optpipe.model.arrays import Flags, Floats, Ints
+from optpipe.model.arrays import NONE, Flags, Floats, Ints
 from optpipe.model.rules import Rules, level_of, parts_of
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # rows by kind of compute op
 OUT, BACK = range(2)  # rows by way of a transfer
 WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
-NONE = -1
 
 _level_of, _parts_of = compiled_part(level_of), compiled_part(parts_of)
 
@@ -35,7 +34,9 @@ class State(NamedTuple):
     computed_again
         (S, m) when the recompute of an activation ends; infinity until it starts, 0 where there is none.
     next_microbatch
-        (4, S) of each kind of op.
+        (4, S) of each kind of op: none before it is to start.
+    in_flight
+        (S,) micro-batches between the start of their F and that of their B.
     begin
         (m,) the latest begin with which the micro-batch, at full speed, would be where it is now; its later ops are
         expected at `begin + Figures.offset_ms`.
@@ -76,6 +77,7 @@ class State(NamedTuple):
     activation_ready: Floats
     computed_again: Floats
     next_microbatch: Ints
+    in_flight: Ints
     begin: Floats
     forwards_left: Ints
     work_left: Floats
@@ -113,6 +115,7 @@ def new_state(figures: Figures, microbatches: int) -> State:
         activation_ready=np.zeros((stages, microbatches)),
         computed_again=np.zeros((stages, microbatches)),
         next_microbatch=ints(4, stages),
+        in_flight=ints(stages),
         begin=np.zeros(microbatches),
         forwards_left=ints(devices),
         work_left=np.zeros(devices),
@@ -138,15 +141,15 @@ def new_state(figures: Figures, microbatches: int) -> State:
 
 @compiled_phase
 def reset(figures: Figures, rules: Rules, state: State) -> None:
-    """Empty devices and links, all forwards of the first stage ready."""
+    """Empty devices and links, all forwards of first stages ready."""
     stages, microbatches = rules.leaves.shape
     state.start[:] = np.inf
     state.moved[:] = np.inf
     state.input_ready[:] = np.inf
-    state.input_ready[FORWARD, 0, :] = 0.0
     state.activation_ready[:] = 0.0
     state.computed_again[:] = 0.0
     state.next_microbatch[:] = 0
+    state.in_flight[:] = 0
     state.begin[:] = 0.0
     state.forwards_left[:] = 0
     state.held[:] = 0
@@ -157,16 +160,8 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.free_at[:] = 0.0
     state.look_at[:] = 0.0
     state.look_at[: len(figures.stages_on_link)] = np.inf
-    for s in range(stages):
-        state.forwards_left[figures.device[s]] += microbatches
-        for j in range(microbatches):
-            leaves = rules.leaves[s, j]
-            state.parts_to_leave[s, j] = leaves
-            state.variant[s, j] = 0
-            if leaves < 0:
-                state.variant[s, j] = 1 + _level_of(leaves)
-                state.computed_again[s, j] = np.inf
-                state.parts_to_leave[s, j] = _parts_of(leaves)
+    state.variant[:] = 0
+    state.parts_to_leave[:] = 0
     state.parts_sent[:] = 0
     state.parts_off_device[:] = 0
     state.parts_back[:] = 0
@@ -179,6 +174,18 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
         state.column[j] = figures.alike[rules.order[j]]
         for d in range(len(figures.memory)):
             state.work_left[d] += figures.work_ms[d, state.column[j]]
+        for s in range(stages):
+            place, leaves = figures.place[s, state.column[j]], rules.leaves[s, j]
+            if place == NONE:
+                continue
+            if place == 0:
+                state.input_ready[FORWARD, s, j] = 0.0
+            state.forwards_left[figures.device[s]] += 1
+            state.parts_to_leave[s, j] = leaves
+            if leaves < 0:
+                state.variant[s, j] = 1 + _level_of(leaves)
+                state.computed_again[s, j] = np.inf
+                state.parts_to_leave[s, j] = _parts_of(leaves)
 
 
 @compiled_phase

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 # Ops that are handled in plain Python, in about 0.1 s, before numba is imported, which takes about as long.
@@ -76,6 +77,16 @@ def compiled_part_in_place(function: F) -> F:
 def compiled_phase(function: F) -> F:
     """As `compiled_part_in_place`, and inlined where it is called."""
     return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True)
+
+
+@cache
+def plain(function: F) -> F:
+    """The function as Python itself runs it, with all that it calls: slower, but nothing waits for a compiler."""
+    source = getattr(function, "py_func", None)
+    if source is None:
+        return function
+    names = {name: plain(source.__globals__[name]) for name in source.__code__.co_names if name in source.__globals__}
+    return cast(F, FunctionType(source.__code__, {**source.__globals__, **names}, source.__name__))
 
 
 def are_compiled(*functions: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`Rules` of the list scheduler in `optpipe.dispatch`: stages in the order of the only route."""
+"""`Rules` of the list scheduler in `optpipe.dispatch`: stages in the order of the only route, else of their numbers."""
 
 from __future__ import annotations
 

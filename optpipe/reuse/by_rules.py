@@ -38,21 +38,20 @@ class RulesSearch:
     Attributes
     ----------
     ms
-        The length of the shortest schedule found; `NEVER` where rules lead to none, or do not say all: they know one
-        route, no pairs, no evictions and no updates on the host.
+        The length of the shortest schedule found; `NEVER` where rules lead to none, or do not say all: they know no
+        pairs, no evictions and no updates on the host.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:
-        problems, programs = ((problem,), ()) if schedule is None else ((problem, schedule.problem), schedule.programs)
+        programs = () if schedule is None else schedule.programs
         said = all(of_kinds(each.table, *SAID).all() and not each.table[:, JOINED].any() for each in programs)
-        one_route = all(len(each.all_routes) == 1 for each in problems)
         self.ms = NEVER
         self._method = METHOD if schedule is None else schedule.method
         self._best: Rules | None = None
         self._simulator, self._simulated = Simulator(problem), 0
         self._costs = round((self._simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))  # of a try, in ops
         self._steps: Iterator[Step] = iter(())
-        if said and one_route and problem.costs.ms.any():
+        if said and problem.costs.ms.any():
             given = rules_of_schedule(self._simulator, schedule)
             self._steps = descents(self._simulator, objective, 0, given)
 

@@ -68,8 +68,8 @@ FIRST_MAX_BYTES = 2**32  # of the process
 
 # Heuristics by themselves
 GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
-GENERATE_TRIES = 50  # likewise, of small schedules
-DESCENT_FAILURES = 120  # policies tried in a row without one of them being better
+GENERATE_TRIES = 80  # likewise, of small schedules
+DESCENT_FAILURES = 300  # rules tried in a row without any of them being better
 VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
 
 # Placements: shares of the time

@@ -83,7 +83,8 @@ def levels(held: int) -> dict[str, Any]:
 def problems(draw: st.DrawFn) -> Problem:
     """Small ones: one to three chunks, looped and V-shaped, uneven, short of memory, with ops that take no time and
     weight gradients that need more memory than the backward frees; activations that leave, over links of one's own or
-    shared, half or full duplex, to host memory that may be short, or that can be computed again."""
+    shared, half or full duplex, to host memory that may be short, or that can be computed again; two routes, over
+    stages of their own or the same stages in both directions."""
     devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     row = list(range(devices))
     turns = [row if n % 2 == 0 or draw(st.booleans()) else row[::-1] for n in range(chunks)]
@@ -101,10 +102,17 @@ def problems(draw: st.DrawFn) -> Problem:
         for turn in turns
         for d in turn
     ]
+    microbatches, every = draw(st.integers(2, 6)), list(range(len(stages)))
+    second = draw(st.sampled_from((None, every[::-1], every[devices:][::-1])))
+    routes = {
+        "routes": [every[:devices] if second and len(second) < len(every) else every, second],
+        "microbatch_routes": draw(st.lists(st.integers(0, 1), min_size=microbatches, max_size=microbatches)),
+    }
     return Problem.from_dict(
         {
-            "microbatches": draw(st.integers(2, 6)),
+            "microbatches": microbatches,
             "p2p_ms": draw(st.sampled_from((0.0, 0.3))),
+            **(routes if second else {}),
             "transfer_mode": draw(st.sampled_from(("half_duplex", "full_duplex"))),
             "devices": [
                 {
@@ -119,6 +127,12 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+def some_rules(simulator: Simulator) -> list[Rules]:
+    """Some twenty of the first rules."""
+    rules = list(first_rules(simulator))
+    return rules[:: 1 + len(rules) // 20]
+
+
 def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> Rules:
     """Rules of which some are others."""
     other, seed = in_rows(rules).copy(), float(random.integers(1, 2**31 - 1))
@@ -130,7 +144,7 @@ def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> 
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, seed: int) -> None:
     simulator, random = Simulator(problem), np.random.default_rng(seed)
-    for rules in first_rules(simulator):
+    for rules in some_rules(simulator):
         for changes in range(3):
             schedule = simulator.schedule(rules, "dispatch")
             simulated = {objective: simulator.length_ms(rules, objective) for objective in ("makespan", "span")}
@@ -150,7 +164,7 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
 def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Problem, seed: int) -> None:
     simulator, random = Simulator(problem), np.random.default_rng(seed)
     state = simulator.new_state()
-    for rules in first_rules(simulator):
+    for rules in some_rules(simulator):
         for _ in range(4):
             plain = PlainListScheduler(simulator.figures, rules)
             assert list_ops(simulator.figures, in_rows(rules), state, NEVER) == plain.run()
@@ -174,7 +188,7 @@ def test_a_descent_tells_what_its_rules_lead_to(problem: Problem, seed: int) -> 
 def test_a_schedule_brings_its_rules_along(problem: Problem, seed: int) -> None:
     """Over the wire, and with them a search begins, as long as the problem is the same."""
     simulator, random = Simulator(problem), np.random.default_rng(seed)
-    for rules in first_rules(simulator):
+    for rules in some_rules(simulator):
         rules = changed(simulator, rules, random)
         if schedule := simulator.schedule(rules, "dispatch"):
             read = Programs.model_validate_json(Programs.from_schedule(schedule).model_dump_json()).schedule(problem)

@@ -80,7 +80,7 @@ def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, proble
 def test_a_small_problem_has_more_than_naive(process, name):
     problem = Problem.load(EXAMPLES / f"{name}.json")
     found = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
-    assert {schedule.method for schedule in found} & {"adaoffload", "dispatch"}
+    assert found[0].method == "adaoffload"
 
 
 def test_an_answer_is_no_longer_than_what_dispatch_begins_with(process):

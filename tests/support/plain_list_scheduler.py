@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.model.arrays import Floats
+from optpipe.model.arrays import NONE, Floats
 from optpipe.model.rules import Rules, level_of, parts_of
 
 F, B, W, C = range(4)
@@ -85,10 +85,11 @@ class PlainListScheduler:
         self.start: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[2]), inf)
         self.ready: Floats = np.full((4, self.stages, self.microbatches), inf)
-        self.ready[F, 0] = 0.0
+        self.place = figures.place[:, figures.alike[rules.order]]  # (S, m)
+        self.ready[F][self.place == 0] = 0.0
         self.begin = [0.0] * self.microbatches
         self.activations = [
-            [self.activation(s, j, int(rules.leaves[s, j])) for j in range(self.microbatches)]
+            [self.activation(s, j, int(rules.leaves[s, j] * self.passes(s, j))) for j in range(self.microbatches)]
             for s in range(self.stages)
         ]
         self.links = [Link(inf) for _ in figures.stages_on_link]
@@ -109,7 +110,7 @@ class PlainListScheduler:
 
     def run(self) -> bool:
         """Returns whether all compute ops have started."""
-        some_leave = bool(self.rules.leaves.any())
+        some_leave = any(each.to_leave or each.variant for row in self.activations for each in row)
         while (place := min((*self.links, *self.devices), key=lambda each: each.look_at)).look_at < inf:
             now = place.look_at
             if isinstance(place, Link):
@@ -125,8 +126,10 @@ class PlainListScheduler:
                     continue
             place.look_at = inf
             self.dispatch(place, now)
-        recomputed = self.rules.leaves < 0
-        return bool((self.start[:C] < inf).all() and (self.start[C][recomputed] < inf).all())
+        return not any(self.next_ops(device) for device in self.devices)
+
+    def passes(self, s: int, j: int) -> bool:
+        return bool(self.place[s, j] != NONE)
 
     def column(self, j: int) -> int:
         """Where the figures stand of the micro-batch that enters as the j-th."""
@@ -150,7 +153,7 @@ class PlainListScheduler:
 
     def with_forward(self, s: int) -> list[Activation]:
         """Activations of a stage whose forward has started, the oldest first."""
-        return self.activations[s][: self.started[F, s]]
+        return [each for each in self.activations[s] if self.start[F, s, each.microbatch] < inf]
 
     def needed_at(self, activation: Activation) -> float:
         s, j = activation.stage, activation.microbatch
@@ -226,21 +229,26 @@ class PlainListScheduler:
         return float(self.start[F, s, j] + self.ms(F, s, j))
 
     def next_to_leave(self, s: int, now: float) -> Activation | None:
-        """The oldest activation with a part that is to leave. What would leave in vain stays: once its backward is
-        ready or no forward needs its room, unless an older one needs that to come back."""
+        """The oldest activation with a part that is to leave. What would leave in vain stays: where it would not
+        be back in time or no forward needs its room, unless an older one needs that to come back."""
         device = self.device_of(s)
-        forwards_left = any(self.started[F, other] < self.microbatches for other in device.stages)
+        forwards_left = any(k == F for k, _, _ in self.next_ops(device))
         older = self.next_to_return.get(s)
         for activation in self.with_forward(s):
             if activation.sent >= activation.to_leave:
                 continue
-            if forwards_left and self.ready[B, s, activation.microbatch] > now:
+            if forwards_left and not self.would_return_late(activation, now):
                 return activation
             waits = older is not None and older.microbatch < activation.microbatch and older.back < older.sent
             if waits and older is not None and device.room + device.frees < older.sizes[older.back]:
                 return activation
             activation.to_leave = activation.sent
         return None
+
+    def would_return_late(self, activation: Activation, now: float) -> bool:
+        to_send, to_fetch = activation.to_leave - activation.sent, activation.to_leave - activation.back
+        takes = to_send * self.transfer_ms(OUT, activation) + to_fetch * self.transfer_ms(BACK, activation)
+        return self.needed_at(activation) < now + takes
 
     def start_offload(self, link: Link, activation: Activation, now: float) -> None:
         part = activation.sent
@@ -271,7 +279,7 @@ class PlainListScheduler:
                 device.look_soon(ready)
             patience = float(self.rules.wait_ms[k, s]) if k in (F, B) else 0.0
             takes = self.takes(k, s, j) + (reserved if k == F else 0)
-            too_many = k == F and j - self.started[B, s] >= self.rules.in_flight[s]
+            too_many = k == F and self.started[F, s] - self.started[B, s] >= self.rules.in_flight[s]
             if ready <= now + patience and takes <= device.room and not too_many:
                 candidates.append((self.rank(k, s, j), ready, k, s, j))
         if candidates:
@@ -293,13 +301,15 @@ class PlainListScheduler:
         ops = []
         for k in (F, B, W, C):
             for s in device.stages:
-                microbatches = [j for j in range(self.microbatches) if k != C or self.activations[s][j].variant]
+                microbatches = [j for j in range(self.microbatches) if self.passes(s, j)]
+                if k == C:
+                    microbatches = [j for j in microbatches if self.activations[s][j].variant]
                 ops += [(k, s, j) for j in microbatches if self.start[k, s, j] == inf][:1]
         return ops
 
     def rank(self, k: int, s: int, j: int) -> tuple[int, int, int]:
         """A backward or recompute before a forward before a weight gradient, the farthest forward, the oldest."""
-        return {F: 1, B: 0, W: 2, C: 0}[k], -s if k == F else 0, j
+        return {F: 1, B: 0, W: 2, C: 0}[k], -self.place[s, j] if k == F else 0, j
 
     def bytes_to_keep_free(self, device: Device, now: float) -> int:
         """For what is to come back or to be computed again next."""
@@ -331,10 +341,11 @@ class PlainListScheduler:
             self.ready[W, s, j] = end
         if k == C:
             activation.computed_at = end
-        if k == F:
-            self.arrive(*((F, s + 1) if s + 1 < self.stages else (B, s)), j, device, now, end)
-        elif k == B and s > 0:
-            self.arrive(B, s - 1, j, device, now, end)
+        after = int(self.figures.next_stage[k, s, column]) if k in (F, B) else NONE
+        if after != NONE:
+            self.arrive(k, after, j, device, now, end)
+        elif k == F:
+            self.arrive(B, s, j, device, now, end)
 
     def arrive(self, k: int, s: int, j: int, sender: Device, now: float, end: float) -> None:
         """The next stage learns when its input is there."""

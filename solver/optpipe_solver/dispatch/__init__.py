@@ -9,7 +9,7 @@ from optpipe.process.protocol import Frame, Request
 
 
 class DispatchEngine:
-    """Finds schedules of one route, with and without transfers and recomputes."""
+    """Finds schedules with and without transfers and recomputes."""
 
     name = "dispatch"
     most_threads: int | None = 1
@@ -17,8 +17,6 @@ class DispatchEngine:
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why the engine cannot work on this problem, None if it can."""
-        if len(problem.all_routes) > 1:
-            return "the micro-batches take several routes, and its rules are for one"
         if problem.microbatches == 1:
             return "with one micro-batch there is nothing to choose"
         return None if problem.costs.ms.any() else "nothing takes any time"

@@ -1,14 +1,35 @@
-"""Heuristics: schedules in milliseconds, for every problem. `STREAMS` goes on to better and better ones."""
+"""Heuristics: a schedule in milliseconds, for every problem, then better and better ones.
+
+`adaoffload` and `zb-auto` search among the rules of the core's list scheduler, in plain Python, so that nothing waits
+for a compiler.
+"""
 
 from __future__ import annotations
 
-from optpipe.evaluate.objective import Objective, length_ms
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, repeat
+from time import monotonic
+from typing import Protocol
+
+from optpipe.dispatch.descents import Step, descents
+from optpipe.dispatch.simulate import Simulator
+from optpipe.errors import InputError
+from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe_solver import plan
-from optpipe_solver.heuristics.generators import STREAMS
+from optpipe.schedule import Schedule, certify
+from optpipe_solver import plan, systems
+from optpipe_solver.heuristics.naive import one_at_a_time
+from optpipe_solver.heuristics.pairs import in_pairs_or_not, with_fused_backwards
 
 __all__ = ["STREAMS", "generate"]
+
+
+class Stream(Protocol):
+    """A heuristic: yields one schedule at least, and ends soon after the deadline, a moment of `time.monotonic`."""
+
+    def __call__(self, problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]: ...
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
@@ -17,3 +38,91 @@ def generate(method: str, problem: Problem, objective: Objective = "makespan") -
     tries = min(plan.GENERATE_TRIES, max(2, plan.GENERATE_OPS // (3 * passes)))
     schedules = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
     return min(schedules, key=lambda schedule: length_ms(schedule, objective))
+
+
+def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+    """One micro-batch at a time, with offload or recompute only where memory demands it."""
+    yield one_at_a_time(problem, "naive")
+
+
+def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+    """Zero bubble's automatic schedule within memory (Qi et al. 2023, section 3).
+
+    Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
+    handcrafted ZB-H1 and ZB-H2 where these fit.
+    """
+    yield from _by_rules(problem, "zb-auto", ("zb-h1", "zb-h2"), objective, deadline, some_leave=False)
+
+
+def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+    """AdaOffload (OptPipe, Algorithm 1).
+
+    Before its first backward a stage runs the forwards that memory admits. Then an offload follows each forward and a
+    reload precedes its backward, as in PipeOffload. What may be in flight, which activations leave or are recomputed,
+    and how early a reload starts are searched by simulation. It is never worse than PO-H and PO-F (Wan et al. 2025)
+    where these apply to the stages and fit.
+    """
+    yield from _by_rules(problem, "adaoffload", ("po-h", "po-f"), objective, deadline, some_leave=True)
+
+
+STREAMS: dict[str, Stream] = {
+    "naive": naive,
+    "zb-auto": zero_bubble,
+    "adaoffload": ada_offload,
+}
+
+
+def _by_rules(
+    problem: Problem, method: str, published: Sequence[str], objective: Objective, deadline: float, some_leave: bool
+) -> Iterator[Schedule]:
+    """Yield the shortest schedule so far for each that is simulated, from the first that fits on.
+
+    After that one come the published schedules. One micro-batch at a time is the answer where no rules lead to any.
+    """
+    best: Schedule | None = None
+    lengths, failures, began = {NEVER}, 0, monotonic()
+    for simulator, step in _steps(problem, objective, some_leave):
+        before, is_first, failures = best, best is None, failures + 1
+        if step.ms not in lengths or (step.ms < NEVER and problem.overlap_factor is not None):  # pairs tell them apart
+            lengths.add(step.ms)
+            if schedule := simulator.schedule(step.rules, method):
+                best = _shortest(objective, best, *in_pairs_or_not(problem, schedule))
+        if is_first and best is not None:
+            yield best
+            best = _shortest(objective, best, *_of_systems(published, problem, method, objective, deadline))
+        if best is not None:
+            yield best
+        failures = failures if best is before else 0
+        ended = monotonic()
+        if failures == plan.DESCENT_FAILURES or 2 * ended - began > deadline:  # another one might take as long
+            break
+        began = ended
+    if best is None:
+        yield one_at_a_time(problem, method)
+
+
+def _steps(problem: Problem, objective: Objective, some_leave: bool) -> Iterator[tuple[Simulator, Step]]:
+    """Search in rules; where ops may run in pairs, also with fused backwards, in turn."""
+    problems = [problem] if problem.overlap_factor is None else [problem, with_fused_backwards(problem)]
+    simulators = [Simulator(each, is_compiled=False) for each in problems]
+    for simulator in () if some_leave else simulators:
+        choices = simulator.choices
+        simulator.choices = choices._replace(parts=0 * choices.parts, levels=0 * choices.levels)
+    searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]
+    return chain.from_iterable(zip(*searches, strict=False))
+
+
+def _shortest(objective: Objective, *schedules: Schedule | None) -> Schedule | None:
+    return min(filter(None, schedules), key=lambda each: length_ms(each, objective), default=None)
+
+
+def _of_systems(
+    names: Sequence[str], problem: Problem, method: str, objective: Objective, deadline: float
+) -> Iterator[Schedule]:
+    """Yield the schedules of those systems that apply to the problem's stages and fit."""
+    for name in names:
+        if monotonic() < deadline:
+            with suppress(InputError):  # it does not apply to these stages
+                schedule = replace(systems.in_best_order(name, problem, "keep", objective), method=method)
+                if certify(problem, schedule).fits:
+                    yield schedule

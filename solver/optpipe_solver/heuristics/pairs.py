@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import add
 
 import numpy as np
 
 from optpipe.lift import TOLERANCE_MS
 from optpipe.model.ops import BACKWARD, Kind
-from optpipe.model.program import JOINED, Program
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, Program
+from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule, check
+
+
+def with_fused_backwards(problem: Problem) -> Problem:
+    """The problem in which B does what B and W do: a forward finds more to run with in it."""
+    return problem.replace(
+        stages=[
+            stage.model_copy(
+                update={
+                    "backward_input_ms": each_microbatch(add, stage.backward_input_ms, stage.backward_weight_ms),
+                    "backward_weight_ms": 0.0,
+                    "saved_for_weight_bytes": 0,
+                }
+            )
+            for stage in problem.stages
+        ]
+    )
+
+
+def in_pairs_or_not(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
+    """Yield a schedule of the problem, or of that with fused backwards, as one of the problem, then with pairs."""
+    if schedule.problem is not problem:
+        programs = []
+        for program in schedule.programs:
+            table = program.table[program.table[:, KIND] != Kind.W].copy()
+            table[table[:, KIND] == Kind.B, KIND] = Kind.BW
+            programs.append(Program(table))
+        schedule = replace(schedule, problem=problem, programs=tuple(programs), rules=None)
+        if check(problem, schedule):
+            return
+    yield schedule
+    if joined := join_pairs(schedule):
+        yield joined
 
 
 def join_pairs(schedule: Schedule) -> Schedule | None:
