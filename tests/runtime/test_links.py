@@ -152,6 +152,13 @@ def test_an_order_that_cannot_be_kept_is_refused(order: list[str], told: str) ->
             prepare(schedule, rank, Layout.from_problem(schedule.problem))
 
 
+def test_the_digest_depends_on_the_order() -> None:
+    layout = Layout.make([0, 1], 3, links=["pcie0", "pcie0"])
+    other = ["1O0", "0O0", *ORDER[2:]]
+    a, b = (Schedule.parse(shared([0, 1], 3, ["pcie0"] * 2), OFFLOADED, {"pcie0": order}) for order in (ORDER, other))
+    assert prepare(a, 0, layout).digest != prepare(b, 0, layout).digest
+
+
 def test_ranks_that_share_a_link_exchange_a_byte_before_any_step(four_ranks: Ranks) -> None:
     """Which only NCCL needs; gloo shows that nobody waits for ever."""
     assert four_ranks(rank_links.meet, members=[0, 1, 3]) == [True, True, False, True]

@@ -197,6 +197,11 @@ def test_wrong_uses_of_a_host_optimizer_are_refused(ranks: Ranks) -> None:
         assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
 
 
+def test_a_failure_in_an_update_is_named(ranks: Ranks) -> None:
+    notes = ranks(rank_optimizer.failing_update, schedule=wave())[0]
+    assert any("rank 0 was at the end of the step; what failed is 2U0: U of stage 2" in note for note in notes)
+
+
 def test_profiled_times_of_the_host(ranks: Ranks) -> None:
     for measured, unchanged in ranks(rank_optimizer.profiled, placement=[0, 1, 0, 1], microbatches=M, hosted=[2, 3]):
         assert unchanged

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.clock import wait_for
 from optpipe_runtime.ranks import watch
 from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import MOST_BLOCKS, Team, nccl_options
 from optpipe_runtime.ranks.watch import all_at_once
 
 
@@ -176,3 +177,11 @@ def test_a_wait_for_an_event_asks_whether_it_is_in_vain() -> None:
     event = Soon()
     with pytest.raises(OptPipeError, match="rank 1: not today"):
         wait_for(event, require)
+
+
+def test_groups_on_gpus_use_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None), _timeout=None)
+    fake = SimpleNamespace(Options=lambda: made)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+    assert nccl_options(timedelta(seconds=9)) is made
+    assert (made.config.min_ctas, made.config.max_ctas, made._timeout) == (1, MOST_BLOCKS, timedelta(seconds=9))

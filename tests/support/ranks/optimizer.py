@@ -264,6 +264,30 @@ def mistakes(schedule: Schedule) -> list[str]:
         )
 
 
+def failing_update(schedule: Schedule) -> list[str]:
+    """The notes of what stage 2's optimizer raises on rank 0; nothing on rank 1."""
+
+    def breaks(named: Any) -> torch.optim.Optimizer:
+        optimizer = adam(named)
+        optimizer.register_step_pre_hook(_fail)
+        return optimizer
+
+    training = Training(
+        Layout.from_problem(schedule.problem), [2, 3], breaks if torch.distributed.get_rank() == 0 else adam
+    )
+    try:
+        training.step(0, schedule)
+    except ValueError as error:
+        return error.__notes__
+    finally:
+        training.pipe.close()
+    return []
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("not today")
+
+
 def profiled(placement: Sequence[int], microbatches: int, hosted: Sequence[int]) -> tuple[Problem, bool]:
     training = Training(Layout.make(placement, microbatches), hosted)
     before = parameters(training.modules)
