@@ -12,6 +12,7 @@ from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems_with_schedules
 
 from optpipe import DeadlockError, Op, Problem, Schedule, ScheduleError, check, simulate
+from optpipe.evaluate import jit
 from optpipe.evaluate import timeline as timeline_module
 from optpipe.evaluate.jit import ENOUGH, LazyJit
 from optpipe.model.ops import COMPUTE, MARKS
@@ -91,6 +92,24 @@ def test_a_loop_is_compiled_even_where_no_cache_can_be_written():
     loop = LazyJit(here["twice"])
     assert loop(ENOUGH + 1, 21) == 42
     assert loop._compiled not in (None, here["twice"])
+
+
+def test_threads_that_call_a_loop_together_compile_no_compiled_one(monkeypatch):
+    """Another thread may come between any two stores: here a call follows each of them."""
+
+    class Interrupted(LazyJit):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name != "_work" and "_work" in self.__dict__:
+                assert self(0, 1) == 2
+
+    def plain(x):
+        return x + 1
+
+    given_to_numba = []
+    monkeypatch.setattr(jit, "compiled", lambda function: given_to_numba.append(function) or (lambda x: x + 1))
+    assert Interrupted(plain)(ENOUGH + 1, 1) == 2
+    assert given_to_numba == [plain]
 
 
 def test_a_shared_link_is_one_queue():
