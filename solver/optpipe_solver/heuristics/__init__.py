@@ -22,6 +22,7 @@ from optpipe.schedule import Schedule, certify
 from optpipe_solver import plan, systems
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.pairs import in_pairs_or_not, with_fused_backwards
+from optpipe_solver.paths import needs_fused
 
 __all__ = ["STREAMS", "generate"]
 
@@ -102,8 +103,9 @@ def _by_rules(
 
 
 def _steps(problem: Problem, objective: Objective, some_leave: bool) -> Iterator[tuple[Simulator, Step]]:
-    """Search in rules; where ops may run in pairs, also with fused backwards, in turn."""
-    problems = [problem] if problem.overlap_factor is None else [problem, with_fused_backwards(problem)]
+    """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
+    fuses = problem.overlap_factor is not None or needs_fused(problem).any()
+    problems = [problem, with_fused_backwards(problem)] if fuses else [problem]
     simulators = [Simulator(each, is_compiled=False) for each in problems]
     for simulator in () if some_leave else simulators:
         choices = simulator.choices
