@@ -31,13 +31,13 @@ from benchmarks.random_problems import random_problem  # noqa: E402
 from optpipe.evaluate.objective import raises, reaches, shorter  # noqa: E402
 from optpipe.model.problem import Problem  # noqa: E402
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Request  # noqa: E402
-from optpipe_solver import methods, plan  # noqa: E402
+from optpipe_solver import plan  # noqa: E402
 from optpipe_solver.portfolio import Portfolio, engine_processes, engine_runs, heuristic_runs  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ablation.jsonl"
 ENGINES = tuple(dict.fromkeys(run.engine for run in plan.AUTO))
-HEURISTICS = (*methods.HEURISTICS, "published")
+HEURISTICS = (*plan.HEURISTICS, "published")
 KEYS = ("problem", "sha256", "seconds", "heuristics", "without")
 
 
@@ -132,8 +132,8 @@ def run_heuristics(portfolio: Portfolio) -> None:
 def without_part(name: str) -> Iterator[None]:
     """Leave an engine, a heuristic or the published schedules out of `auto`."""
     engines = tuple(run for run in plan.AUTO if run.engine != name)
-    heuristics = tuple(heuristic for heuristic in methods.HEURISTICS if heuristic != name)
-    with patch.object(plan, "AUTO", engines), patch.object(heuristic_runs, "HEURISTICS", heuristics):
+    heuristics = tuple(heuristic for heuristic in plan.HEURISTICS if heuristic != name)
+    with patch.object(plan, "AUTO", engines), patch.object(plan, "HEURISTICS", heuristics):
         if name == "published":
             with patch.object(heuristic_runs, "variants", lambda problem: iter(())):
                 yield

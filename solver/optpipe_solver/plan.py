@@ -57,6 +57,7 @@ POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 
 # Heuristics in the portfolio
+HEURISTICS = ("adaoffload", "naive")  # the most promising first; the rules of `zb-auto` are among those of `adaoffload`
 ALL_EVERY_ROUNDS = 4  # rounds of heuristics from one in which all take part to the next; between them only the best
 LARGE_PARTS = 3_000  # parts of activations for which list scheduling takes some tenths of a second
 JITTER_WORK = 3  # a schedule whose percentile is simulated counts this many times

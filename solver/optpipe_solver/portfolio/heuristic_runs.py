@@ -74,14 +74,14 @@ class HeuristicRuns:
         self._chunked = len(problem.stages) > len(problem.devices)
 
     def streams(self) -> Streams:
-        """The schedules of what the request names, a heuristic or a system; else of every heuristic.
+        """The schedules of what the request names, a heuristic or a system; else of `plan.HEURISTICS`.
 
         The most promising comes first. Where list scheduling takes its time `naive`, which takes none, does.
         """
         request, problem = self._request, self._request.problem
         if self._system:
             return {request.method: iter([self._system])}
-        names = [request.method] if request.method in HEURISTICS else list(reversed(HEURISTICS))
+        names = [request.method] if request.method in HEURISTICS else list(plan.HEURISTICS)
         if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > plan.LARGE_PARTS:
             names.sort(key=lambda name: name != "naive")
         return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
