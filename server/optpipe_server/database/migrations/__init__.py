@@ -20,7 +20,7 @@ _LOCK = 0x6F70_7470_6970_65  # advisory lock of PostgreSQL, held while a process
 def upgrade(connection: Connection, only_check: bool = False) -> None:
     """Bring the tables up to date in the connection's transaction, or with `only_check` change nothing.
 
-    Raises `InputError` if they are those of a newer release, or with `only_check` of an older one.
+    Raises `InputError` if this release does not know them, or with `only_check` if they are those of an older one.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
@@ -33,12 +33,12 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
         return
     if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
         raise InputError(
-            f"database: its tables have revision {current!r}, which this release does not know; a newer one made them"
+            f"database: its tables have revision {current!r}, which this release does not know; another one made them"
         )
     if only_check:
         raise InputError("database: a process of an older release uses it; end that first")
     if current is None:
-        metadata.create_all(connection)
+        metadata.create_all(connection, checkfirst=False)  # tables of another program are an error
         connection.execute(insert(probes).values(number=1, text=""))
         context.stamp(scripts, "head")
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-revision = "0001"
+revision = "0002"  # 0001 had no table of rules, and was never released
 down_revision = None
 
 
