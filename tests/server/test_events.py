@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,8 +20,6 @@ from support.service import events, running
 
 from optpipe_server import Settings
 from optpipe_server.http.job_updates import PING, EventStream, JobUpdates, Topic
-
-Serving = Callable[[Settings], httpx.Client]
 
 
 def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -> list[dict[str, Any]]:

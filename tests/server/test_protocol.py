@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -174,7 +175,9 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     submit(client, method="infeasible")
     told = client.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain")
-    assert 'optpipe_jobs{state="infeasible"} ' in told.text
+    counted = re.search(r'optpipe_jobs\{state="infeasible"\} (\S+)', told.text)
+    assert counted
+    assert float(counted[1]) >= 1
     assert 'optpipe_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in told.text
 
 

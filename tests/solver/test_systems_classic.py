@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from optpipe_solver import heuristics
 from optpipe_solver.systems import generate, parse
 from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FULL: dict[str, Any] = {
     "recompute_ms": 1.0,
     "checkpoint_bytes": ACTIVATION // 5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import Any, Literal, get_args
 
 from fastapi import APIRouter, Request
@@ -61,9 +60,11 @@ async def readyz(request: Request) -> Ready:
 def metrics(context: Context) -> Response:
     """The counters of this process in Prometheus' text format, and the number of jobs in each state if the database
     answers."""
-    JOBS.clear()
-    with suppress(SQLAlchemyError):
+    try:
         counted = context.service.jobs.count()
+    except SQLAlchemyError:
+        JOBS.clear()
+    else:
         for state in get_args(State):
             JOBS.labels(state).set(counted.get(state, 0))
     return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)

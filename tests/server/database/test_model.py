@@ -195,6 +195,10 @@ class Model(RuleBasedStateMachine):
             job.learn_bound(told_ms)
             job.changes += 1
 
+    @rule(claim=claims, worker=st.sampled_from(["v", "w"]))
+    def note(self, claim: Claim, worker: str) -> None:
+        self.write(claim, worker, lambda leases: leases.note(claim, "still here"))
+
     @rule(target=claims, claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def reload(self, claim: Claim, worker: str, spent: float) -> object:
         job, new = self.write(claim, worker, lambda leases: leases.reload(claim, spent))

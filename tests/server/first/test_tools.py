@@ -28,7 +28,6 @@ from optpipe_server.settings import LOCAL
 from optpipe_solver.systems import generate
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
-SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

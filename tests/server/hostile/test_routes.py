@@ -15,7 +15,6 @@ from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http.replies import NO_ROUTE
 from optpipe_server.http.server import Server
 
-GUARDED = [call for call in CALLS if call.scope]
 OF_JOB = [call for call in CALLS if call.of_job]
 NOBODY = "0" * 32
 
