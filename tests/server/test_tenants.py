@@ -12,6 +12,7 @@ from support.jobs import submit
 
 from optpipe_server.database import Database, Jobs
 from optpipe_server.database.keys import Keys
+from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import QUEUED_OF_A_TENANT, ComputeQueue, Shares, Turns
 from optpipe_server.settings import LOCAL
@@ -29,6 +30,21 @@ def test_a_tenant_has_its_share_and_another_one_too() -> None:
             held.enter_context(shares.one(tenant))
     with shares.one("a"), shares.one("a"):
         pass
+
+
+def test_a_tenant_has_half_of_the_streams(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    updates = JobUpdates(Jobs(database), most=2)
+
+    async def follow(*tenants: str) -> None:
+        for tenant in tenants[:1]:
+            async with updates.subscribe(tenant, "job", version=0):
+                await follow(*tenants[1:])
+
+    with pytest.raises(ReplyError, match="Your tenant has 1 clients that follow jobs already"):
+        asyncio.run(follow("a", "a"))
+    asyncio.run(follow("a", "b"))
+    database.close()
 
 
 def test_turns_of_a_tenant_hold_up_only_itself() -> None:

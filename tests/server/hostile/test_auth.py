@@ -161,6 +161,15 @@ def test_malformed_keys(client: Local, keys: Keys) -> None:
     assert client.get("/v1/jobs", {"Authorization": f"bEARER  {right}"}).status_code == 200
 
 
+def test_a_revoked_key_is_rejected_within_seconds(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, clock = keys.create("lab", ["read"]), [100.0]
+    monkeypatch.setattr(auth.time, "monotonic", lambda: clock[0])
+    assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
+    keys.revoke(key.split("_")[1])
+    clock[0] += auth.REMEMBERED_S + 0.1
+    assert client.get("/v1/jobs", headers=bearer(key)).status_code == 401
+
+
 def test_made_up_keys_hold_nobody_up_and_a_new_one_works_at_once(app: FastAPI, keys: Keys) -> None:
     """While a query for made-up keys hangs, a key that is known is answered; all of them wait for a few queries."""
     known = keys.create("lab", ["read"])
