@@ -18,6 +18,7 @@ from optpipe.schedule import Schedule
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
 SHARES = (1.0, 3 / 4, 1 / 2, 1 / 4)  # of the activations of each stage, at first
+LEADS = (1.0, 2.0)  # how early all activations that leave are to be back, in times of their transfer
 # Where micro-batches differ devices wait for F and B, as shares of the longest: small ones do not slip in before.
 WAITS = ((0.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.2, 0.0))
 
@@ -41,14 +42,15 @@ def first_rules(simulator: Simulator) -> Iterator[Rules]:
     to_the_end, as_memory_admits = stages_to_end(problem), np.full(simulator.stages, problem.microbatches)
     limits = [as_memory_admits, to_the_end, to_the_end + 1, 2 * to_the_end - 1, *np.unique(shares, axis=0)[::-1]]
     all_stay = np.zeros((simulator.stages, problem.microbatches), dtype=np.int64)
-    leaves = [*(spread(simulator, relief, share) for share in SHARES for relief in _reliefs(choices)), all_stay]
+    reliefs = [(spread(simulator, relief, share), share) for share in SHARES for relief in _reliefs(choices)]
+    leaves = [(what, lead) for what, share in reliefs for lead in (LEADS if share == 1 else LEADS[:1])]
     waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
     orders = list(entry_orders(problem))
     for in_flight in limits:
-        for what_leaves in leaves:
+        for what_leaves, lead in (*leaves, (all_stay, 1.0)):
             for wait_ms in waits if what_leaves is all_stay else waits[:1]:
                 for order in orders:
-                    yield Rules(in_flight, wait_ms, what_leaves, choices.carry_ms, order)
+                    yield Rules(in_flight, wait_ms, what_leaves, lead * choices.carry_ms, order)
 
 
 def entry_orders(problem: Problem) -> Iterator[Ints]:

@@ -18,6 +18,7 @@ GZIP = b"\x1f\x8b"  # what every file packed by gzip begins with
 PIECE = 2**20  # characters
 LARGEST = 2**26  # of one value beside the events, or of one event
 _BETWEEN = re.compile(r"[ \t\n\r]*")
+_NUMBER = re.compile(r"[-+.eE\d]*")  # what may follow in a number that is cut
 
 
 def read_pieces(path: str | Path) -> Iterator[str]:
@@ -122,7 +123,10 @@ class Events:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
-                if end < len(self._text) or isinstance(value, (dict, list, str)) or not self._more(1):
+                goes_on = cast(re.Match[str], _NUMBER.match(self._text, end)).end() == len(
+                    self._text
+                )  # a number, maybe
+                if isinstance(value, (dict, list, str)) or not goes_on or not self._more(1):
                     self._at = end
                     return value
             except RecursionError:

@@ -65,7 +65,7 @@ def test_a_search_in_rules_goes_on_where_it_ended() -> None:
     search = RulesSearch(problem, None, "makespan")
     assert search.go_on(10**6, until=time.monotonic()) is None
     assert search.ms == NEVER
-    lengths = [schedule.makespan_ms for most in (1, 5 * 10**5, 2 * 10**6) if (schedule := search.go_on(most))]
+    lengths = [schedule.makespan_ms for most in (10**5, 5 * 10**5, 2 * 10**6) if (schedule := search.go_on(most))]
     assert lengths == sorted(lengths, reverse=True)
     assert len(set(lengths)) == 3
     at_once = by_rules(problem, None, "makespan", 2 * 10**6)
