@@ -65,6 +65,10 @@ def test_what_is_whole_stays_so() -> None:
     assert grid.exact
     assert [grid.duration(Op(kind, 0, 0)) for kind in (Kind.F, Kind.B, Kind.W)] == [9, 10, 8]  # of 1.15 ms
     assert not Grid.for_problem(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
+    problem = problem_of([stage(0, (0.1, 0.2, 0.4), 5, again=(0.1, 1))], [5], 2)  # as floats 0.7000000000000001
+    assert Grid.for_problem(problem, 7).exact
+    some_take_none = problem.stages[0].model_copy(update={"recompute_ms": (0.1, 0.0)})
+    assert not Grid.for_problem(problem.replace(stages=[some_take_none])).exact
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])

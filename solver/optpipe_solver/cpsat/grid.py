@@ -62,9 +62,10 @@ class Grid:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
         work = np.zeros((len(problem.devices), problem.microbatches))
         np.add.at(work, problem.costs.device, problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0))
-        coarsest = max(exact(work.max()) / finest, exact(serial_ms(problem)) / LONGEST)
+        busiest = round(Fraction(work.max()) / unit) * unit  # a sum of times is a multiple of their unit, too
+        coarsest = max(busiest / finest, exact(serial_ms(problem)) / LONGEST)
         lasting = problem.costs.ms[[Kind.F, Kind.B, Kind.W]].all() and all(
-            level.recompute_ms for stage in problem.stages for level in stage.all_levels
+            np.all(level.recompute_ms) for stage in problem.stages for level in stage.all_levels
         )
         return cls(problem, max(unit, coarsest), exact=bool(unit >= coarsest and lasting))
 
