@@ -13,6 +13,7 @@ from optpipe import Problem, Schedule, check
 from optpipe.evaluate.jitter import Noise
 from optpipe.process.protocol import Bound, Incumbent, Note, Programs, Request
 from optpipe_solver import plan, robust
+from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio, engine_processes
 
@@ -83,7 +84,7 @@ def test_nothing_is_optimal_by_a_bound_on_nominal_times():
     assert result.value_ms == Noise(problem, 0.05, seed=3).percentile_ms(result.schedule.compiled)
     assert result.percentile_ms > result.lower_bound_ms
     assert [step.value_ms for step in result.history][-1] == result.percentile_ms
-    assert result.notes == ()
+    assert {*result.notes} <= {COMPILING}
 
 
 def test_where_nothing_is_to_be_gained_by_nominal_times_only_robust_goes_on(monkeypatch):

@@ -62,8 +62,8 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
     at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
     most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
-    added (`_unused`, `_idle`). Where whole activations can be counted, all choices for them are (`least_of_all`). The
-    `deferral_bound` holds as well, and alone where more micro-batches differ than can be looked at.
+    added (`_unused`). The `deferral_bound` holds as well, and alone where more micro-batches differ than can be looked
+    at.
     """
     problem = without_evictions(problem)
     paths, work = shortest_paths(problem), _work(problem, (Kind.B, Kind.W))
