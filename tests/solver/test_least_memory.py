@@ -48,6 +48,9 @@ def test_the_deepest_stage_needs_its_activation_and_the_residuals_before_it():
         on_one_device([stage(10, **offload(8), recompute_ms=1.0, checkpoint_bytes=1), stage(7), stage(9)], 100)
     ) == [17]
     assert least_memory(on_one_device([stage(10, **offload(10)), stage(7), stage(2)], 100)) == [10]
+    cheap = {"name": "cheap", "recompute_ms": 1.0, "checkpoint_bytes": 4, "offload_ms": 1.0, "reload_ms": 1.0}
+    leaving = stage(10, levels=[{**cheap, "offload_bytes": 3}])  # of the checkpoint one byte stays
+    assert least_memory(on_one_device([leaving, stage(7), stage(9)], 100)) == [17]
 
 
 def test_a_host_limit_admits_the_best_subset():

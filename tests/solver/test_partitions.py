@@ -132,6 +132,9 @@ def test_bytes_over_time_bound_all_partitions():
     ample, short = model(layers, [100, 100], 8, 0.0), model(layers, [2, 2], 8, 0.0)
     assert partition_bound(ample) == (8 * 8 + 1 + 1) / 2
     assert partition_bound(short) == (8 * (8 + 6 + 4 + 2) / 2 + 1) / 2
+    for more in ({"away": (1, 1, 1)}, {"again": (1, 0)}):  # what can leave is held during its ops alone
+        leaving = model([stage(0, (1, 1, 0), 1, **more)] * 4, [2, 2], 8, 0.0)
+        assert partition_bound(leaving) == partition_bound(ample)
 
 
 @settings(max_examples=examples(100), deadline=None)
