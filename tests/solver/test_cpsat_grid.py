@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from optpipe.evaluate.effects import Effects
 from optpipe.model.arrays import NONE
 from optpipe.model.records import Level
 from optpipe_solver.cpsat.grid import BACKWARDS, LONGEST, Grid
+from optpipe_solver.exact import common_step_ms
 
 times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 
@@ -69,6 +73,14 @@ def test_what_is_whole_stays_so() -> None:
     assert Grid.for_problem(problem, 7).exact
     some_take_none = problem.stages[0].model_copy(update={"recompute_ms": (0.1, 0.0)})
     assert not Grid.for_problem(problem.replace(stages=[some_take_none])).exact
+
+
+@pytest.mark.parametrize(
+    ("more", "p2p"), [({}, 0.5), ({"away": (2, 4, 4), "parts": 4}, 2.0), ({"again": (0.5, 1)}, 2.0)]
+)
+def test_messages_parts_and_recomputation_are_multiples_of_the_step(more: dict[str, Any], p2p: float) -> None:
+    problem = problem_of([stage(d, (2, 4, 2), 5, **more) for d in range(2)], [9, 9], 2, p2p)
+    assert common_step_ms(problem) == Fraction(1, 2)
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
