@@ -44,7 +44,7 @@ async def all_schedules(sent: WorkbenchBody, context: Context) -> Response:
 
 
 class _Row(NamedTuple):
-    """One method: the fields of its `WorkbenchRow` but `drawn`, and its schedule, if it has one."""
+    """One method: what the reply says of it but `drawn`, and its schedule, if it has one."""
 
     shown: dict[str, Any]
     schedule: Schedule | None
@@ -56,7 +56,7 @@ class _Row(NamedTuple):
 
 
 def _drawn_all(generator: WarmProcess, sent: WorkbenchBody) -> dict[str, Any]:
-    """What a `Workbench` says. Raises `InputError` for an unknown method, `ReplyError` (503) if it takes too long."""
+    """What the route replies. Raises `InputError` for an unknown method, `ReplyError` (503) if it takes too long."""
     frames: list[Frame] = []
     request = CompareRequest(problem=sent.problem, methods=sent.methods, placements=sent.placements)
     if not generator.ask(request, time.monotonic() + LONGEST_S, frames.append):
