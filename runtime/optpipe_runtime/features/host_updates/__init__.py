@@ -5,6 +5,6 @@
 """
 
 from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer
-from optpipe_runtime.features.host_updates.updates import HostUpdates, require_optimizers
+from optpipe_runtime.features.host_updates.updates import HostUpdates
 
-__all__ = ["HostOptimizer", "HostUpdates", "require_optimizers"]
+__all__ = ["HostOptimizer", "HostUpdates"]
