@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch.distributed as dist
 from support.ranks import cases
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
 
 
 def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> None:
@@ -47,3 +49,24 @@ def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None
         assert sentences[11].startswith("rank 0: load was given no optpipe.Schedule on rank 0; if a search found none")
     assert told[0][12] == "offer was given a NoneType: an optpipe.Schedule can be offered"
     assert told[1][12] == "offer was called on rank 1: schedules are offered on rank 0"
+
+
+def without_host_memory(first: Schedule, away: Schedule) -> tuple[list[str], list[int]]:
+    """Rank 0, which lacks host memory, loads and offers `away`: what `load` says, and the versions that ran."""
+    rank = dist.get_rank()
+    with Pipeline(cases.own_stages([0, 1]), [0, 1], cases.loss_fn, 4, host_memory_bytes=None if rank else 1000) as pipe:
+        pipe.load(first)
+        pipe.step(*cases.batch(0, 4))
+        told = cases.refusals(lambda: pipe.load(away))
+        if rank == 0:
+            pipe.offer(away)
+        return told, [pipe.step(*cases.batch(0, 4)).version for _ in range(10)]
+
+
+def test_no_rank_swaps_if_one_lacks_host_memory(ranks: Ranks) -> None:
+    first, away = (
+        Schedule.parse(cases.problem([0, 1], 4), [text, ONE_F_ONE_B[1]]) for text in (ONE_F_ONE_B[0], OFFLOADED[0])
+    )
+    for (complaint,), versions in ranks(without_host_memory, first=first, away=away):
+        assert complaint.startswith("rank 0: host_memory_bytes = 1 kB:")
+        assert versions == [1] * 10

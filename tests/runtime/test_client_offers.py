@@ -88,3 +88,14 @@ def test_only_the_last_of_many_changes_counts() -> None:
         until(lambda: client.ended)
     told = [Problem.from_dict(request.json()["problem"]) for request in asked if request.path.endswith("/problem")]
     assert told == [chain(scale=1.25), last]
+
+
+def test_a_service_that_was_unavailable_gets_the_newest_costs() -> None:
+    table = {**finding(gpipe(SLOWER)), "/jobs": one_after_the_other(fake.silent, fake.job())}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
+        until(lambda: asked)
+        client.update(SLOWER, None)
+        assert until(client.poll).schedule.problem == SLOWER
+    first, second = [request for request in asked if request.path == "/v1/jobs"]
+    assert Problem.from_dict(second.json()["problem"]) == SLOWER
+    assert first.headers["Idempotency-Key"] != second.headers["Idempotency-Key"]

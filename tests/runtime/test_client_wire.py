@@ -308,12 +308,14 @@ def test_a_job_that_cannot_go_on_is_followed_by_another(status: int, cancelled: 
 
 
 def test_a_full_queue_is_asked_again_with_the_costs() -> None:
+    """What was found for the costs before is not fetched."""
     slower = chain(scale=1.5)
     problem = one_after_the_other(Answer(429, headers={"Retry-After": "0"}), fake.resetting, fake.job(version=2))
-    events = one_after_the_other(ENDS, fake.events(fake.one(2, version=2), fake.end()))
-    table = {"/jobs": JOB, "/events": events, "/problem": problem, "/1": GOOD, "/2": fake.incumbent(gpipe(slower), 2)}
+    events = one_after_the_other(ENDS, fake.events(fake.one(2), fake.one(3, version=2), fake.end()))
+    table = {"/jobs": JOB, "/events": events, "/problem": problem, "/1": GOOD, "/3": fake.incumbent(gpipe(slower), 3)}
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(client.poll)
         client.update(slower, None)
-        assert until(client.poll).seq == 2
+        assert until(client.poll).seq == 3
     assert [request.path for request in asked].count("/v1/jobs") == 1
+    assert not any(request.path.endswith("/incumbents/2") for request in asked)

@@ -85,6 +85,11 @@ def test_a_stage_that_becomes_slower_is_drift_and_its_times_are_right() -> None:
     )
 
 
+def test_only_the_last_steps_count() -> None:
+    old = [report({kind: 3 * ms for kind, ms in AS_PROFILED.items()})] * 30
+    assert measured(*old, *[report(AS_PROFILED)] * 4, window=4) == PROBLEM
+
+
 def test_a_fused_backward_stretches_both_halves() -> None:
     uneven = PROBLEM.replace(stages=[stage.model_copy(update={"backward_weight_ms": 5.0}) for stage in PROBLEM.stages])
     found = measured(report({Kind.F: 10.0, Kind.BW: 30.0}), problem=uneven)

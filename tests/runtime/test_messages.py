@@ -21,9 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, StepReport
+from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.lowering.plan import UNDER_WAY
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.stage.io import Spec, StageIO
 
 ROWS, WIDTH = 64, 512
 MESSAGE_BYTES = ROWS * WIDTH * 4
@@ -96,3 +98,13 @@ def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
 ) -> None:
     schedule = data.draw(schedules(cases.problem(placement, 3)))
     same(four_ranks, placement, [[program.texts() for program in schedule.programs]], exact=False)
+
+
+def test_what_messages_may_hold_is_set_aside() -> None:
+    """Two each way for each neighbour; of a stage on this rank nothing."""
+    large, small = Spec((10,), torch.float32, True), Spec((3,), torch.float32, True)
+    io = {
+        (s, 0): StageIO((), begins=s == 0, ends=False, outputs=(spec,), reached=(frozenset({0}),), needed=(0,))
+        for s, spec in enumerate([large, small, small])
+    }
+    assert [messages_reserve(rank, Layout.make([0, 1, 1, 2], 4), io) for rank in range(3)] == [160, 160 + 48, 48]

@@ -181,6 +181,13 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
         HostPool(CUDA).reserve(1)
 
 
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: None)
+    monkeypatch.setattr(host_pool, "PIECE", 1 << 60)
+    with pytest.raises(OptPipeError, match=r"^1150000 TB of host memory could not be allocated: \[Errno 12\]"):
+        HostPool(CPU).reserve(1 << 60)
+
+
 CGROUP = "sys/fs/cgroup/"
 FREE = {
     "proc/meminfo": "MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:     500 kB\n",
