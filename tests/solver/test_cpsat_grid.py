@@ -52,6 +52,7 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     for op, most in zip(ops, (f, b, w, c, o / parts, r / parts, r / parts, o / parts), strict=True):
         assert grid.ms(grid.duration(op)) <= most * (1 + 1e-12)
     assert grid.ms(grid.forward_delay(1, 0)) <= p2p
+    assert sorted(grid.parts(0, 0)) == list(range(2 * parts))  # those of the activation, then of the checkpoint
     for of_level, nbytes in ((NONE, leaves), (0, min(leaves, checkpoint))):
         sizes = [size for p, size in grid.parts(0, 0).items() if grid.level_of_part(0, p) == of_level]
         assert sum(sizes) * grid.grain <= nbytes
@@ -70,7 +71,8 @@ def test_what_is_whole_stays_so() -> None:
     assert [grid.duration(Op(kind, 0, 0)) for kind in (Kind.F, Kind.B, Kind.W)] == [9, 10, 8]  # of 1.15 ms
     assert not Grid.for_problem(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
     problem = problem_of([stage(0, (0.1, 0.2, 0.4), 5, again=(0.1, 1))], [5], 2)  # as floats 0.7000000000000001
-    assert Grid.for_problem(problem, 7).exact
+    grid = Grid.for_problem(problem, 7)
+    assert (grid.exact, grid.serial) == (True, 2 * (1 + 2 + 4 + 1))
     some_take_none = problem.stages[0].model_copy(update={"recompute_ms": (0.1, 0.0)})
     assert not Grid.for_problem(problem.replace(stages=[some_take_none])).exact
 
