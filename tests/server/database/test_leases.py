@@ -23,7 +23,7 @@ from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
-from optpipe_server.database.leases import LONGEST_S, Claim
+from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim
 from optpipe_server.database.tables import incumbents, jobs, schedules
 
 
@@ -158,3 +158,15 @@ def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeyp
     monkeypatch.setattr(database, "write", after_another_problem)
     assert prune(database, Retention(0)) == 0
     assert row(database, job_id).state == "queued"
+
+
+@pytest.mark.parametrize(("schedule", "state"), [(SLOW, "done"), (None, "failed")])
+def test_a_job_whose_workers_are_lost_again_and_again_ends(database: Database, schedule: object, state: str) -> None:
+    job_id = submit(database, schedule=schedule)
+    for _ in range(MOST_LOSSES + 1):
+        assert row(database, job_id).state == "queued"
+        claimed(database)
+        expire(database, job_id)
+        reap(database)
+    ended = row(database, job_id)
+    assert (ended.state, ended.reason) == (state, f"its worker was lost {MOST_LOSSES + 1} times")
