@@ -100,16 +100,16 @@ def with_what_they_need(*packages: str) -> set[str]:
     found, waiting = set(), [Requirement(package) for package in packages]
     while waiting:
         wanted = waiting.pop()
-        if (name := canonicalize_name(wanted.name)) in found:
+        if (asked := (canonicalize_name(wanted.name), frozenset(wanted.extras))) in found:
             continue
-        found.add(name)
+        found.add(asked)
         after = map(Requirement, requires(wanted.name) or ())
         waiting += [
             r
             for r in after
             if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in wanted.extras or [""])
         ]
-    return found
+    return {name for name, _ in found}
 
 
 def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
