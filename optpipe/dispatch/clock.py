@@ -1,7 +1,7 @@
 """The clock of the list scheduler: an event loop on arrays, compiled.
 
 Host links and devices are looked at when something has ended there or may begin. A plain list scheduler with objects
-does the same (tests: `plain_list_scheduler`).
+does the same (tests: `plain_list_scheduler`). What it decides is told in `simulate`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     late_ms = stop_ms * (1.0 + ROUNDING)
     to_start, some_leave = 3 * state.forwards_left.sum() + recomputed, recomputed + sent > 0
     while True:
-        place = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
-        now = state.look_at[place]
+        at = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
+        now = state.look_at[at]
         if now == np.inf:
             return bool(to_start == 0)
-        if place < links:
-            serve_link(figures, rules, state, place, now)
+        if at < links:
+            serve_link(figures, rules, state, at, now)
             continue
-        d = place - links
+        d = at - links
         if state.running[d]:
             end_op(state, d)
             if some_leave:  # reloads come before forwards: links are looked at first, then this device again

@@ -17,7 +17,7 @@ SLACK = 0.001  # new rules may be about this much longer than those at hand (thr
 MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and below this
 MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's progress
 ALL_CHUNKS, NO_CHUNK = -1, -2  # instead of the number of a chunk
-STAYS = -1  # instead of a level: nothing is computed again
+NO_LEVEL = -1  # instead of a level: nothing is computed again
 
 _evenly_at, _shorter, _recomputed = compiled_part(evenly_at), compiled_part(shorter), compiled_part(recomputed)
 
@@ -129,7 +129,7 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
     levels, sends = choices.levels.max(), choices.parts[0].max() > 0
     if sends and levels > 0:
         sends = draw(progress) < 0.5
-    level, carries = STAYS, False
+    level, carries = NO_LEVEL, False
     if not sends:
         level = below(levels, progress) if levels > 1 else 0
         carries = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
@@ -150,14 +150,14 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
 @compiled_part
 def _most(choices: Choices, s: int, level: int) -> int:
     """In how many parts an activation can leave, or whether it can be computed again."""
-    return int(choices.parts[0, s] if level == STAYS else min(choices.levels[s], 1))
+    return int(choices.parts[0, s] if level == NO_LEVEL else min(choices.levels[s], 1))
 
 
 @compiled_part
 def _relief(choices: Choices, s: int, level: int, carries: bool, count: int) -> int:
     """The number in `Rules.leaves` where so many parts leave, or where it is computed again if that is not 0: by this
     level or the stage's last one, while all of the checkpoint leaves where it `carries` that."""
-    if level == STAYS or count == 0:
+    if level == NO_LEVEL or count == 0:
         return count
     chosen = min(level, choices.levels[s] - 1)
     return int(_recomputed(chosen, choices.parts[1 + chosen, s] if carries else 0))

@@ -80,7 +80,7 @@ def choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, 
                 look_at = min(look_at, ready)
                 if k > BACKWARD or ready > now + rules.wait_ms[k, s]:
                     continue
-            rank, variant = j, state.variant[s, j] if k == RECOMPUTE else 0
+            rank, variant = j, state.variant[s, j] if k == RECOMPUTE else 0  # others take the same by each level
             takes = figures.takes[variant, k, s, state.column[j]]
             if k == FORWARD:
                 if state.in_flight[s] >= rules.in_flight[s]:

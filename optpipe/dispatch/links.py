@@ -122,21 +122,22 @@ def _choose_offload(figures: Figures, state: State, link: int, now: float) -> in
 
 @compiled_phase
 def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
-    """The oldest micro-batch with a part that is to leave.
+    """The oldest micro-batch with a part that is to leave; those before it keep what they have.
 
     An activation that would not be back in time, or whose device has no forward to start, would leave in vain. So its
     parts stay, unless an older activation needs their room to come back.
     """
     d, j, forwards = figures.device[s], state.next_to_leave[s], state.next_microbatch[FORWARD, s]
-    while j < forwards and state.parts_sent[s, j] >= state.parts_to_leave[s, j]:
-        j += 1
     older = state.next_to_return[s]
-    while j < forwards and (state.forwards_left[d] == 0 or _would_return_late(figures, state, s, j, now)):
-        if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
-            size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
-            if state.held[d] - state.frees[d] + size > figures.memory[d]:
+    while j < forwards:
+        if state.parts_sent[s, j] < state.parts_to_leave[s, j]:
+            if state.forwards_left[d] > 0 and not _would_return_late(figures, state, s, j, now):
                 break
-        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
+            if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
+                size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
+                if state.held[d] - state.frees[d] + size > figures.memory[d]:
+                    break
+            state.parts_to_leave[s, j] = state.parts_sent[s, j]
         j += 1
     return int(j)
 

@@ -47,7 +47,7 @@ class State(NamedTuple):
     held, hosted
         (D,) bytes on each device, and of each device in host memory.
     frees, frees_on_host
-        (D,) bytes that go when the running op ends.
+        (D,) bytes that go when the running op ends: its own, and of parts that have left meanwhile.
     running
         (D,) whether an op runs.
     free_at
@@ -56,7 +56,7 @@ class State(NamedTuple):
         (links + D,) when a link or a device is looked at next; infinity if only others can make that necessary.
     parts_to_leave, parts_sent, parts_off_device, parts_back
         (S, m) how many parts of an activation, or of its checkpoint, are to leave, have begun to leave, have left, have
-        begun to come back.
+        begun to come back. Where no more parts shall leave, the first is lowered to the second.
     variant
         (S, m) 0, or 1 + the level by which an activation is computed again.
     next_to_leave, next_to_return

@@ -51,8 +51,8 @@ def compiled(function: F) -> F:
 
 
 def compiled_in_place(function: F) -> F:
-    """As `compiled`, for what works in place on named tuples of arrays and makes no arrays: no `numpy.zeros`, no slice
-    that is assigned to.
+    """As `compiled`, for what works in place on named tuples of arrays and makes no arrays: no `numpy.zeros`, no array
+    that is assigned to a slice.
 
     numba counts the references to each array anew wherever an array is passed on or read from a tuple. Without that the
     clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.

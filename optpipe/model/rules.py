@@ -28,9 +28,10 @@ class Rules(NamedTuple):
         (S, m) how many parts of each activation leave, if there is time for that; a number below 0 (`recomputed`) if it
         is computed again. Micro-batches stand in the order in which they enter.
     lead_ms
-        (S,) how long before its backward is expected an activation begins to come back or to be recomputed.
+        (S,) how long before its backward is expected an activation begins to come back or to be recomputed; a
+        checkpoint: before its recompute.
     order
-        (m,) the micro-batches in the order in which they enter.
+        (m,) the micro-batches in the order in which they enter; each stage runs each kind of op in it.
     """
 
     in_flight: Ints

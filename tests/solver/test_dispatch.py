@@ -282,6 +282,23 @@ def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.M
     assert search(request, lambda frame: None) < 0.01
 
 
+def test_one_that_would_be_late_does_not_hide_the_next_to_leave() -> None:
+    """When the first has left, the second would be late, the third stays by the rules, and the fourth leaves."""
+    first = stage((2.75, 1.0, 1.0), (1, 0), device=0, offload=(9.0, 9.0, 1))
+    last = stage((10.0, 10.0, 1.0), (1, 0), device=1)
+    whole = {"devices": [{"activation_budget_bytes": 100}] * 2, "stages": [first, last], "transfer_mode": "full_duplex"}
+    simulator = Simulator(Problem.from_dict({"microbatches": 7, "p2p_ms": 0.0, **whole}))
+    leaves = np.array([[1, 1, 0, 1, 0, 0, 0], [0] * 7])
+    rules = Rules(np.full(2, 7), np.zeros((2, 2)), leaves, np.array([9.0, 0.0]), np.arange(7))
+    plain = PlainListScheduler(simulator.figures, rules)
+    assert plain.run()
+    starts = plain.moved[0, 0, :, 0]
+    assert starts[[0, 3]].tolist() == [2.75, 11.75]
+    state = simulator.new_state()
+    simulator.length_ms(rules, "makespan", state)
+    np.testing.assert_array_equal(state.moved, plain.moved)
+
+
 def test_what_is_in_flight_and_waiting_change_the_order():
     """A device that waits for gradients runs forwards and weight gradients later."""
     problem, none = pipeline(2, 4, memory=1000, chunks=1), np.zeros((2, 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat, zip_longest
 from time import monotonic
 from typing import Protocol
 
@@ -37,8 +37,7 @@ def generate(method: str, problem: Problem, objective: Objective = "makespan") -
     """Return a heuristic's best schedule with little effort."""
     passes = len(problem.stages) * problem.microbatches
     tries = min(plan.GENERATE_TRIES, max(2, plan.GENERATE_OPS // (3 * passes)))
-    schedules = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
-    return min(schedules, key=lambda schedule: length_ms(schedule, objective))
+    return min(islice(STREAMS[method](problem, objective), tries), key=lambda schedule: length_ms(schedule, objective))
 
 
 def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
@@ -111,7 +110,7 @@ def _steps(problem: Problem, objective: Objective, some_leave: bool) -> Iterator
         choices = simulator.choices
         simulator.choices = choices._replace(parts=0 * choices.parts, levels=0 * choices.levels)
     searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]
-    return chain.from_iterable(zip(*searches, strict=False))
+    return filter(None, chain.from_iterable(zip_longest(*searches)))  # one may end before the other
 
 
 def _shortest(objective: Objective, *schedules: Schedule | None) -> Schedule | None:
