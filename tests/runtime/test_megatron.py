@@ -73,7 +73,7 @@ def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(
         table.note(case.name, ranks.world, "forward_backward_func", difference)
 
 
-@pytest.mark.parametrize(("placement", "activations"), [((0, 1), 2.2), ((0, 1, 1, 0), 1.5)])
+@pytest.mark.parametrize(("placement", "activations"), [((0, 1), 1.8), ((0, 1, 1, 0), 1.5)])
 def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
     placement: tuple[int, ...], activations: float, ranks: Ranks
 ) -> None:
