@@ -40,11 +40,14 @@ class Step(NamedTuple):
         The length that they lead to; `NEVER` where they lead to no schedule.
     tried
         How many rules were simulated since the last step.
+    listed
+        The list of a schedule by the rules, until the next step; None where other rules were simulated after them.
     """
 
     rules: Rules
     ms: float
     tried: int
+    listed: State | None = None
 
 
 def descents(
@@ -60,7 +63,7 @@ def descents(
     starts: list[tuple[float, int, Rules]] = []
     for n, rules in enumerate(chain(given_rules, first_rules(simulator))):
         ms = simulator.length_ms(rules, objective, state)
-        yield Step(rules, ms, 1)
+        yield Step(rules, ms, 1, state if ms < NEVER else None)
         if ms < NEVER:
             starts.append((ms, n, rules))
     starts.sort()

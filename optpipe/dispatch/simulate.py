@@ -68,9 +68,10 @@ class Simulator:
         state = self._run(rules, room)
         return NEVER if state is None else float(self.loops.listed_ms(self.figures, state, objective == "span"))
 
-    def schedule(self, rules: Rules, method: str) -> Schedule | None:
-        """The schedule that the rules lead to, without useless transfers; None if they lead to none."""
-        state = self._run(rules)
+    def schedule(self, rules: Rules, method: str, listed: State | None = None) -> Schedule | None:
+        """The schedule that the rules lead to, without useless transfers; None if they lead to none. `listed` is what
+        they have led to just now, if given."""
+        state = listed or self._run(rules)
         if state is None:
             return None
         compute, compute_start = self._rows_of(state.start[..., None], COMPUTE, rules.order, state.variant - 1)

@@ -178,7 +178,9 @@ def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Probl
 def test_a_descent_tells_what_its_rules_lead_to(problem: Problem, seed: int) -> None:
     simulator = Simulator(problem)
     for objective in ("makespan", "span"):
-        for rules, ms, tried in islice(descents(simulator, objective, seed), 0, 40, 3):
+        for rules, ms, tried, listed in islice(descents(simulator, objective, seed), 0, 40, 3):
+            again = simulator.schedule(rules, "dispatch", listed)
+            assert again == simulator.schedule(rules, "dispatch")
             assert simulator.length_ms(rules, objective) == ms
             assert tried > 0
 

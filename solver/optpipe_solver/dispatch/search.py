@@ -32,13 +32,13 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
     hopeless_ms = HOPELESS_LENGTH * best.value
     given = rules_of_schedule(simulator, best.schedule)
-    for rules, ms, tried in descents(simulator, request.objective, request.seed, given):
+    for rules, ms, tried, listed in descents(simulator, request.objective, request.seed, given):
         shortest_ms = min(shortest_ms, ms)
         simulated += tried
         if simulated - tried < HOPELESS_TRIES <= simulated and shortest_ms > hopeless_ms:
             break
         spent_s += tried * simulator.ops / OPS_PER_S
-        if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD)):
+        if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD, listed)):
             offered_ms = ms
             best.offer(schedule)
         if (spent_s if request.threads == 1 else time.monotonic() - began) > request.time_limit_s:

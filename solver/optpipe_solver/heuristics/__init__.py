@@ -85,7 +85,7 @@ def _by_rules(
         before, is_first, failures = best, best is None, failures + 1
         if step.ms not in lengths or (step.ms < NEVER and problem.overlap_factor is not None):  # pairs tell them apart
             lengths.add(step.ms)
-            if schedule := simulator.schedule(step.rules, method):
+            if schedule := simulator.schedule(step.rules, method, step.listed):
                 best = _shortest(objective, best, *in_pairs_or_not(problem, schedule))
         if is_first and best is not None:
             yield best
