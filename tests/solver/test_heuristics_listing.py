@@ -27,7 +27,7 @@ def tight_problems(draw):
     return Problem.from_dict(content)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(tight_problems())
 def test_heuristics_fit_wherever_any_schedule_does(problem):
     for name in HEURISTICS:
