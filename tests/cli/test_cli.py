@@ -145,6 +145,7 @@ def test_a_search_as_json_lists_its_incumbents(run, problem):
     code, out, _ = run("solve", "p.json", "--method", "good", "--json")
     figures = json.loads(out)
     assert (code, figures["status"], figures["gap"], figures["peak_bytes"]) == (0, "optimal", 0.0, [3, 3])
+    assert figures["host_peak_bytes"] == [0, 0]
     slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
     assert (figures["method"], figures["makespan_ms"], figures["percentile_ms"]) == ("fast", fast, None)
     steps = [(step["method"], step["value_ms"], step["lower_bound_ms"]) for step in figures["incumbents"]]
