@@ -117,7 +117,9 @@ def figures(result: Result) -> dict[str, Any]:
     if schedule:
         placement = schedule.placement
         content["placement"] = placement.model_dump(mode="json", exclude_none=True) if placement else None
-        content["peak_bytes"] = [peak.bytes for peak in certify(schedule.problem, schedule).device]
+        certificate = certify(schedule.problem, schedule)
+        content["peak_bytes"] = [peak.bytes for peak in certificate.device]
+        content["host_peak_bytes"] = [peak.bytes for peak in certificate.host]
     if result.history:
         content["incumbents"] = [asdict(step) for step in result.history]
     if result.reason:

@@ -16,8 +16,10 @@ from support.problems import stage as problem_stage
 from support.strategies import looped, problems
 
 from optpipe import InputError, Problem, certify, check
+from optpipe.dispatch.simulate import Simulator
+from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.objective import length_ms
-from optpipe_solver import systems
+from optpipe_solver import plan, systems
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS, generate
@@ -144,6 +146,13 @@ def test_on_a_slow_link_every_activation_leaves_in_part():
         for name, problem in (("whole", whole), ("parts", parts))
     }
     assert best["parts"] <= 0.9 * best["whole"]
+
+
+def test_a_search_descends_however_many_starts_fail_before(monkeypatch):
+    monkeypatch.setattr(plan, "DESCENT_FAILURES", 2)
+    problem = pipeline([0, 1], 4, 2, (10, 10, 8, 12))
+    starts = len(list(first_rules(Simulator(problem, is_compiled=False))))
+    assert len(list(STREAMS["adaoffload"](problem, "makespan"))) > starts > 10
 
 
 def test_the_objective_is_what_gets_small():

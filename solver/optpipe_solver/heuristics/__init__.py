@@ -82,7 +82,8 @@ def _by_rules(
     best: Schedule | None = None
     lengths, failures, began = {NEVER}, 0, monotonic()
     for simulator, step in _steps(problem, objective, some_leave):
-        before, is_first, failures = best, best is None, failures + 1
+        before, is_first = best, best is None
+        failures += step.listed is None  # a start is none: the best may be yet to come
         if step.ms not in lengths or (step.ms < NEVER and problem.overlap_factor is not None):  # pairs tell them apart
             lengths.add(step.ms)
             if schedule := simulator.schedule(step.rules, method, step.listed):

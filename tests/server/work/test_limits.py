@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support.chain import chain, one_by_one
 from support.fake_solver import SLEEP
 from support.jobs import start
 from support.processes import over
 from support.work import Work, problem, sound, until
 
-from optpipe import anytime
+from optpipe import Problem, anytime
 from optpipe.process import process_tree
 from optpipe_server.work import solve
 from optpipe_server.work.limits import ThreadBudget, resident_bytes
+from optpipe_solver.heuristics import generate
 
 NEVER_S = 1000.0
+FAR_FROM_PROVEN = Path(__file__).parents[3] / "examples/problems/slowlink-8x16-parts4.json"  # by 20 % after 10 s
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,9 @@ def test_a_search_ends_in_time(
         monkeypatch.setenv("DEAF", "1")
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)
     monkeypatch.setattr(solve, "LATE_S", late_s)
-    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # cannot be proven in that time
+    posed = Problem.load(FAR_FROM_PROVEN) if method == "auto" else problem()
     # With a schedule to start from, because a search on a busy machine may find none.
-    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(one_by_one(posed)))
+    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(generate("naive", posed)))
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
