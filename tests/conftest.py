@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from support.examples import USUAL
 from support.patience import GRACE_S
-from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
+from support.service.postgres import database, database_url, postgres, postgres_url, sqlite_url
 from support.slow import is_slow
 
 from optpipe import anytime

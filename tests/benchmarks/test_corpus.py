@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.timelines import saved, timeline
+from support.traces.timelines import saved, timeline
 
 ROOT = Path(__file__).parents[2]
 

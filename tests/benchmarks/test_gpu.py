@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.bench_gpu import ON_CUDA
 from support.problems import pipeline, stage
+from support.ranks.bench_gpu import ON_CUDA
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import load

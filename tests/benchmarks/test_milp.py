@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.enumeration import problem_of, stage
+from support.oracles.enumeration import problem_of, stage
 
 from optpipe import Problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.postgres import Postgres
+from support.service.postgres import Postgres
 
 from benchmarks.service.command import Figure, measure
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.timelines import STEPS, ran, saved, timeline
+from support.traces.timelines import STEPS, ran, saved, timeline
 
 TRACES = os.environ.get("OPTPIPE_TRACES")
 

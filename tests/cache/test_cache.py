@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
 from optpipe.reuse.by_rules import by_rules

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.chain import chain, gpipe
 from support.problems import pipeline, stage
-from support.strategies import problems
+from support.problems.chain import chain, gpipe
+from support.problems.strategies import problems
 
 from optpipe import Problem
 from optpipe.model.records import each_microbatch

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chain import chain, gpipe
+from support.problems.chain import chain, gpipe
 from typer.testing import CliRunner
 
 from benchmarks.cache import ordinary_problems

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chain import chain, gpipe
+from support.problems.chain import chain, gpipe
 
 from optpipe import InputError
 from optpipe_cache import Cache

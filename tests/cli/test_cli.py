@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.problems import pipeline, stage
-from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import ScheduleFile, anytime
 from optpipe.options import SolveOptions
@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
 
     def command(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["optpipe", *words])

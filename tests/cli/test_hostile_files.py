@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.table import Table
-from support.chain import chain, one_by_one
+from support.problems.chain import chain, one_by_one
 
 from optpipe import Problem, Schedule, ScheduleFile
 from optpipe_cli import console

@@ -19,7 +19,7 @@ from optpipe_runtime.factory import Setup, Sizes, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own
-FAILING = "support.one_rank_fails"
+FAILING = "support.fakes.one_rank_fails"
 
 
 @pytest.mark.timeout(120)
@@ -90,7 +90,11 @@ def test_without_ranks_the_error_tells_how_to_start_them(
         ("no.such.module:factory", {}, "no.such.module cannot be imported: No module named 'no'"),
         ("broken:factory", {}, "broken cannot be imported: invalid syntax (broken.py, line 1)"),
         ("os.path:isfile", {}, "it is called with rank and ranks: too many positional arguments"),
-        ("support.chain:nothing", {}, "support.chain has no function nothing; it has Problem, Schedule, chain"),
+        (
+            "support.problems.chain:nothing",
+            {},
+            "support.problems.chain has no function nothing; it has Problem, Schedule, chain",
+        ),
         ("mistaken:factory", {}, "it returned a str, optpipe_runtime.Setup was expected"),
         ("c.json", {}, ": transformers is not installed: pip install transformers"),
         ("torchtitan:llama3/8B", {}, ": torchtitan is not installed: pip install torchtitan"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support import clock
+from support.oracles import clock
+from support.oracles.timed_programs import op_ms
 from support.service import running, settings_in
-from support.timed_programs import op_ms
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.evaluate.jitter import Noise

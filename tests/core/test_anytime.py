@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.problems import pipeline, stage
 from support.processes import over
-from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import Device, InputError, anytime, improve, solve
 from optpipe.known import better_start
@@ -28,7 +28,7 @@ SLEEP_S = 55  # a solver that nobody ends sleeps for longer
 
 @pytest.fixture(autouse=True)
 def scripted_solver(monkeypatch):
-    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
     monkeypatch.setattr(child, "ENDING_S", 60)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
@@ -80,8 +80,8 @@ def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
         ("crash at once", "unknown", "exit code 7"),
         ("garbage", "feasible", "the solver's answer"),
         ("half a frame", "feasible", "ended"),
-        ("close", "feasible", "support.scripted_solver closed its output and did not end"),
-        ("long", "unknown", "support.scripted_solver wrote a line of more than 60 bytes"),
+        ("close", "feasible", "support.fakes.scripted_solver closed its output and did not end"),
+        ("long", "unknown", "support.fakes.scripted_solver wrote a line of more than 60 bytes"),
     ],
 )
 def test_a_search_that_ends_early_says_why_and_keeps_the_best(problem, monkeypatch, method, status, told):
@@ -194,7 +194,8 @@ def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatc
 
 def test_the_solver_dies_with_its_parent(problem, tmp_path):
     script = (
-        "import sys, time; from optpipe import Problem, improve, anytime; anytime.SOLVER = 'support.scripted_solver'\n"
+        "import sys, time; from optpipe import Problem, improve, anytime\n"
+        "anytime.SOLVER = 'support.fakes.scripted_solver'\n"
         f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit_s={LIMIT_S})\n"
         "next(search); print(search._child._process.pid, flush=True); time.sleep(60)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.chain import chain
+from support.problems.chain import chain
 
 import optpipe
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 from hypothesis import given, settings
-from support.clock import nominal_message_ms
 from support.examples import examples
+from support.oracles.clock import nominal_message_ms
 from support.problems import pipeline, stage
-from support.strategies import AMPLE, problems_with_schedules
+from support.problems.strategies import AMPLE, problems_with_schedules
 
 from optpipe import Schedule
 from optpipe.evaluate.causes import Cause, Causes, Hindrance

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.problems import pipeline, stage
-from support.strategies import AMPLE, problems, schedules
+from support.problems.strategies import AMPLE, problems, schedules
 
 from optpipe import Schedule
 from optpipe.model.ops import MARKS

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
-from support.strategies import stages
+from support.problems.strategies import stages
 
 from optpipe import (
     DeadlockError,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import problems, strategies
+from support import problems
 from support.examples import examples
+from support.problems import strategies
 
 from optpipe import (
     InputError,

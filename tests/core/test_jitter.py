@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support import clock
-from support.chain import chain, gpipe, one_by_one
 from support.examples import examples
-from support.strategies import problems_with_schedules
+from support.oracles import clock
+from support.problems.chain import chain, gpipe, one_by_one
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import DeadlockError, Op, Schedule
 from optpipe.evaluate.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise

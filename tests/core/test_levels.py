@@ -1,5 +1,5 @@
 """Levels of recomputation: how a problem says them, and what an op of one does. What schedules do with them is tested
-wherever `support.strategies` makes problems."""
+wherever `support.problems.strategies` makes problems."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import problems, recordings
-from support.recordings import event
+from support import problems
+from support.traces import recordings
+from support.traces.recordings import event
 
 from optpipe import InputError, Measurements, Schedule, certify, problem_from, solve
 from optpipe.measured import estimate

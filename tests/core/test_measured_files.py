@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import problems, recordings
-from support.recordings import DEVICE, HOST
-from support.timelines import timeline
+from support import problems
+from support.traces import recordings
+from support.traces.recordings import DEVICE, HOST
+from support.traces.timelines import timeline
 
 from optpipe import InputError
 from optpipe.diagnose import collect_runs, explain

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import problems, recordings
-from support.recordings import DEVICE, HOST, event
+from support import problems
+from support.traces import recordings
+from support.traces.recordings import DEVICE, HOST, event
 
 from optpipe import InputError, Measurements, Schedule, problem_from
 from optpipe.model.ops import Kind

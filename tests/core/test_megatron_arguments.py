@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support import problems
-from support.units import units
+from support.problems.units import units
 
 from optpipe import InputError, Schedule, export_schedule
 from optpipe.formats import megatron

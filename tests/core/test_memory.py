@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import clock
 from support.examples import examples
+from support.oracles import clock
 from support.problems import pipeline, stage
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Problem, Schedule, certify, check
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.chain import chain, gpipe
+from support.problems.chain import chain, gpipe
 
 from optpipe.evaluate.objective import NEVER, TOLERANCE, gap, length_ms, raises, reaches, shorter
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.chain import chain
 from support.problems import pipeline, stage
+from support.problems.chain import chain
 
 from optpipe import Schedule, estimated_offload_ratio, offload_ratio
 from optpipe.prune import prune

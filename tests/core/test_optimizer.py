@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import GROUPS, pipeline, stage
-from support.strategies import stages
+from support.problems.strategies import stages
 
 from optpipe import DeadlockError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, check, simulate
 from optpipe.model.placement import together

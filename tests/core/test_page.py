@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.browser import Opened, browser
 from support.problems import pipeline, stage
-from support.units import units
+from support.problems.units import units
 
 from optpipe import Schedule
 from optpipe.evaluate.causes import Cause, Causes

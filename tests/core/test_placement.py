@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
-from support.strategies import AMPLE, stages
+from support.problems.strategies import AMPLE, stages
 from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check

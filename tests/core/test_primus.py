@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import problems
-from support.units import units
+from support.problems.units import units
 
 from optpipe import InputError, Schedule, export_schedule
 from optpipe_solver.systems import generate

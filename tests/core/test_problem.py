@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from support.problems import stage
-from support.strategies import problems
+from support.problems.strategies import problems
 
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
 

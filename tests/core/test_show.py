@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from hypothesis import given, settings
 from support.examples import examples
 from support.problems import pipeline, stage
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.enumeration import best_of_all
+from support.oracles.enumeration import best_of_all
 from support.problems import pipeline, stage
 
 from optpipe import InputError, Problem, certify, check

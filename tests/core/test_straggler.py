@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.timelines import named, ops, posed, ran, saved, timeline
+from support.traces.timelines import named, ops, posed, ran, saved, timeline
 
 from optpipe import InputError, Schedule, problem_from
 

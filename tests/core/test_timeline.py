@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support import clock
 from support.examples import examples
+from support.oracles import clock
 from support.problems import pipeline, stage
-from support.strategies import AMPLE, problems_with_schedules
+from support.problems.strategies import AMPLE, problems_with_schedules
 
 from optpipe import DeadlockError, Op, Problem, Schedule, ScheduleError, check, simulate
 from optpipe.evaluate import jit

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.model.ops import MARKS

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support import slurm
-from support.deployment import ROOT
+from support.deploy import slurm
+from support.deploy.deployment import ROOT
+from support.deploy.slurm import Slurm
 from support.ports import free_port
-from support.slurm import Slurm
-from support.work import until
+from support.service.work import until
 
 pytestmark = pytest.mark.stacks
 BIN = Path(sys.executable).parent

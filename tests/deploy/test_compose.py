@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from support.deployment import (
+from support.deploy.deployment import (
     COMPOSE,
     COMPOSE_TEXT,
     DOCKERFILE,

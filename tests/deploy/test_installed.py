@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.deployment import DOCKERFILE, ROOT, build_commands
+from support.deploy.deployment import DOCKERFILE, ROOT, build_commands
 
 from optpipe import Problem, ScheduleFile, __version__, check
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.deployment import OURS, ROOT, SERVICES
+from support.deploy.deployment import OURS, ROOT, SERVICES
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 VALIDATOR = "kubernetes-validate==1.37.0"  # with the schemas: 72 MB, so it is no requirement of ours

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deployment import ROOT
+from support.deploy.deployment import ROOT
 from support.pages import DOCS, table
 from support.ports import free_port
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
-from support.deployment import SCRAPED, SERVICES
-from support.postgres import Postgres
-from support.stack import PASSWORD, STARTS_S, Stack
-from support.work import until
+from support.deploy.deployment import SCRAPED, SERVICES
+from support.deploy.stack import PASSWORD, STARTS_S, Stack
+from support.service.postgres import Postgres
+from support.service.work import until
 
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems"
 WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy"]["replicas"])]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.commands import Run, run
-from support.faults import Job, recorded
 from support.problems import pipeline, stage
-from support.recordings import csv_table, primus_dump, torch_events, torch_traces
-from support.units import units
+from support.problems.units import units
+from support.traces.faults import Job, recorded
+from support.traces.recordings import csv_table, primus_dump, torch_events, torch_traces
 
 from optpipe import InputError
 from optpipe.diagnose import Change, Diagnosis, diagnose, diagnose_recording

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from support.examples import examples
-from support.faults import Job, jobs, recorded
+from support.traces.faults import Job, jobs, recorded
 
 from optpipe.diagnose import collect_runs, explain
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
 from support.browser import Opened, browser
-from support.faults import Job, recorded
+from support.traces.faults import Job, recorded
 
 from optpipe.diagnose import diagnose_recording
 from optpipe.diagnose.page import picture

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from support.following import until
 from support.ports import free_port
 from support.ranks import waiting
 from support.ranks.scripts import torchrun_on
-from support.serve_process import serve_process
+from support.service.following import until
+from support.service.serve_process import serve_process
 
 from optpipe import Problem
 from optpipe.evaluate.objective import gap
@@ -101,7 +101,7 @@ def searches(url):
 def service(folder, port):
     """A service whose searches by `auto` begin when `gate` is there; yield its address, and how to kill it."""
     with serve_process(
-        f"sqlite:///{folder / 'jobs.sqlite'}", port, folder, ("support.held_solver", "support.listed_first")
+        f"sqlite:///{folder / 'jobs.sqlite'}", port, folder, ("support.fakes.held_solver", "support.fakes.listed_first")
     ) as process:
         yield f"http://127.0.0.1:{port}", process.kill
 

@@ -13,10 +13,10 @@ from typing import Any, get_type_hints
 
 import httpx
 import pytest
-from support.chain import chain
-from support.following import until
 from support.problems import pipeline, stage
+from support.problems.chain import chain
 from support.service import running, settings_in, use_fake_solver
+from support.service.following import until
 from typer.testing import CliRunner
 
 import optpipe
@@ -81,7 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 
     use_fake_solver(monkeypatch)
     monkeypatch.delenv("OPTPIPE_KEY", raising=False)
-    monkeypatch.setattr(comparison, "GENERATOR", "support.lying_compare_solver")
+    monkeypatch.setattr(comparison, "GENERATOR", "support.fakes.lying_compare_solver")
     for module in (anytime, comparison):
         monkeypatch.setattr(module, "Child", Recorded)
     return requests

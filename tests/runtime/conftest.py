@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.following import set_waits
 from support.ranks import worker
 from support.ranks.pools import pool
+from support.service.following import set_waits
 
 from optpipe_runtime.memory.link import Link
 

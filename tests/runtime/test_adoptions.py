@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, gpipe, one_by_one
 
 from optpipe_runtime.service.adoptions import MOST_STEPS, Adoptions
 from optpipe_runtime.service.client import Offer

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import fake_service as fake
-from support.chain import chain, gpipe
 from support.close import joined, require_close
-from support.fake_service import by_path, fake_service
+from support.fakes import service as fake
+from support.fakes.service import by_path, fake_service
+from support.problems.chain import chain, gpipe
+from support.problems.strategies import arranged
 from support.ranks import cases, follow, swaps
 from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
-from support.strategies import arranged
 
 from optpipe.schedule import Schedule, certify, check
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain, gpipe, one_by_one
-from support.following import news, until, warnings
 from support.ports import free_port
+from support.problems.chain import chain, gpipe, one_by_one
 from support.service import running, settings_in, use_fake_solver
+from support.service.following import news, until, warnings
 
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_service as fake
-from support.chain import chain, gpipe
-from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
-from support.following import until, until_ended, warnings
+from support.fakes import service as fake
+from support.fakes.service import Answer, Asked, by_path, fake_service, one_after_the_other
+from support.problems.chain import chain, gpipe
+from support.service.following import until, until_ended, warnings
 
 from optpipe_runtime.service.client import Offer, ScheduleClient
 

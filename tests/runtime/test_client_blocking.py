@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support import fake_service as fake
-from support.chain import chain, gpipe, one_by_one
-from support.fake_service import Answer, Answers, by_path, fake_service
-from support.following import set_waits, until, until_ended
+from support.fakes import service as fake
+from support.fakes.service import Answer, Answers, by_path, fake_service
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.following import set_waits, until, until_ended
 
 from optpipe_runtime.service import remote_search
 from optpipe_runtime.service.client import Offer, ScheduleClient

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import threading
 
-from support import fake_service as fake
-from support.chain import chain, gpipe, one_by_one
-from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
-from support.following import until
+from support.fakes import service as fake
+from support.fakes.service import Answer, Answers, by_path, fake_service, one_after_the_other
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.following import until
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check

@@ -6,10 +6,10 @@ import json
 import logging
 
 import pytest
-from support import fake_service as fake
-from support.chain import chain, gpipe, one_by_one
-from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.following import news, set_waits, until, warnings
+from support.fakes import service as fake
+from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.following import news, set_waits, until, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient

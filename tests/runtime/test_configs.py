@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.named import in_a_row, profiled
+from support.ranks.named import in_a_row, profiled
 
 from optpipe.errors import InputError
 from optpipe_runtime import as_whole

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from support.chain import chain
+from support.problems.chain import chain
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import NONE

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.calls import measured
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 from torch import Tensor, nn
 from torch.nn import functional
 

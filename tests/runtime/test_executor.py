@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.close import joined, require_close
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.named import in_a_row, profiled
+from support.ranks.named import in_a_row, profiled
 
 from optpipe.errors import InputError
 from optpipe_runtime.factory import Sizes, find_factory

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_service as fake
-from support.chain import gpipe
-from support.fake_service import Answer, Asked, fake_service
+from support.fakes import service as fake
+from support.fakes.service import Answer, Asked, fake_service
+from support.problems.chain import gpipe
 from support.ranks import cases, follow
 from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver

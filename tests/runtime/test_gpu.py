@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.close import require_close
-from support.device import KIND, ON_CUDA
 from support.ranks import cases, failures, gpu, microbatches, record, worker
 from support.ranks.calls import same
+from support.ranks.device import KIND, ON_CUDA
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 

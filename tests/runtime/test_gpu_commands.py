@@ -14,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.bench_gpu import ON_CUDA
+from support.ranks.bench_gpu import ON_CUDA
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--width", "32", "--context", "32", "--blocks", "1", "--microbatches", "2", "--emulate-stage", "0/2"]

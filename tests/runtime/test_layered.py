@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support import fake_service as fake
 from support import problems
-from support.chain import gpipe
-from support.fake_service import Answer, Asked, fake_service
-from support.following import until
+from support.fakes import service as fake
+from support.fakes.service import Answer, Asked, fake_service
+from support.problems.chain import gpipe
 from support.ranks import models
 from support.ranks.cases import plain_training
 from support.ranks.models import MICROBATCHES
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
+from support.service.following import until
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 

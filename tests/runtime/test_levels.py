@@ -13,8 +13,8 @@ import torch
 from support import problems
 from support.ranks import levels, microbatches
 from support.ranks.odd_stages import BATCH, WIDTH, Of, linear
+from support.ranks.split_stages import CPU, Block, batches, require_as_plain, run, runner
 from support.ranks.worker import Ranks
-from support.split_stages import CPU, Block, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.close import joined, require_close
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks import links as rank_links
 from support.ranks.links import Transfer
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem

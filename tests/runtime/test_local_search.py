@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from support.chain import chain
-from support.following import news, until, warnings
+from support.fakes.scripted_solver import all_forwards_first
+from support.problems.chain import chain
 from support.ranks import cases, follow
 from support.ranks.worker import Ranks
-from support.scripted_solver import all_forwards_first
+from support.service.following import news, until, warnings
 
 from optpipe import anytime
 from optpipe.errors import InputError
@@ -20,7 +20,7 @@ from optpipe_runtime.service.client import ScheduleClient
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.published import published
+from support.oracles.channels import run_by_hand
+from support.oracles.dependence import premature
+from support.problems.published import published
+from support.problems.strategies import problems_with_schedules, schedules
 from support.ranks import cases
-from support.ranks.channels import run_by_hand
-from support.ranks.dependence import premature
 from support.ranks.programs import V_SHAPED, programs
-from support.strategies import problems_with_schedules, schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind

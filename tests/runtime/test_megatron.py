@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import problems, table
-from support.published import Case, published
+from support.problems.published import Case, published
 from support.ranks import cases, megatron
 from support.ranks.megatron import Outcome
 from support.ranks.worker import Ranks

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.fakes.cuda import CPU, Event, Races, Stream
+from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.fake_cuda import CPU, Event, Races, Stream
-from support.strategies import schedules
 from torch import Tensor
 
 from optpipe.model.ops import Kind

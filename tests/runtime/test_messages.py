@@ -12,10 +12,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.device import ON_CUDA, close, device
+from support.ranks.device import ON_CUDA, close, device
 from support.ranks.odd_stages import AT_B, BATCH, SAVED, STAGES, WIDTH, Of, linear
 from torch import Tensor, nn
 from torch.nn import functional

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.close import joined, require_close
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks import optimizer as rank_optimizer
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.model.ops import OPTIMIZER, Op
 from optpipe.model.problem import Problem

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import cases, fake_cuda
-from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Unordered
+from support.fakes import cuda as fake_cuda
+from support.fakes.cuda import CPU, CUDA, SHAPE, Unordered
+from support.ranks import cases
 
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.memory import link as link_module

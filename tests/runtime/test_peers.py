@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases, links
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule

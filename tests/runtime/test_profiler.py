@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems.strategies import schedules
 from support.ranks import cases, profile
 from support.ranks.calls import measured
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify

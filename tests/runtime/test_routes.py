@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.close import joined, require_close
 from support.examples import examples
+from support.oracles.channels import run_by_hand
+from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
-from support.ranks.channels import run_by_hand
 from support.ranks.worker import Ranks
-from support.strategies import schedules
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

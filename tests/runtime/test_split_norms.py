@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks.odd_stages import Scaled, gated
-from support.split_stages import batches, runner
+from support.ranks.split_stages import batches, runner
 from torch import Tensor
 
 from optpipe.model.ops import Kind

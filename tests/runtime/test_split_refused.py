@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.ranks.odd_stages import BATCH, WIDTH, Of, linear, slope
-from support.split_stages import CPU, batches, runner
+from support.ranks.split_stages import CPU, batches, runner
 from torch import Tensor, nn
 
 from optpipe.errors import InputError

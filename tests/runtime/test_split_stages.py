@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks.odd_stages import BATCH, WIDTH, Delaying, Of, linear
-from support.split_stages import CPU, batches, require_as_plain, run, runner
+from support.ranks.split_stages import CPU, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 
 from optpipe_runtime.memory.link import Link

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import table
-from support.published import published
+from support.problems.published import published
 from support.ranks import stacks
 from support.ranks.stacks import Config
 from support.ranks.worker import Ranks

@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
-from support import fake_service as fake
-from support.chain import chain
-from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
-from support.following import until, until_ended, warnings
+from support.fakes import service as fake
+from support.fakes.service import Answer, Asked, by_path, fake_service, one_after_the_other
+from support.problems.chain import chain
+from support.service.following import until, until_ended, warnings
 
 from optpipe.schedule import Schedule
 from optpipe.steps import StepScheduler

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.fakes.cuda import CPU, CUDA, SHAPE, Races, Unordered
+from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Races, Unordered
-from support.strategies import schedules
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.close import require_close
+from support.problems.strategies import arranged
 from support.ranks import cases, swaps
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
-from support.strategies import arranged
 
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.plan import Plan

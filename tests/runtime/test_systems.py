@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.published import Case, published
+from support.problems.published import Case, published
 from support.ranks import systems as rank_systems
 from support.ranks.systems import Outcome
 from support.ranks.worker import Ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import problems, table
 from support.close import joined, require_close
-from support.published import Case, published
+from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.close import require_close
+from support.problems.units import units
 from support.ranks import cases, inner, reductions, windows
 from support.ranks.reductions import Ran, Turn
 from support.ranks.worker import Ranks
-from support.units import units
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule

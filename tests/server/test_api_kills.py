@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain
 from support.ports import free_port
-from support.serve_process import serve_process
+from support.problems.chain import chain
+from support.service.serve_process import serve_process
 
 from optpipe.schedule import ScheduleFile, check
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain
 from support.ports import free_port
-from support.postgres import Postgres
-from support.rest import submit
-from support.serve_process import serve_process
+from support.problems.chain import chain
 from support.service import events, running, settings_in
+from support.service.postgres import Postgres
+from support.service.rest import submit
+from support.service.serve_process import serve_process
 
 from optpipe_server.database import Database
 

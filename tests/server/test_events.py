@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain
-from support.databases import on_sqlite, shared_on_sqlite
-from support.rest import submit, until_over
+from support.problems.chain import chain
 from support.service import events, running
+from support.service.databases import on_sqlite, shared_on_sqlite
+from support.service.rest import submit, until_over
 
 from optpipe_server import Settings
 from optpipe_server.http.job_updates import PING, EventStream, JobUpdates, Topic

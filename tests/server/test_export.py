@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import httpx
-from support.chain import chain, gpipe
-from support.rest import submit, until_over
+from support.problems.chain import chain, gpipe
+from support.service.rest import submit, until_over
 
 from optpipe import Schedule, ScheduleFile, export_schedule
 

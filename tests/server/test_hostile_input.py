@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.chain import chain
-from support.databases import shared_on_sqlite
 from support.examples import examples
+from support.problems.chain import chain
+from support.service.databases import shared_on_sqlite
 
 from optpipe.model.problem import Problem
 from optpipe_server.http.bodies import Submission

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain
-from support.fake_solver import together
-from support.rest import submit
+from support.fakes.solver import together
+from support.problems.chain import chain
 from support.service import running, settings_in
+from support.service.rest import submit
 
 from optpipe.results import Result
 from optpipe.schedule import Schedule

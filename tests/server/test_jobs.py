@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import httpx
-from support.chain import chain, one_by_one
-from support.databases import on_sqlite
-from support.rest import submit, until_cached, until_over, until_running
+from support.problems.chain import chain, one_by_one
+from support.service.databases import on_sqlite
+from support.service.rest import submit, until_cached, until_over, until_running
 
 from optpipe.evaluate.objective import TOLERANCE
 from optpipe.schedule import ScheduleFile, check

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain, gpipe, one_by_one
-from support.databases import on_sqlite
-from support.fake_service import document
+from support.fakes.service import document
+from support.problems.chain import chain, gpipe, one_by_one
 from support.service import events, running
-from support.work import until
+from support.service.databases import on_sqlite
+from support.service.work import until
 
 from optpipe_server import Settings, first_schedules
 from optpipe_server.http import service

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from support.browser import browser, watched
-from support.chain import chain
 from support.ports import free_port
-from support.rest import submit, until_over
-from support.serve_process import serve_process
+from support.problems.chain import chain
+from support.service.rest import submit, until_over
+from support.service.serve_process import serve_process
 
 from optpipe.model.ops import MARKS, Kind
 from optpipe.model.problem import Problem

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import httpx
-from support.chain import chain, gpipe
-from support.rest import submit, until_cached, until_over, until_running
+from support.problems.chain import chain, gpipe
+from support.service.rest import submit, until_cached, until_over, until_running
 
 from optpipe.schedule import ScheduleFile, certify
 

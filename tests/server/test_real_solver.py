@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from support.chain import chain
-from support.databases import on_sqlite
-from support.rest import until_cached
+from support.problems.chain import chain
 from support.service import events
+from support.service.databases import on_sqlite
+from support.service.rest import until_cached
 
 from optpipe.schedule import ScheduleFile, check
 from optpipe_server import Settings

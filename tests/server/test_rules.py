@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from support.chain import chain
 from support.problems import pipeline, stage
-from support.rest import submit
+from support.problems.chain import chain
+from support.service.rest import submit
 
 from optpipe.model.problem import Problem
 from optpipe_server.http.examples import RULES

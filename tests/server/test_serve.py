@@ -10,12 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.chain import chain
 from support.ports import free_port
+from support.problems.chain import chain
 from support.processes import over
-from support.serve_process import serve_process
 from support.service import events
-from support.work import until
+from support.service.serve_process import serve_process
+from support.service.work import until
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.chain import chain
-from support.jobs import A, submit
+from support.problems.chain import chain
 from support.service import running, settings_in
+from support.service.jobs import A, submit
 from typer.testing import CliRunner
 
 from optpipe.errors import InputError

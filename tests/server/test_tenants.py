@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.jobs import submit
+from support.service.jobs import submit
 
 from optpipe_server.database import Database, Jobs
 from optpipe_server.database.keys import Keys

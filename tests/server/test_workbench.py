@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain
-from support.databases import shared_on_sqlite
-from support.rest import submit, until_running
+from support.problems.chain import chain
+from support.service.databases import shared_on_sqlite
+from support.service.rest import submit, until_running
 
 from optpipe import compare
 from optpipe.transformer.estimate import estimate

@@ -12,11 +12,11 @@ from itertools import islice
 import pytest
 from hypothesis import Phase, assume, event, find, given, reject, settings
 from hypothesis import strategies as st
-from support.bounds import bounds_of, cpsat_finds, read_frames
-from support.enumeration import TooManyError, best_of_all, length
 from support.examples import examples
-from support.milp import Solver, solver_process
-from support.small_problems import (
+from support.oracles.bounds import bounds_of, cpsat_finds, read_frames
+from support.oracles.enumeration import TooManyError, best_of_all, length
+from support.oracles.milp import Solver, solver_process
+from support.problems.small import (
     partly_frozen,
     problems_of_every_sort,
     several_a_device,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems
-from support.bounds import bounds_of
-from support.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
 from support.examples import examples
-from support.strategies import problems_with_schedules
+from support.oracles.bounds import bounds_of
+from support.oracles.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
 from optpipe.evaluate.objective import Objective, length_ms

@@ -9,9 +9,9 @@ from math import floor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
 from support.examples import examples
-from support.small_problems import problems_of_every_sort
+from support.oracles.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
+from support.problems.small import problems_of_every_sort
 
 from optpipe import Kind, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective

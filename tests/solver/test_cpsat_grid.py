@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import problem_of, stage
 from support.examples import examples
+from support.oracles.enumeration import problem_of, stage
 
 from optpipe import Kind, Op
 from optpipe.evaluate.effects import Effects

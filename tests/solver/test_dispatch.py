@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.plain_list_scheduler import PlainListScheduler
+from support.oracles.plain_list_scheduler import PlainListScheduler
 from support.problems import pipeline as chain_of
 from support.problems import stage
 

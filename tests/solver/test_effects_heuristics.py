@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support.effects import TABLES
-from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, programs_of
 from support.examples import examples
+from support.oracles.effects import TABLES
+from support.oracles.enumeration import EXHAUSTIVE, RICHER, best_of_all, programs_of
 from support.problems import pipeline, stage
-from support.strategies import problems
+from support.problems.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, certify, check
 from optpipe.evaluate.effects import TABLE, Effect

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.effects import TABLES, effects
-from support.enumeration import best_of_all, problem_of, stage
-from support.milp import Solver, solver_process
+from support.oracles.effects import TABLES, effects
+from support.oracles.enumeration import best_of_all, problem_of, stage
+from support.oracles.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective

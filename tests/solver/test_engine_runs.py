@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
-from support.chain import chain
+from support.problems.chain import chain
 
 from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
@@ -195,7 +195,7 @@ def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:
 def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("milp", "slow")
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     told: list[Frame] = []
     runs = milp_runs(told, 60.0)
     runs.start(EngineRun("milp"), 0.01, 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Problem, Schedule, certify, check
 from optpipe.errors import InputError

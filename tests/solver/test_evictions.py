@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from support.examples import examples
-from support.strategies import problems_with_schedules
-from support.units import ACTIVATION, units
+from support.problems.strategies import problems_with_schedules
+from support.problems.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request

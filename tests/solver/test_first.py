@@ -13,10 +13,10 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chain import chain, gpipe
 from support.examples import examples
+from support.problems.chain import chain, gpipe
+from support.problems.strategies import problems
 from support.processes import over
-from support.strategies import problems
 
 from optpipe import Problem, check
 from optpipe.dispatch.simulate import Simulator

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems import pipeline as make_pipeline
 from support.problems import stage as problem_stage
-from support.strategies import looped, problems
+from support.problems.strategies import looped, problems
 
 from optpipe import InputError, Problem, certify, check
 from optpipe.dispatch.simulate import Simulator

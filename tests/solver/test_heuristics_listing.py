@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.strategies import problems
+from support.problems.strategies import problems
 
 from optpipe import Problem, check
 from optpipe_solver.bounds.least_memory import least_memory

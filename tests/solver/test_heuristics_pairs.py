@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from support import problems
 from support.examples import examples
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Problem, check
 from optpipe_solver.heuristics import STREAMS, generate

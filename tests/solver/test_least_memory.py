@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from support.examples import examples
-from support.strategies import problems_with_schedules
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Stage, certify
 from optpipe_solver.bounds.least_memory import Relief, infeasibility, least_memory, reliefs

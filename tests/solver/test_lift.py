@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.strategies import AMPLE, problems, problems_with_schedules
+from support.problems.strategies import AMPLE, problems, problems_with_schedules
 
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
 from optpipe.lift import grain, lift

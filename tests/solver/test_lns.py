@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.enumeration import problem_of, stage
+from support.oracles.enumeration import problem_of, stage
 
 from optpipe import Problem, Schedule, check
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import EXHAUSTIVE, LATE_START, best_of_all, problem_of, stage
 from support.examples import examples
-from support.milp import Solver, solver_process
+from support.oracles.enumeration import EXHAUSTIVE, LATE_START, best_of_all, problem_of, stage
+from support.oracles.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.objective import Objective

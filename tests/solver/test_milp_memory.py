@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import best_of_all, problem_of, stage
 from support.examples import examples
-from support.milp import Solver, solver_process
+from support.oracles.enumeration import best_of_all, problem_of, stage
+from support.oracles.milp import Solver, solver_process
 
 from optpipe import Problem, check
 from optpipe.process.protocol import Bound, Incumbent, Note

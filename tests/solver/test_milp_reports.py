@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from support.enumeration import SPAN, problem_of, stage
-from support.milp import Solver, solver_process
+from support.oracles.enumeration import SPAN, problem_of, stage
+from support.oracles.milp import Solver, solver_process
 
 from optpipe import InputError, anytime, improve, solve
 from optpipe.process.child import Child
@@ -105,7 +105,7 @@ def test_where_the_milp_is_stopped_its_last_report_stands() -> None:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
@@ -139,7 +139,7 @@ def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.Monkey
 
 
 def test_with_all_placements_the_milp_runs_though_the_best_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("milp", "reports")
     problem = problem_of([stage(d, (1, 1, 1), 1, 1) for d in range(2)], [9, 9], 2)

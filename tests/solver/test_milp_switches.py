@@ -11,8 +11,8 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from support.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
-from support.milp import Solver, solver_process
+from support.oracles.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
+from support.oracles.milp import Solver, solver_process
 
 from optpipe import Schedule
 from optpipe.evaluate.objective import Objective

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chain import chain
 from support.examples import examples
 from support.problems import pipeline, stage
+from support.problems.chain import chain
 
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs, Request

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import best_of_all, stage
 from support.examples import examples
-from support.strategies import AMPLE, differing, schedules, stages, times
+from support.oracles.enumeration import best_of_all, stage
+from support.problems.strategies import AMPLE, differing, schedules, stages, times
 
 from optpipe import Device, Problem, certify
 from optpipe.model.placement import Placement

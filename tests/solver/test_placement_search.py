@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import problems
-from support.enumeration import best_of_all, problem_of, stage
+from support.oracles.enumeration import best_of_all, problem_of, stage
 
 import optpipe
 from optpipe import Device, Problem, Schedule, check, simulate

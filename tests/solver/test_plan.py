@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.chain import chain
+from support.problems.chain import chain
 
 from optpipe_solver import plan
 from optpipe_solver.methods import ENGINES, HEURISTICS, MILP

@@ -41,7 +41,7 @@ def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **change
 def engines(monkeypatch):
     """Two engines, each behaving as told."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.5), EngineRun("milp", 0.5)))
     monkeypatch.setattr(plan, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
     monkeypatch.setattr(plan, "DESCENT_FAILURES", 10)

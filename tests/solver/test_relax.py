@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import problems
-from support.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
 from support.examples import examples
-from support.one_device import TooManyStatesError, one_stage_end, several_stages_end
-from support.small_problems import several_a_device, short_of_memory
-from support.strategies import problems_with_schedules
+from support.oracles.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
+from support.oracles.one_device import TooManyStatesError, one_stage_end, several_stages_end
+from support.problems.small import several_a_device, short_of_memory
+from support.problems.strategies import problems_with_schedules
 
 from benchmarks.problems import offloading
 from optpipe import Problem, Schedule, certify, check

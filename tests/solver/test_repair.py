@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.strategies import problems, schedules
+from support.problems.strategies import problems, schedules
 
 from optpipe import Device, Problem, Schedule, Stage, check
 from optpipe.reuse.repair import repair

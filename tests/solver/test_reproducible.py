@@ -24,7 +24,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("cpsat", "seed")
     monkeypatch.setenv("milp", "tells")
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.4), EngineRun("milp", 0.6)))
     monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
     monkeypatch.setattr(plan, "OPS_PER_S", 5_000)

@@ -92,7 +92,7 @@ def test_where_nothing_is_to_be_gained_by_nominal_times_only_robust_goes_on(monk
     monkeypatch.setenv("cpsat", "slow")
     monkeypatch.setenv("milp", "slow")
     monkeypatch.setenv("robust", "seed 2.0")
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     monkeypatch.setattr(plan, "AUTO", (plan.EngineRun("cpsat", 0.4), plan.EngineRun("milp", 0.3)))
     frames: list[object] = []
     request = Request(problem=Problem.load(EXAMPLES / "figure4-4x6.json"), jitter=0.05, time_limit_s=16.0, threads=1)

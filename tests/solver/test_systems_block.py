@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.units import ACTIVATION, units
+from support.problems.units import ACTIVATION, units
 
 from optpipe import Kind, certify, check
 from optpipe_solver.systems import generate

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.units import ACTIVATION, paired, unevenly, units
+from support.problems.units import ACTIVATION, paired, unevenly, units
 
 from optpipe import InputError, Kind, Op, Schedule, certify, check
 from optpipe_solver.systems import generate

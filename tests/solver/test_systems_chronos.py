@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.units import ACTIVATION, unevenly, units
+from support.problems.units import ACTIVATION, unevenly, units
 
 from optpipe import InputError, Kind, Schedule, certify, check
 from optpipe.model.program import KIND, STAGE

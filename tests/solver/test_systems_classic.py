@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.units import ACTIVATION, unevenly, units
+from support.problems.units import ACTIVATION, unevenly, units
 
 from optpipe import DeadlockError, InputError, Kind, Op, Problem, certify, check
 from optpipe.model.placement import Placement

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.units import unevenly, units
+from support.problems.units import unevenly, units
 
 from optpipe import Device, InputError, Kind, Problem, Schedule, certify, check
 from optpipe.model.ops import OPTIMIZER

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.strategies import looped
-from support.units import ACTIVATION, units
+from support.problems.strategies import looped
+from support.problems.units import ACTIVATION, units
 
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
 from optpipe_solver.systems import generate

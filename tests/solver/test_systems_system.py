@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.units import units
+from support.problems.units import units
 
 from optpipe import InputError
 from optpipe.model.placement import Placement, rechunk

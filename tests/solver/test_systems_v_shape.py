@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.units import ACTIVATION, units
+from support.problems.units import ACTIVATION, units
 
 from optpipe import InputError, Schedule, certify, check
 from optpipe_solver.systems import generate

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from support.examples import examples
-from support.strategies import problems
-from support.units import units
+from support.problems.strategies import problems
+from support.problems.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Incumbent, Note, Request

@@ -9,8 +9,8 @@ import threading
 import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from support.jobs import expire, row, submit
-from support.postgres import Postgres
+from support.service.jobs import expire, row, submit
+from support.service.postgres import Postgres
 
 from optpipe_server.database import Database, Leases, reap
 from optpipe_server.database import postgres as of_postgres

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.chain import chain
-from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
+from support.problems.chain import chain
+from support.service.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions

@@ -14,9 +14,9 @@ from random import Random
 
 import pytest
 from sqlalchemy import Connection, func, select, update
-from support.chain import chain, gpipe
-from support.jobs import FAST, SLOW, A, expire, found, row, submit
+from support.problems.chain import chain, gpipe
 from support.service import running, settings_in
+from support.service.jobs import FAST, SLOW, A, expire, found, row, submit
 
 from optpipe_cache import Cache, Retention
 from optpipe_cache.storage import KEEP_ALL

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.chain import chain, gpipe, one_by_one
-from support.jobs import expire, found, row
-from support.known_job import Known
-from support.postgres import Postgres
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.jobs import expire, found, row
+from support.service.known_job import Known
+from support.service.postgres import Postgres
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions

@@ -12,8 +12,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, inspect, text
-from support.jobs import row, submit
-from support.postgres import Postgres
+from support.service.jobs import row, submit
+from support.service.postgres import Postgres
 
 from optpipe.errors import InputError
 from optpipe_server.database import AwayError, Database, engine

@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from support.chain import chain, gpipe, one_by_one
-from support.jobs import PROBLEM, A, expire, found, row, start, submit
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.jobs import PROBLEM, A, expire, found, row, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of

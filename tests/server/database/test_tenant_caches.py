@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 from structlog.testing import capture_logs
-from support.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, gpipe, one_by_one
 
 from optpipe.options import SolveOptions
 from optpipe.results import Result

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.faults import Job, recorded
 from support.service import running, settings_in, use_fake_solver
+from support.traces.faults import Job, recorded
 
 from optpipe.diagnose import diagnose
 from optpipe.errors import InputError

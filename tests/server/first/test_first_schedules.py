@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chain import chain, gpipe, one_by_one
 from support.examples import examples
+from support.problems.chain import chain, gpipe, one_by_one
+from support.problems.strategies import problems
 from support.processes import over, started_with
-from support.strategies import problems
-from support.work import until
+from support.service.work import until
 
 import optpipe_server.first_schedules
 from optpipe.errors import InputError
@@ -39,7 +39,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
-MODULE, FAKE = optpipe_server.first_schedules.MODULE, "support.fake_first_process"
+MODULE, FAKE = optpipe_server.first_schedules.MODULE, "support.fakes.first_process"
 
 
 class TenantView:

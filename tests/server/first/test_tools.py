@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
-from support.timelines import STEPS, saved, timeline
-from support.work import until
+from support.service.work import until
+from support.traces.timelines import STEPS, saved, timeline
 
 from optpipe.formats.convert import export_schedule
 from optpipe.measured.convert import problem_from
@@ -240,10 +240,10 @@ def test_methods_are_compared(client: httpx.Client, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """`/v1/compare` with `support.fake_own_process`. The file lists the processes of the request that hangs; none is
+    """`/v1/compare` with `support.fakes.own_process`. The file lists the processes of the request that hangs; none is
     left afterwards."""
     log = tmp_path / "log"
-    monkeypatch.setattr(own_processes, "MODULE", "support.fake_own_process")
+    monkeypatch.setattr(own_processes, "MODULE", "support.fakes.own_process")
     monkeypatch.setenv("OWN_PROCESS_LOG", str(log))
     yield log
     assert started_with(str(log)) == []

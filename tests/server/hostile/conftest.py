@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from support.requests import PROBLEM, SCHEDULE
 from support.service import running, settings_in, use_fake_solver
+from support.service.requests import PROBLEM, SCHEDULE
 
 from optpipe_server.database.keys import SCOPES
 from optpipe_server.http import own_processes
@@ -21,7 +21,7 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patch)
-        patch.setattr(own_processes, "MODULE", "support.fake_own_process")
+        patch.setattr(own_processes, "MODULE", "support.fakes.own_process")
         url = (
             None
             if request.param == "sqlite"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from sqlalchemy.exc import OperationalError
-from support.requests import bearer
+from support.service.requests import bearer
 
 from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES, Keys, KnownKeys

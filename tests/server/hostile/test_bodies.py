@@ -6,7 +6,7 @@ import json
 
 import pytest
 from pydantic import ValidationError
-from support.chain import chain
+from support.problems.chain import chain
 
 from optpipe_server.http.bodies import Submission
 from optpipe_server.http.guarded_route import LONGEST_BODY, strict_json

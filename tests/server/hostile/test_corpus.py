@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from support.requests import CALLS, Call
+from support.service.requests import CALLS, Call
 
 T = TypeVar("T")
 

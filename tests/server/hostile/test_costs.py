@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.chain import chain
 from support.ports import free_port
-from support.serve_process import serve_process
+from support.problems.chain import chain
+from support.service.serve_process import serve_process
 
 from optpipe_server.http.bodies import MOST_MICROBATCHES, MOST_PARTS
 from optpipe_server.http.guarded_route import LONGEST_BODY

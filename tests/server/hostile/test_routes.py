@@ -1,5 +1,5 @@
-"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.requests` fails
-here."""
+"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.service.requests`
+fails here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import count
 
 import httpx
 import pytest
-from support.databases import shared_on_sqlite
-from support.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
+from support.service.databases import shared_on_sqlite
+from support.service.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http.replies import NO_ROUTE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.requests import PROBLEM
 from support.service import running, settings_in, use_fake_solver
+from support.service.requests import PROBLEM
 
 from optpipe_server.http import connections
 from optpipe_server.http.server import Server

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.service import use_fake_solver
-from support.work import Work
+from support.service.work import Work
 
 from optpipe_server.database import Database
 

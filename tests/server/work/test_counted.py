@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
-from support.databases import on_sqlite
-from support.work import Work, until
+from support.service.databases import on_sqlite
+from support.service.work import Work, until
 
 import optpipe_server.work.rounds
 from optpipe_server.database import Leases, reap

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select
-from support.chain import gpipe
+from support.problems.chain import gpipe
 from support.processes import over
-from support.work import Work, problem, sound, until
-from support.worker_process import LEASE_S, WorkerProcess, worker_process
+from support.service.work import Work, problem, sound, until
+from support.service.worker_process import LEASE_S, WorkerProcess, worker_process
 
 from optpipe import Result
 from optpipe.process import process_tree

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fake_solver import SLEEP
-from support.jobs import start
+from support.fakes.solver import SLEEP
 from support.processes import over
-from support.work import Work, problem, sound, until
+from support.service.jobs import start
+from support.service.work import Work, problem, sound, until
 
 from optpipe import Problem, anytime
 from optpipe.process import process_tree

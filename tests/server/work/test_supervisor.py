@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.chain import gpipe, one_by_one
-from support.databases import on_sqlite
+from support.problems.chain import gpipe, one_by_one
 from support.processes import over
-from support.work import LIMIT_S, Work, problem, sound, until
+from support.service.databases import on_sqlite
+from support.service.work import LIMIT_S, Work, problem, sound, until
 
 from optpipe import Result, anytime
 from optpipe.process.niceness import NICER

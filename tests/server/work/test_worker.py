@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.postgres import Postgres
-from support.work import Work, problem, sound, until
+from support.service.postgres import Postgres
+from support.service.work import Work, problem, sound, until
 
 from optpipe import InputError
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob

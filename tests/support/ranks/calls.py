@@ -10,8 +10,8 @@ import numpy as np
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from support.close import joined, require_close
-from support.device import EXACT
 from support.ranks import cases
+from support.ranks.device import EXACT
 from support.ranks.worker import Ranks
 
 

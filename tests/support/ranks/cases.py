@@ -19,7 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.swap import schedules as swapping
 from support import problems
-from support.device import device
+from support.ranks.device import device
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name

@@ -16,8 +16,8 @@ from optpipe_runtime import Follower, Pipeline, Profiler, clock
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.service import client
-from support.following import until as wait_until
 from support.ranks.cases import batch, loss_fn, own_stages
+from support.service.following import until as wait_until
 
 
 class Written:

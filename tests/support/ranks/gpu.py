@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.device import KIND, ON_CUDA, device
 from support.ranks import cases, replicas
+from support.ranks.device import KIND, ON_CUDA, device
 from support.ranks.optimizer import momentum
 from support.ranks.swaps import failing, heard
 

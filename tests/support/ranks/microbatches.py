@@ -23,11 +23,11 @@ from optpipe_runtime.execute import learner
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.steps.planned import tokens_and_squares
-from support.device import device
-from support.following import until
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
+from support.ranks.device import device
 from support.ranks.replicas import gradients, place
 from support.ranks.swaps import failing, heard
+from support.service.following import until
 
 
 class Sizes(NamedTuple):

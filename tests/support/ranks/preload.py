@@ -8,7 +8,8 @@ import torch.profiler
 import optpipe_runtime.pipeline
 from optpipe import Schedule, anytime
 from optpipe.evaluate.jit import compile_at_once
-from support import problems, units
+from support import problems
+from support.problems import units
 from support.ranks import cases, worker
 
 __all__ = ["anytime", "cases", "optpipe_runtime", "problems", "torch", "worker"]

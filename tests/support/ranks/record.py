@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from optpipe.errors import InputError
 from optpipe_runtime import record, record_trace
 from optpipe_runtime.record import Recorder
-from support.device import device
+from support.ranks.device import device
 
 SHAPE = (8, 16)  # of a micro-batch
 

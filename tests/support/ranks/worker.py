@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from support.device import ON_CUDA
 from support.patience import GRACE_S
+from support.ranks.device import ON_CUDA
 
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
 PRELOADED = "support.ranks.preload"

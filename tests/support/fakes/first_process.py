@@ -1,6 +1,7 @@
-"""Stands in for `optpipe_solver.first`, for the problems of `support.chain`; the request's method says what it does.
+"""Stands in for `optpipe_solver.first`, for the problems of `support.problems.chain`; the request's method says what
+it does.
 
-Like `fake_solver` it writes plain JSON and imports nothing slow: every server of a test starts one. With the
+Like `fakes.solver` it writes plain JSON and imports nothing slow: every server of a test starts one. With the
 environment's `FIRST_LOG` it lists its process id and what it is asked; it is ready once the file `FIRST_GATE` is there.
 """
 
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.fake_solver import end_with_parent, together
+from support.fakes.solver import end_with_parent, together
 
 FINDS_NONE = ("silent", "crash", "invalid", "later", "dies", "half a frame", "not JSON", "gigabyte", "endless")
 HALF = '{"type": "bou'

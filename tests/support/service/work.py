@@ -21,7 +21,7 @@ from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Supervisor
-from support.chain import chain
+from support.problems.chain import chain
 
 LIMIT_S = 60.0  # for a wait on a busy machine
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from optpipe.model.problem import Problem
 from optpipe.model.records import each_microbatch
-from support.enumeration import problem_of, stage
-from support.strategies import differing, problems
+from support.oracles.enumeration import problem_of, stage
+from support.problems.strategies import differing, problems
 
 
 @st.composite

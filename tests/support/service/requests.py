@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from optpipe.schedule import ScheduleFile
 from optpipe_server.http.examples import ESTIMATE, MEASURED, ROWS, RULES
 from optpipe_server.http.guarded_route import UPLOADED
-from support.chain import chain, gpipe
+from support.problems.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
 DRIFTED = chain(scale=2.0).to_dict()

@@ -7,8 +7,7 @@ from typing import Any
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
-from support import strategies
-from support.problems import pipeline, stage
+from support.problems import pipeline, stage, strategies
 
 ACTIVATION = 1000  # bytes of one stage's activation
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from support.deployment import ROOT, SERVICES, image_environment, image_packages
+from support.deploy.deployment import ROOT, SERVICES, image_environment, image_packages
 from support.ports import free_port
-from support.postgres import Postgres
+from support.service.postgres import Postgres
 
 PASSWORD = "not a default: pass/word@1"  # with all that a URL would read otherwise
 STARTS_S = 60.0

@@ -9,7 +9,7 @@ import httpx
 
 from optpipe.model.problem import Problem
 from optpipe_server.database.tables import OPEN
-from support.chain import chain
+from support.problems.chain import chain
 
 
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
 from optpipe.model.records import OFFLOAD, Level
 from support import problems
+from support.oracles.timed_programs import TimedPrograms
 from support.problems import pipeline
-from support.timed_programs import TimedPrograms
 
 
 def length(schedule: Schedule, objective: Objective) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optpipe.process.protocol import Bound, CompareRequest, End, Incumbent, Note, Programs, read_one, write_frame
-from support.chain import gpipe, one_by_one
+from support.problems.chain import gpipe, one_by_one
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
-from support import clock
+from support.oracles import clock
 from support.problems import pipeline, stage
 
 FORWARD, BACKWARD = 10.0, 20.0

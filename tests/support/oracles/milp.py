@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
-from support.enumeration import length
+from support.oracles.enumeration import length
 
 DRIVER = """
 import json, sys
@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from optpipe.process.protocol import End, Request, keep_output_for_frames, write_frame
 from optpipe_solver.milp import solve
 from optpipe_solver.milp.switches import Switches
-from support.effects import effects
+from support.oracles.effects import effects
 
 keep_output_for_frames()
 for line in sys.stdin:
@@ -36,7 +36,7 @@ for line in sys.stdin:
         solve.solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
 
 

@@ -13,7 +13,7 @@ from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.tables import jobs
-from support.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, gpipe, one_by_one
 
 PROBLEM = chain()
 SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)

@@ -14,7 +14,7 @@ import sys, optpipe.anytime, optpipe_server.first_schedules
 database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedules.MODULE = sys.argv[1:]
 optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
 """
-FAKES = ("support.fake_solver", "support.fake_first_process")
+FAKES = ("support.fakes.solver", "support.fakes.first_process")
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def serve_process(
     database: str, port: int, folder: Path, modules: tuple[str, str] = FAKES
 ) -> Iterator[subprocess.Popen[str]]:
     """Yield the process once it answers. `modules` are those of the solver and of first schedules."""
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.db"), "PYTHONPATH": path}
     command = [sys.executable, "-c", START, database, str(port), *modules]
     wrote = folder / "serve.log"

@@ -1,4 +1,4 @@
-"""Stands in for the solver, for the problems of `support.chain`; the request's method says what it does.
+"""Stands in for the solver, for the problems of `support.problems.chain`; the request's method says what it does.
 
 It writes the frames of `optpipe.process.child` as plain JSON and imports slow modules only if it needs them, because
 tests start hundreds of it.
@@ -45,7 +45,7 @@ def incumbent(method: str, programs: list[str]) -> None:
 def bound(problem: dict[str, Any], share: float = 1.0) -> None:
     """Write a bound: a share of the makespan of all forwards, then all backwards, which is the shortest there is."""
     from optpipe.model.problem import Problem
-    from support.chain import gpipe  # here, for it takes a while
+    from support.problems.chain import gpipe  # here, for it takes a while
 
     frame(type="bound", method="fake", lower_bound_ms=share * gpipe(Problem.from_dict(problem)).makespan_ms)
 

@@ -1,4 +1,4 @@
-"""A worker with a fake solver, in a process that tests kill and stop: `python -m support.worker_process URL NAME`.
+"""A worker with a fake solver, in a process that tests kill and stop: `python -m` this module, with URL and NAME.
 
 On PostgreSQL it is what `optpipe worker` runs, on SQLite what works within `optpipe serve`. It also ends when its
 standard input closes.
@@ -34,10 +34,10 @@ class WorkerProcess:
         self.mark = process_tree.new_mark()
         environment = {
             **process_tree.environment(self.mark),
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             **({"DEAF": "1"} if deaf else {}),
         }
-        command = [sys.executable, "-m", "support.worker_process", url, name, str(cache)]
+        command = [sys.executable, "-m", "support.service.worker_process", url, name, str(cache)]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
 
     @property
@@ -67,7 +67,7 @@ def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iter
 
 
 def main(url: str, name: str, cache: str) -> None:
-    optpipe.anytime.SOLVER = "support.fake_solver"
+    optpipe.anytime.SOLVER = "support.fakes.solver"
     solve.NICER = 0  # see `not_nicer`
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings(

@@ -13,7 +13,7 @@ from optpipe import Kind, Op, Problem, Program
 from optpipe.evaluate.jit import compiled
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats, Ints
-from support.clock import message_ms
+from support.oracles.clock import message_ms
 
 Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
 

@@ -62,10 +62,10 @@ def settings_in(folder: Path, database: str | None = None) -> Settings:
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use `support.fake_solver` and `support.fake_first_process`, whose behaviour the job's method names."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
-    monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
-    monkeypatch.setattr(optpipe_server.first_schedules, "MODULE", "support.fake_first_process")
+    """Use `support.fakes.solver` and `support.fakes.first_process`, whose behaviour the job's method names."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fakes.solver")
+    monkeypatch.setattr(optpipe_server.first_schedules, "MODULE", "support.fakes.first_process")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""The files of deployments, and what is started by them."""

@@ -1,0 +1,1 @@
+"""Recordings of trainings as other programs write them, with faults to be found."""
