@@ -16,8 +16,8 @@ from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_j
 
 if TYPE_CHECKING:
     from optpipe.model.records import Level, Stage
-    from optpipe_runtime.measure.profiler import Measured
-    from optpipe_runtime.measure.trial import Spread
+    from optpipe_runtime.measure.measured import Measured
+    from optpipe_runtime.stage.timer import Spread
 
 TITLE = "times in ms: median ± interquartile range; sizes in MB, of one micro-batch"
 COLUMNS = {

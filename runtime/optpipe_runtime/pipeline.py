@@ -35,7 +35,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer, HostUpdates
 from optpipe_runtime.features.post_validation import Counted, PostValidations
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.measure.profiler import Measured
+from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout

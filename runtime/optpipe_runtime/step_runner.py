@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe_runtime.arguments import require_bytes, require_equal
@@ -36,7 +36,9 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import forwards_in_order
-from optpipe_runtime.measure.profiler import Measured, by_microbatch, profile, require_budget
+from optpipe_runtime.measure.budget import require_budget
+from optpipe_runtime.measure.measured import Measured
+from optpipe_runtime.measure.profiler import profile
 from optpipe_runtime.ranks.cpu_group import Shared
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.ties import Tie
@@ -139,27 +141,9 @@ class StepRunner:
         if not rank.cpu_group.minimum(self.learner.knows(batch))[0]:
             self.learn(batch)
         rank.cpu_group.on_each_rank(require_arguments)
-        measured = self._measure(batch, activation_budget_bytes, parts, repeats)
+        measured = profile(rank, self.learner, batch, activation_budget_bytes, parts, repeats)
         self._replicas.forget()
         return measured
-
-    def _measure(self, batch: Batch, *arguments: Any) -> Measured:
-        """Profiles micro-batches that are cut already once for each form, one after the other."""
-        rank = self._rank
-        if not self.learner.varies:
-            with rank.team.local():
-                return profile(rank, batch, *arguments)
-        forms, m = rank.forms, rank.layout.microbatches
-        if len(rank.layout.routes) > 1:
-            raise InputError("profile was given Microbatches: with several routes give whole batches of equal ones")
-        profiles = []
-        with self.learner.aside():
-            for form in range(max(forms) + 1):
-                one = batch.only([forms.index(form)], m)
-                self.learner.learn(one)
-                with rank.team.local():
-                    profiles.append(profile(rank, one, *arguments))
-        return by_microbatch(profiles, forms)
 
     def close(self) -> None:
         """Ends the threads of the pipeline."""

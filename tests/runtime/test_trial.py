@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.measure import profiler
-from optpipe_runtime.measure.trial import OpTimer, Spread
+from optpipe_runtime.measure import budget
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.outside import Outside
+from optpipe_runtime.stage.timer import OpTimer, Spread
 
 
 class Ticking:
@@ -81,15 +81,15 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
     messages = 2 * 40 + 2 * 40
-    assert profiler.budget(rank, {}) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one has no gradient yet"
+    assert budget.budget(rank, {}) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one has no gradient yet"
     found = {parameter: 600 for stage in stages.values() for parameter in stage.parameters()}
-    assert profiler.budget(rank, found) == int(0.9 * (7_000 + 3_000 - 600 - 200 - 100 - messages)), "larger than there"
+    assert budget.budget(rank, found) == int(0.9 * (7_000 + 3_000 - 600 - 200 - 100 - messages)), "larger than there"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
-    assert profiler.budget(rank, {}) == 0
+    assert budget.budget(rank, {}) == 0
 
 
 def test_a_cpu_has_no_default_budget() -> None:
     rank: Any = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(InputError, match="activation_budget_bytes is missing"):
-        profiler.require_budget(rank)
+        budget.require_budget(rank)

@@ -10,11 +10,14 @@ from torch import nn
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
+from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.timer import Spread
+from optpipe_runtime.stage.trial import Trials
 
 F = TypeVar("F", bound="Feature")
 
@@ -55,6 +58,11 @@ class Feature:
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
         """Raises `ScheduleError` if it cannot run here; on every rank for the same reason. From any thread."""
+
+    def profile(self, trials: Trials, clock: Clock, repeats: int) -> Mapping[int, Mapping[str, Spread]]:
+        """Collective: measures its ops on the stages of all ranks. Returns, by stage, the times of those that `trials`
+        have not noted; gradients need not stay as they are."""
+        return {}
 
     # Inside a step: called by the executor
 

@@ -26,8 +26,8 @@ from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.fidelity import paced
-from optpipe_runtime.measure.trial import Spread
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.stage.timer import Spread
 
 log = logging.getLogger("optpipe.bench")
 

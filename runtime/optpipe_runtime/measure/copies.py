@@ -1,4 +1,4 @@
-"""Times of transfers: offloads and reloads beside compute, and evictions."""
+"""Times of transfers: offloads and reloads beside compute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from functools import partial
 from itertools import compress, pairwise
 
 from optpipe_runtime.clock import Clock
-from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.features.evictions import EvictionOrder, Evictions
-from optpipe_runtime.measure.rounds import WARM_UP, routes, together
-from optpipe_runtime.measure.trial import Trial, Trials
+from optpipe_runtime.measure.rounds import together
 from optpipe_runtime.stage.levels import Level
+from optpipe_runtime.stage.trial import Trial
 
 
 def try_transfers(rank: Rank, trials: Sequence[Trial], level: Level | None, clock: Clock, repeats: int) -> None:
@@ -69,28 +67,3 @@ def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
     yield
     for trial, j in moving[:1]:
         trial.reload(j)
-
-
-def try_evictions(rank: Rank, trials: Trials, repeats: int) -> None:
-    """Evicts the activations of one stage after the other, on the first route over it."""
-    if (evictions := find_feature(rank.features, Evictions)) is None:
-        return
-    peers = evictions.peers
-    for s, owner in enumerate(rank.layout.placement):
-        blocks = rank.io[s, routes(rank, s)[0]].block_bytes
-        rank.cpu_group.minimum(0)  # one link at a time
-        if rank.layout.peer(owner) is None or not any(blocks):
-            continue
-        if owner == rank.number:
-            trial = trials[s][routes(rank, s)[0]]
-            freed = set()
-            for r in range(WARM_UP + repeats):
-                trial.times.recording = r >= WARM_UP
-                freed.add(trial.evict(peers))
-            trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
-        elif rank.layout.peer(owner) == rank.number:
-            activations = tuple((s, r) for r in range(WARM_UP + repeats))
-            peers.start_step({owner: EvictionOrder(activations, activations)})
-            for activation in activations:
-                peers.accept(owner, activation, [size for size in blocks if size])
-                peers.vacate(activation)

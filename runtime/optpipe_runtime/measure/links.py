@@ -10,7 +10,8 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.measure.rounds import WARM_UP, routes
-from optpipe_runtime.measure.trial import OpTimer, Spread, Trial, Trials
+from optpipe_runtime.stage.timer import OpTimer, Spread
+from optpipe_runtime.stage.trial import Trial, Trials
 
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
 

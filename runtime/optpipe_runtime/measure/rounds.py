@@ -8,7 +8,7 @@ from math import ceil
 
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.measure.trial import OpTimer
+from optpipe_runtime.stage.timer import OpTimer
 
 WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000

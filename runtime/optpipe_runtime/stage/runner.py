@@ -1,4 +1,4 @@
-"""`StageRunner`: one stage and its ops: F, B, W, BW and C on the user's module; O, D, R, E and L on what it keeps.
+"""`StageRunner`: one stage and its ops: F, B, W, BW and C on the user's module; O, D and R on what it keeps.
 Their order and their messages are the executor's."""
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe.sizes import told_apart
 from optpipe_runtime.memory.activation import EVERY, Activation, Saved, balance, in_place_errors
-from optpipe_runtime.memory.engines import Destination, Handle
+from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
@@ -452,24 +451,12 @@ class StageRunner:
         """O"""
         return self._running[microbatch].activation.offload(part, self._parts, OnHost(self._link, self._pool))
 
-    def evict(self, microbatch: int, destination: Destination) -> Sequence[Handle]:
-        """E: the whole activation. The peer expects blocks of the sizes that were learned."""
-        running = self._running[microbatch]
-        if running.activation.sizes() != running.io.block_bytes:
-            now, first = told_apart(sum(running.activation.sizes()), sum(running.io.block_bytes))
-            raise InputError(
-                f"stage {self.index} saves {now} for micro-batch {microbatch}, at the start it saved {first}: "
-                f"evicted activations must have the same sizes in "
-                "every micro-batch"
-            )
-        return running.activation.offload(0, 1, destination)
-
     def drop(self, microbatch: int, part: int) -> None:
         """D"""
         self._running[microbatch].activation.drop(part)
 
     def reload(self, microbatch: int, part: int) -> Sequence[Handle]:
-        """R, L"""
+        """R"""
         return self._running[microbatch].activation.reload(part)
 
     def activation(self, microbatch: int) -> Activation:

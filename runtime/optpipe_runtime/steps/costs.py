@@ -23,7 +23,7 @@ from optpipe.model.records import Stage, of_microbatch
 from optpipe.steps import CostModel
 from optpipe.steps.cost_model import LEARNT, WINDOW, robust_fit
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.measure.profiler import figure_or_nothing
+from optpipe_runtime.measure.measured import figure_or_nothing
 
 TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 F, B, W = range(3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe_runtime import Pipeline
-from optpipe_runtime.measure.profiler import Measured
+from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.memory.engines import CopyEngine, Handle
 from support.ranks.cases import WIDTH, batch, loss_fn, own_stages
 

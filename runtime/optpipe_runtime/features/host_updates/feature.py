@@ -12,14 +12,18 @@ from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
 from optpipe_runtime.arguments import Options
+from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer, on_host
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.measure.rounds import together
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.timer import OpTimer, Spread
+from optpipe_runtime.stage.trial import Trials
 
 IRREVERSIBLE = "a step that updates stages on the host cannot be undone"
 
@@ -38,6 +42,19 @@ class HostUpdates(Feature):
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
         require_optimizers(schedule, self._everywhere)
+
+    def profile(self, trials: Trials, clock: Clock, repeats: int) -> Mapping[int, Mapping[str, Spread]]:
+        """The optimizers of all ranks at once. A second one of each stage runs with gradients of zero, so that the
+        state of the first stays."""
+        updates = {s: (OpTimer(clock), optimizer.duplicate()) for s, optimizer in self.optimizers.items()}
+
+        def once() -> None:
+            for times, second in updates.values():
+                for name, copies in second.try_ops().items():
+                    times.copies(name, [copies])
+
+        together(self._rank, once, [times for times, _ in updates.values()], clock, repeats)
+        return {s: times.spreads() for s, (times, _) in updates.items()}
 
     # Inside a step
 
