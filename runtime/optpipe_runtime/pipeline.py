@@ -383,7 +383,7 @@ class Pipeline:
     def at_b(self) -> dict[int, frozenset[str]]:
         """For each stage of this rank that has run a B, the names of the parameters whose gradient B computes and does
         not leave to W."""
-        return {s: stage.at_b for s, stage in self._rank.stages.items() if stage.at_b is not None}
+        return {s: stage.split.at_b for s, stage in self._rank.stages.items() if stage.split.at_b is not None}
 
     @property
     def layout(self) -> Layout:

@@ -175,7 +175,7 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
         )
         require_same(stage.backward(j, gradients, way.split)[0], dx, exactly)
         if way.split:
-            assert ON_CUDA or stage.at_b == AT_B.get(name, set()), "norms wait where other kernels save as much"
+            assert ON_CUDA or stage.split.at_b == AT_B.get(name, set()), "norms wait where other kernels save as much"
             stage.weight(j)
     assert stage.idle
     assert len(state(module)) == len(state(plain))

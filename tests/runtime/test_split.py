@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe_runtime.stage.split import Splitting, WeightQueue
+from optpipe_runtime.stage.split import WeightQueue
+from optpipe_runtime.stage.split.mode import Splitting
 
 
 def run(module: nn.Module, x: Tensor, norms: bool = True, deferring: bool = True) -> WeightQueue:

@@ -58,8 +58,10 @@ def test_a_compiled_module(whole: bool, fullgraph: bool, link: Link) -> None:
     run(stage, "F0 BW0 C0 B0 W0", batches(1))
     made = len(graphs)
     split = graphs[1:]
-    assert (stage.whole, {"layer_norm", "gelu"} in split) == (fullgraph, not fullgraph)
-    assert stage.at_b == {f"1.{name}" for name, _ in inner.named_parameters() if fullgraph or name.startswith("norm")}
+    assert (stage.split.whole, {"layer_norm", "gelu"} in split) == (fullgraph, not fullgraph)
+    assert stage.split.at_b == {
+        f"1.{name}" for name, _ in inner.named_parameters() if fullgraph or name.startswith("norm")
+    }
     stage.module.zero_grad()
     program = "F0 F1 F2 B1 B0 W1 W0 BW2 C3 O3 F4 O4 B4 B3 W3 W4 F5 BW5 K6 B6 W6 K7 BW7"
     require_as_plain(module, plain, batches(8), run(stage, program, batches(8)))
@@ -83,4 +85,4 @@ def test_compiled_layers(link: Link) -> None:
     assert torch.equal(y, plain(x))
     found = run(stage, "F0 F1 B1 B0 W1 W0 F2 BW2 C3 B3 W3 K4 B4 W4", batches(5))
     require_as_plain(module, plain, batches(5), found)
-    assert stage.at_b == {name for name, _ in module.named_parameters() if ".norm" in name}
+    assert stage.split.at_b == {name for name, _ in module.named_parameters() if ".norm" in name}

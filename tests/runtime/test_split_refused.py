@@ -40,7 +40,7 @@ def test_a_weight_changed_after_its_use_is_an_error(
         return y
 
     stage = runner(Of(run, layer()), link)
-    stage.norms_wait = True
+    stage.split.norms_wait = True
     backward = (Kind.B if split else Kind.BW) if known else None
     stage.forward(0, (batches(1)[0],), backward=backward, captured=not known)
     with pytest.raises(

@@ -74,7 +74,7 @@ def test_hooks_of_a_parameter_are_called_once_with_its_gradient(link: Link) -> N
     stage = runner(module, link)
     require_as_plain(module, plain, batches(1), run(stage, "F0 B0 W0", batches(1)))
     assert len(seen) == 1
-    assert stage.at_b == {"weight", "bias"}
+    assert stage.split.at_b == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -87,7 +87,7 @@ def test_norms_wait_for_w_if_b_still_frees_memory(dropout: float, link: Link) ->
     kept = stage.held_bytes(0)
     stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=True)
     assert stage.held_bytes(0) <= kept
-    assert stage.at_b == (set() if dropout else {"0.weight", "0.bias"})
+    assert stage.split.at_b == (set() if dropout else {"0.weight", "0.bias"})
 
 
 def test_autocast_around_a_step_applies_to_its_forwards_only(link: Link) -> None:
@@ -153,7 +153,7 @@ def test_each_w_adds_to_the_gradient_buffer_that_a_parameter_has(link: Link) -> 
     for total, parameter in zip(expected, module.parameters(), strict=True):
         assert torch.equal(parameter.main_grad, total)  # type: ignore[attr-defined]
         assert parameter.grad is None
-    assert stage.at_b == {"layers.1.weight", "layers.1.bias"}
+    assert stage.split.at_b == {"layers.1.weight", "layers.1.bias"}
 
 
 def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:

@@ -56,7 +56,7 @@ class Executor:
         if self._rank.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._rank.device)
         for stage in self._stages.values():
-            stage.results = step.results if batch.outputs else None
+            stage.forwards.results = step.results if batch.outputs else None
         if not evaluating:
             self._rank.means.start_step(plan)
         begun = self._clock.mark()

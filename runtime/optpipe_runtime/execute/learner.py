@@ -208,12 +208,14 @@ class Learner:
                     error.add_note(f"rank {rank.team.name} was learning stage {s}, by its first forward")
                     raise
             stage = rank.stages.get(s)
-            answers = rank.cpu_group.gather_from_peers((result, stage and stage.norms_wait), rank.layout.placement[s])
+            answers = rank.cpu_group.gather_from_peers(
+                (result, stage and stage.split.norms_wait), rank.layout.placement[s]
+            )
             for answer, _ in answers:
                 if isinstance(answer, InputError):
                     raise answer
             if stage is not None:
-                stage.norms_wait = all(norms_wait for _, norms_wait in answers)
+                stage.split.norms_wait = all(norms_wait for _, norms_wait in answers)
             learned.append(answers[rank.team.peer][0])
         needed = learned[-1].needed
         passing: list[StageIO] = []

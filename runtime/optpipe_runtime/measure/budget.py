@@ -41,7 +41,7 @@ def budget(rank: Rank, gradients: Sizes) -> int:
     cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
     still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
     for s, stage in rank.stages.items():
-        still_to_come += stage.cast_bytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
+        still_to_come += stage.split.cast_bytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
         for parameter in (*rank.replicas.parameters(s), *stage.outside.named_parameters().values()):
             if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
                 still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))

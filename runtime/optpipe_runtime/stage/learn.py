@@ -16,8 +16,9 @@ from optpipe_runtime.memory.host_pool import Nowhere
 from optpipe_runtime.stage.entrance import reached_inputs
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
 from optpipe_runtime.stage.outside import leaves_of
-from optpipe_runtime.stage.runner import Running, StageRunner
-from optpipe_runtime.stage.split import Calls, computed_at_once, would_hold
+from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.running import Given, Running
+from optpipe_runtime.stage.split import computed_at_once, would_hold
 from optpipe_runtime.torch_private.modules import must_stay_whole
 from optpipe_runtime.torch_private.tensors import version
 
@@ -50,10 +51,10 @@ def learn(
     """
     io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     if anew:
-        stage.at_b, stage.norms_wait, stage.whole, stage.calls = None, True, False, Calls(stage.module)
+        stage.split.learn_anew(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
         copies, asked, named = clones((inputs, target or (), dict(kwargs)))
-        outputs = stage.outputs(io, copies, asked, named)
+        outputs = stage.forwards.outputs(io, Given(copies, asked, named))
         if io.ends and not outputs[0].requires_grad:
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
@@ -77,24 +78,24 @@ def _with_blocks(
 ) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
-    assert stage.calls is not None
+    assert stage.split.calls is not None
     before = computed_at_once()
-    stage.noting = stage.calls.note
+    stage.split.noting = stage.split.calls.note
     try:  # the graph lives as long as `running`
         running, activation = _run(stage, io, inputs, target, form, kwargs, None)
     except Exception as error:
         if not must_stay_whole(error):
             raise
         stage.abandon()
-        stage.whole = True
+        stage.split.whole = True
         running, activation = _run(stage, io, inputs, target, form, kwargs, None)
     finally:
-        stage.noting = None
-    stage.calls.computes_gradients |= computed_at_once() != before
+        stage.split.noting = None
+    stage.split.calls.computes_gradients |= computed_at_once() != before
     nbytes = activation.nbytes
-    if stage.norms_wait and would_hold(running.edges.values()) > nbytes:
+    if stage.split.norms_wait and would_hold(running.edges.values()) > nbytes:
         # W gains least by the products of layer norms, and a B should not need more memory than its F.
-        stage.norms_wait = False
+        stage.split.norms_wait = False
     activation.offload(0, 1, Nowhere())
     activation.drop(0)
     stage.end_step()

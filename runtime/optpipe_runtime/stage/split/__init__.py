@@ -1,6 +1,6 @@
 """Split backward: the input gradient now (B), the weight gradient later (W).
 
-Each way leaves jobs to the `queue` of a micro-batch, which W runs:
+`backward` has the split backward of one stage. Each way leaves jobs to the `queue` of a micro-batch, which W runs:
 
 - `mode`: while `Splitting` is active it sees every call of torch, and hands ops with parameters to `layers` (linear
   layers and layer norms, a node each) or to `graph` (any other op, by its own graph);
@@ -12,14 +12,11 @@ Every other parameter gets its gradient at B: those of other norms, parameters t
 and those of ops that stay in a compiled region. `layers` also keeps the casts of weights under autocast.
 """
 
+from optpipe_runtime.stage.split.backward import SplitBackward
 from optpipe_runtime.stage.split.calls import Calls
-from optpipe_runtime.stage.split.layers import Casts
-from optpipe_runtime.stage.split.mode import Splitting, would_hold
-from optpipe_runtime.stage.split.modules import Delayed, delaying
+from optpipe_runtime.stage.split.mode import would_hold
 from optpipe_runtime.stage.split.queue import (
     WeightQueue,
-    accumulated,
-    added_at_once,
     computed_at_once,
     main_grad,
     weight_grads,
@@ -27,14 +24,9 @@ from optpipe_runtime.stage.split.queue import (
 
 __all__ = [
     "Calls",
-    "Casts",
-    "Delayed",
-    "Splitting",
+    "SplitBackward",
     "WeightQueue",
-    "accumulated",
-    "added_at_once",
     "computed_at_once",
-    "delaying",
     "main_grad",
     "weight_grads",
     "would_hold",
