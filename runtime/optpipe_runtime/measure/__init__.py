@@ -1,6 +1,7 @@
 """Measures the user's own stages: op times, bytes and messages.
 
-- `profiler`: a `Problem` from measurements before the training; `trial`: one stage, tried alone;
+- `profiler`: a `Problem` from measurements before the training, of compute, `copies` and `links`, in `rounds` on all
+  ranks together; `measured`: what comes of it; `budget`: the memory that a GPU has for activations;
 - `kernels`: parameters of the cost model, from kernels of this GPU;
 - `drift`: op times while the training goes on, and how far they are from the profile.
 """

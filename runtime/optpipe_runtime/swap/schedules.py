@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,9 @@ from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.swap.offers import Offers
 from optpipe_runtime.swap.running import RunningSchedule
+from optpipe_runtime.swap.trials import PlannedStep
+
+log = logging.getLogger("optpipe.runtime")
 
 
 def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:
@@ -58,7 +62,7 @@ class Schedules:
         self._rank, self._learner, self._executor = rank, learner, executor
         self.problem: Problem | None = None
         self.running = RunningSchedule(rank.cpu_group)
-        self.plan_of_step: Plan | None = None  # of a step that has its own
+        self.planned: PlannedStep | None = None  # this step, if it has a schedule of its own
         self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
         self.offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
         self._batch = Batch()  # of this step
@@ -66,7 +70,7 @@ class Schedules:
     @property
     def plan(self) -> Plan:
         """What runs. Raises `InputError` if nothing is loaded."""
-        plan = self.plan_of_step or self.running.plan
+        plan = self.running.plan if self.planned is None else self.planned.plan
         if plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
         return plan
@@ -126,6 +130,40 @@ class Schedules:
         else:
             self._change_microbatches(plan)
         self.running.swap(plan, offered, going_back)
+
+    def go_back(self, complaint: str) -> None:
+        """Collective, after a first step by a schedule that some rank could not finish: swaps to the one before."""
+        self.swap(*self.running.give_up(complaint))
+
+    def learn(self, batch: Batch) -> None:
+        """Collective: learns what passes between the stages, and reserves host memory for what it finds."""
+        varied, known = self._learner.varies, self._learner.done
+        learned = self._learn(batch)
+        if known and learned and self.problem is not None and not (varied or self._learner.varies):
+            log.warning(
+                "the batch or the stages differ from the profiled ones: the time and memory that the "
+                "schedule needs are not known"
+            )
+        if self.running.plan is not None and self.planned is None:
+            with self._rank.team.local():
+                self.reserve(self.running.plan)
+
+    def learn_first(self, batch: Batch) -> None:
+        """Collective: the same if nothing was learned yet, or for another number of micro-batches."""
+        while not self._learner.done:
+            plan, complaint = self.plan, ""
+            self._learn(batch)
+            try:
+                self.reserve(plan)
+            except OptPipeError as error:  # too little host memory
+                complaint = self._rank.team.describe(error)
+            if not self._rank.cpu_group.minimum(not complaint)[0]:
+                self.go_back(complaint)
+
+    def _learn(self, batch: Batch) -> bool:
+        learned = self._learner.learn(batch)
+        self._executor.forget_sizes(learned)
+        return learned
 
     def reserve(self, plan: Plan) -> None:
         """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
