@@ -6,16 +6,13 @@ Each model chunk of Megatron's is a stage of a `Pipeline`, which has its own mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -26,24 +23,14 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.megatron.chunk import Chunk, Step
+from optpipe_runtime.megatron.gradients import finalize_gradients, main_grads_unchanged, without_sync
+from optpipe_runtime.megatron.groups import inner_group, process_groups
+from optpipe_runtime.megatron.supported import as_stages
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.cpu_group import on_each_rank
 from optpipe_runtime.ranks.grid import gather_from_everyone
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import user_timeout
-from optpipe_runtime.stage.split import main_grad
-
-# What a config must not ask for, and why.
-REFUSED = {
-    "cpu_offloading": "the schedule says what is offloaded",
-    "fine_grained_activation_offloading": "the schedule says what is offloaded",
-    "num_microbatches_with_partial_activation_checkpoints": "the schedule says what is recomputed",
-    "overlap_moe_expert_parallel_comm": "its order of ops is Megatron's own",
-    "hybrid_context_parallel": "its order of ops is Megatron's own",
-    "defer_embedding_wgrad_compute": "weight gradients come with the schedule's W",
-    "enable_autocast": "linear layers compute in the type of their parameters",
-}
-MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its buffer themselves
 
 
 def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = None) -> ForwardBackward:
@@ -110,7 +97,7 @@ class ForwardBackward:
         ScheduleError
             If the schedule cannot run here.
         """
-        chunks, groups = _in_list(model), pg_collection or _groups()
+        chunks, groups = _in_list(model), pg_collection or process_groups()
         config = get_model_config(chunks[0])
         step = Step(
             forward_step_func,
@@ -124,10 +111,10 @@ class ForwardBackward:
         batch = self._places(step, seq_length, micro_batch_size)
         run = pipeline.evaluate if forward_only else pipeline.step
         with _timed(config):
-            with _without_sync(config):
+            with without_sync(config):
                 self.report = run(batch, batch, kwargs={"place": batch})
             if not forward_only:
-                _finalize_gradients(config, chunks, step, groups, force_all_reduce)
+                finalize_gradients(config, chunks, step, groups, force_all_reduce)
             for chunk in self._chunks:
                 chunk.end_step(num_microbatches)
         return [step.results[j] for j in sorted(step.results)]
@@ -157,12 +144,12 @@ class ForwardBackward:
             All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
             measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
         """
-        chunks, groups = _in_list(model), pg_collection or _groups()
+        chunks, groups = _in_list(model), pg_collection or process_groups()
         config = get_model_config(chunks[0])
         step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
         pipeline = self._start(chunks, groups, step, data_iterator)
         batch = self._places(step, seq_length, micro_batch_size)
-        with _main_grads_unchanged(chunks):
+        with main_grads_unchanged(chunks):
             return pipeline.profile(
                 batch, batch, activation_budget_bytes, offload_parts, repeats, kwargs={"place": batch}
             )
@@ -209,7 +196,7 @@ class ForwardBackward:
         """The pipeline of these chunks. Collective."""
         # A rank that fails alone would leave the others waiting for it in `Pipeline`.
         self._chunks = on_each_rank(
-            lambda: self._check(chunks, config, groups),
+            lambda: as_stages(chunks, config, groups, self._schedule.problem),
             lambda value: gather_from_everyone(value, user_timeout()),
             lambda error: f"rank {groups.pp.rank()}: {error}",
         )
@@ -224,29 +211,11 @@ class ForwardBackward:
             peers=layout.peers or None,
             links=layout.links or None,
             group=groups.pp,
-            inner=_inner(groups),
+            inner=inner_group(groups),
             scale_grads=False,  # Megatron's `forward_step` scales losses, auxiliary ones, too
         )
         self._pipeline = pipeline
         return pipeline
-
-    def _check(self, chunks: list[nn.Module], config: Any, groups: Any) -> list[Chunk]:
-        """These chunks as stages, if the schedule can run on them."""
-        _require_supported(config, chunks)
-        problem, rank = self._schedule.problem, groups.pp.rank()
-        numbers = problem.stages_on(rank) if rank < len(problem.devices) else []
-        if len(problem.devices) != groups.pp.size() or len(numbers) != len(chunks):
-            raise InputError(
-                f"model has {len(chunks)} chunks on rank {rank} of {groups.pp.size()}: the schedule places "
-                f"{len(numbers)} there, on {len(problem.devices)} ranks"
-            )
-        ends, last = len(problem.stages) - 1, groups.pp.size() - 1
-        if (problem.stages[0].device, problem.stages[-1].device) != (0, last) and any(map(_ties, chunks)):
-            raise InputError(
-                f"share_embeddings_and_output_weights: Megatron ties rank 0 with rank {last}; the schedule has its "
-                f"first stage on rank {problem.stages[0].device}, its last one on rank {problem.stages[-1].device}"
-            )
-        return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]
 
     def _start_chunks(self, pipeline: Pipeline, step: Step, data_iterator: Any) -> None:
         if step.microbatches != pipeline.layout.microbatches:
@@ -273,29 +242,6 @@ class ForwardBackward:
         return places
 
 
-def _groups() -> Any:
-    """Megatron's process groups, as its own functions collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
-
-
-def _inner(groups: Any) -> dist.ProcessGroup | None:
-    """The ranks that compute the same stages together."""
-    if groups.tp.size() == groups.cp.size() == 1:
-        return None
-    if 1 in (groups.tp.size(), groups.cp.size()):
-        group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
-        return group
-    both: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
-    return both
-
-
 def _in_list(model: Any) -> list[nn.Module]:
     """Megatron gives one chunk alone, several in a list."""
     return list(model) if isinstance(model, Sequence) else [model]
@@ -309,69 +255,3 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-
-
-@contextmanager
-def _without_sync(config: Any) -> Iterator[None]:
-    """In the context that keeps Megatron's DistributedDataParallel from reducing gradients, of every chunk."""
-    given = config.no_sync_func
-    contexts = [] if given is None else given if isinstance(given, list) else [given]
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
-
-
-def _finalize_gradients(config: Any, chunks: list[nn.Module], step: Step, groups: Any, force_all_reduce: bool) -> None:
-    """Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens."""
-    if config.finalize_model_grads_func is not None:
-        tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=_device(chunks)))
-        config.finalize_model_grads_func(
-            chunks,
-            tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
-
-
-@contextmanager
-def _main_grads_unchanged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """After this context Megatron's gradient buffers and their marks are what they were. Meanwhile the host has a copy:
-    a device may have no room for a second one."""
-    buffers = {p: buffer for chunk in chunks for p in chunk.parameters() if (buffer := main_grad(p)) is not None}
-    before = [(p, buffer.to("cpu", copy=True), getattr(p, MARK, None)) for p, buffer in buffers.items()]
-    try:
-        yield
-    finally:
-        for parameter, gradient, mark in before:
-            buffers[parameter].copy_(gradient)
-            if mark is not None:
-                setattr(parameter, MARK, mark)
-
-
-def _ties(chunk: nn.Module) -> bool:
-    return any(getattr(part, "share_embeddings_and_output_weights", False) for part in chunk.modules())
-
-
-def _device(chunks: Sequence[nn.Module]) -> torch.device:
-    return next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
-
-
-def _require_supported(config: Any, chunks: Sequence[nn.Module]) -> None:
-    for name, why in REFUSED.items():
-        if getattr(config, name, None) not in (None, False):
-            raise InputError(f"config.{name} = {getattr(config, name)}: {why}, so leave it off")
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        raise InputError(
-            f"config.cuda_graph_impl = {config.cuda_graph_impl!r}: a captured graph has an order of its own"
-        )
-    if config.expert_model_parallel_size > 1:
-        raise InputError(f"config.expert_model_parallel_size = {config.expert_model_parallel_size}: it must be 1")
-    for chunk in chunks:
-        options = getattr(chunk, "ddp_config", None)
-        for name in ("overlap_grad_reduce", "use_megatron_fsdp"):
-            if getattr(options, name, False):
-                raise InputError(
-                    f"ddp_config.{name} is on: it needs every weight gradient in autograd's own backward, "
-                    "and here they come with W"
-                )
