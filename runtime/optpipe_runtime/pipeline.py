@@ -33,11 +33,11 @@ from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer, HostUpdates
-from optpipe_runtime.features.post_validation import Counted, PostValidations
+from optpipe_runtime.features.post_validation import PostValidations
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.models.part import shared_parameters
-from optpipe_runtime.ranks.clipping import clip
+from optpipe_runtime.ranks.clipping import Counted, clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn

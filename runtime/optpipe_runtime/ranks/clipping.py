@@ -21,6 +21,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 
+# The parameters whose gradients make the norm, by name, and those of them that another rank counts.
+Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
 EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.features import post_validation
+from optpipe_runtime.features.post_validation import feature as post_validation
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients
 from support.ranks.replicas import mesh, parameters, whole, wrapped

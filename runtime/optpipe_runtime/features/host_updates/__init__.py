@@ -1,7 +1,7 @@
 """Optimizers on the host (Chronos-Offload): ops G, U and P.
 
-- `host_optimizer`: one stage's optimizer; `feature`: the feature, its handlers, and the stages that a schedule does not
-  update by these ops.
+- `feature`: the handlers, the stages that a schedule does not update by these ops, and the profile;
+- `host_optimizer`: one stage's optimizer; `host_parameter`: a parameter on the device and on the host.
 """
 
 from optpipe_runtime.features.host_updates.feature import HostUpdates

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
+import torch
 from torch import nn
 
 from optpipe.errors import InputError, ScheduleError
@@ -16,10 +18,10 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
-from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer, on_host
+from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.rounds import together
-from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.timer import OpTimer, Spread
@@ -34,7 +36,7 @@ class HostUpdates(Feature):
 
     def __init__(self, rank: Rank, options: Options) -> None:
         self._rank, self._reductions, self._clips = rank, rank.reductions, options.clip_host_updates
-        self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(lambda: on_host(rank, options))
+        self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(lambda: _on_host(rank, options))
         self._everywhere = {s for stages in rank.cpu_group.gather([*self.optimizers]) for s in stages}
         self.irreversible = IRREVERSIBLE if self._everywhere else ""
         self._put_off: dict[int, list[_PutOff]] = {}  # by stage: G and U that wait for its reduction
@@ -167,3 +169,47 @@ def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
 def _updated(plan: Plan) -> set[int]:
     """The stages of this rank that the schedule updates."""
     return {action.op.stage for action in plan.actions if action.op.kind == Kind.U}
+
+
+def _on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
+    """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
+    host."""
+    factories, stages = options.host_optimizers or {}, rank.replicas.modules
+    for s in factories:
+        if not 0 <= s < len(rank.layout.placement):
+            raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
+    hosted = sorted(factories.keys() & stages.keys())
+    for s in hosted:
+        _require_complete(s, stages)
+    if not hosted:
+        return {}
+    updates, require, clipped = _update_engine(rank.device), rank.team.require_alive, options.clip_host_updates
+    return {
+        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
+        for s in hosted
+    }
+
+
+def _require_complete(s: int, stages: Mapping[int, nn.Module]) -> None:
+    """Gradients leave at G, inside the step. So nothing may add to them later."""
+    names = {parameter: name for name, parameter in stages[s].named_parameters()}
+    for other, module in stages.items():
+        shared = names.keys() & set(module.parameters()) if other != s else ()
+        for parameter in shared:
+            raise InputError(
+                f"host_optimizers[{s}]: {names[parameter]} is in stage {other}, too, which adds to its gradient"
+            )
+
+
+def _update_engine(device: torch.device) -> CopyEngine:
+    """A thread for a rank's updates. Its marks are the device's, so that a trace can compare them with other ops."""
+    if device.type != "cuda":
+        return ThreadEngine()
+    clock, idle = Clock(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark() -> Any:
+        torch.cuda.set_device(device)  # else this thread would start CUDA on the first device, too
+        with torch.cuda.stream(idle):  # an event on an idle stream is done at once
+            return clock.mark()
+
+    return ThreadEngine(mark)

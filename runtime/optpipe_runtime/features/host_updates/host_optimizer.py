@@ -8,63 +8,19 @@ update. With replicas the gradients are those of all when G runs. Of a DTensor t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import Factory, Options
-from optpipe_runtime.clock import Clock, wait_for
-from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
-from optpipe_runtime.memory.host_memory import allocate
+from optpipe_runtime.arguments import Factory
+from optpipe_runtime.clock import wait_for
+from optpipe_runtime.features.host_updates.host_parameter import host_parameters
+from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.parts import local, placed
-from optpipe_runtime.torch_private.tensors import version
-
-ALIGNED = 64  # bytes
-
-
-class _HostParameter:
-    """A parameter on the device, its `master` copy on the host, and a host buffer `slot` of the device's type, through
-    which both copies go."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, slot: Tensor) -> None:
-        self.name, self.parameter, self.slot = name, parameter, slot
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        self.master = nn.Parameter(self.own.detach().to("cpu", wide, copy=True))
-        self.master.part_of = parameter if isinstance(parameter, DTensor) else None  # type: ignore[attr-defined]
-        marked = getattr(parameter, "tensor_model_parallel", False)  # as in `ranks.clipping`
-        self.master.tensor_model_parallel = marked  # type: ignore[attr-defined]
-        self.leaving: Tensor | None = None  # the gradient, until it is on the host
-        self.seen = -1  # the version of the parameter at the last `fill`
-
-    @property
-    def own(self) -> Tensor:
-        """What this rank has of the parameter: the whole, or its part."""
-        return local(self.parameter)
-
-    @property
-    def touched(self) -> bool:
-        """Whether something else has changed the parameter in place. The copies here go by `data`, which does not
-        count."""
-        return version(self.own) != self.seen
-
-    def fill(self) -> None:
-        self.slot.copy_(self.master.detach())
-        self.seen = version(self.own)
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Copies a change of the parameter on the device to the host."""
-        if self.touched:
-            value = self.own.detach().cpu()
-            if not torch.equal(value, self.slot.to(value.dtype)):
-                self.master.copy_(value)
-            self.fill()
 
 
 class HostOptimizer:
@@ -91,7 +47,7 @@ class HostOptimizer:
         for the gradients; if `clipped` not before `apply`. Raises `InputError` if the stage cannot be updated here."""
         self._stage, self._factory, self._link, self._updates = stage, factory, link, updates
         self._require, self._clipped = require, clipped
-        self._parameters = list(_host_parameters(stage, named))
+        self._parameters = list(host_parameters(stage, named))
         self.optimizer = factory([(entry.name, entry.master) for entry in self._parameters])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise InputError(
@@ -273,65 +229,3 @@ class HostOptimizer:
         transfers = {"parameters_in_ms": inward, "gradient_out_ms": self.gradients_out(), "update_ms": self.update()}
         self.wait_update()
         return transfers
-
-
-def on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
-    """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
-    host."""
-    factories, stages = options.host_optimizers or {}, rank.replicas.modules
-    for s in factories:
-        if not 0 <= s < len(rank.layout.placement):
-            raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
-    hosted = sorted(factories.keys() & stages.keys())
-    for s in hosted:
-        _require_complete(s, stages)
-    if not hosted:
-        return {}
-    updates, require, clipped = _update_engine(rank.device), rank.team.require_alive, options.clip_host_updates
-    return {
-        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
-        for s in hosted
-    }
-
-
-def _require_complete(s: int, stages: Mapping[int, nn.Module]) -> None:
-    """Gradients leave at G, inside the step. So nothing may add to them later."""
-    names = {parameter: name for name, parameter in stages[s].named_parameters()}
-    for other, module in stages.items():
-        shared = names.keys() & set(module.parameters()) if other != s else ()
-        for parameter in shared:
-            raise InputError(
-                f"host_optimizers[{s}]: {names[parameter]} is in stage {other}, too, which adds to its gradient"
-            )
-
-
-def _update_engine(device: torch.device) -> CopyEngine:
-    """A thread for a rank's updates. Its marks are the device's, so that a trace can compare them with other ops."""
-    if device.type != "cuda":
-        return ThreadEngine()
-    clock, idle = Clock(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def mark() -> Any:
-        torch.cuda.set_device(device)  # else this thread would start CUDA on the first device, too
-        with torch.cuda.stream(idle):  # an event on an idle stream is done at once
-            return clock.mark()
-
-    return ThreadEngine(mark)
-
-
-def _host_parameters(stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> Iterable[_HostParameter]:
-    """The parameters, or this rank's shards of them, with slots in one piece of host memory, page-locked on CUDA."""
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trained:
-        raise InputError(f"host_optimizers[{stage}]: no parameter of stage {stage} requires a gradient")
-    for name, parameter in trained:
-        if type(parameter) not in (nn.Parameter, DTensor):
-            raise InputError(
-                f"host_optimizers[{stage}]: {name} is a {type(parameter).__name__}; updates on the host take plain "
-                "parameters, and those of fully_shard"
-            )
-    sizes = [-(-local(parameter).nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
-    memory = allocate(max(ALIGNED, sum(sizes)), trained[0][1].device).tensor()
-    for (name, parameter), place in zip(trained, torch.split(memory[: sum(sizes)], sizes), strict=True):
-        part = local(parameter)
-        yield _HostParameter(name, parameter, place[: part.nbytes].view(part.dtype).view(part.shape))

@@ -1,33 +1,29 @@
-"""`PostValidations`: optimizer steps that do not wait for the norm of all gradients (OptPipe, section 4.3; Zero Bubble,
-Qi et al. 2023, section 4).
-
-A rank updates its stages as soon as its own gradients are there, as if nothing had to be clipped. Meanwhile the ranks
-exchange the norms of their parts. At the end of the next step these have long arrived, and every rank computes the same
-norm of the whole. If it asks for another update, every rank undoes the step in progress, takes the update back, to the
-bit, makes the right one, and runs the step again.
-
-Zero Bubble computes the way back; an update in floating point cannot be computed back to the bit. So parameters,
-gradients and optimizer state are copied before each update that is ahead of its norm, and kept until the norm is there.
-"""
+"""`PostValidations`: the optimizers of one rank whose steps are validated later, and `PostValidation`, one of them."""
 
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe_runtime.arguments import Options, require_equal
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.ranks.clipping import exceeds, own_norm, scale, total_norm
-from optpipe_runtime.ranks.cpu_group import CpuGroup, Shared
+from optpipe_runtime.features.post_validation.update import (
+    Gradients,
+    Update,
+    hide,
+    options_of,
+    parameters_of,
+    restore,
+    set_options,
+)
+from optpipe_runtime.ranks.clipping import Counted, exceeds, own_norm, scale
+from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.team import Team
 
 log = logging.getLogger("optpipe.runtime")
@@ -35,10 +31,6 @@ log = logging.getLogger("optpipe.runtime")
 # After an update that was taken back, so many in a row must need no clipping before the next goes ahead of its norm. A
 # step that is run twice costs a makespan, one that waits costs the makespan less the span: about a tenth of that.
 CALM = 10
-
-Gradients = list[tuple[nn.Parameter, Tensor | None]]
-# The parameters whose gradients make the norm, by name, and those of them that another rank counts.
-Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
 
 
 class PostValidations(Feature):
@@ -114,7 +106,7 @@ class PostValidation:
         self.norm: float | None = None  # at the last update for which it is known
         self.taken_back = False  # whether an update was taken back after which other ranks may have begun a step
         self._count = 0  # of updates
-        self._pending: _Update | None = None
+        self._pending: Update | None = None
         self._waiting = 0  # so many updates in a row must still need no clipping
         self._hidden: Gradients = []  # of an update that is skipped, while it is
         self._repeating = False
@@ -162,7 +154,7 @@ class PostValidation:
             if self._cpu_group.peers > 1:  # they need each other for their norms: all must be here
                 self._cpu_group.share(method="optimizer.step").least(0)
             norm = own_norm(*self._counted(), self._cpu_group)
-            update = _Update(self._cpu_group.share(_bits(norm), method="optimizer.step"))
+            update = Update(self._cpu_group, norm)
             if not self._waiting:
                 update.save(optimizer)
                 self._pending = update
@@ -172,132 +164,37 @@ class PostValidation:
                 self._waiting = CALM
                 if isfinite(update.norm):
                     assert self._max_norm is not None
-                    scale(_parameters(optimizer), update.total, self._max_norm)
+                    scale(parameters_of(optimizer), update.total, self._max_norm)
                 else:
                     self._tell("it is skipped")
-                    self._hidden = _hide(optimizer)
+                    self._hidden = hide(optimizer)
 
     def _after_update(self, *_: object) -> None:
         if self._pending is not None and not self._repeating:
-            self._pending.options_after = _options(self._optimizer)
-        _restore(self._hidden)
+            self._pending.options_after = options_of(self._optimizer)
+        restore(self._hidden)
         self._hidden = []
 
-    def _fine(self, update: _Update) -> bool:
+    def _fine(self, update: Update) -> bool:
         self.norm = update.norm
         return isfinite(update.norm) and (self._max_norm is None or not exceeds(update.total, self._max_norm))
 
-    def _correct(self, update: _Update) -> None:
-        options_now, gradients_now = _options(self._optimizer), _hide(self._optimizer)
+    def _correct(self, update: Update) -> None:
+        options_now, gradients_now = options_of(self._optimizer), hide(self._optimizer)
         update.undo(self._optimizer)
         if isfinite(update.norm):
             assert self._max_norm is not None
-            _restore(update.gradients)
-            scale(_parameters(self._optimizer), update.total, self._max_norm)
+            restore(update.gradients)
+            scale(parameters_of(self._optimizer), update.total, self._max_norm)
             self._repeating = True
             try:
                 self._optimizer.step()
             finally:
                 self._repeating = False
         # What a scheduler of learning rates has changed since the update stays as it is.
-        _set_options(self._optimizer, options_now, unless=update.options_after)
-        _restore(gradients_now)
+        set_options(self._optimizer, options_now, unless=update.options_after)
+        restore(gradients_now)
 
     def _tell(self, what: str) -> None:
         if self._cpu_group.rank == 0:
             log.warning("update %d: the norm of all gradients is %g, so %s", self._count, self.norm, what)
-
-
-class _Update:
-    """One update: the norms of all ranks, and what it takes to undo it and to make it again."""
-
-    def __init__(self, norms: Shared) -> None:
-        self._norms = norms
-        self.gradients: Gradients = []
-        self._parameters: list[tuple[nn.Parameter, Tensor]] = []
-        self._state: dict[Any, Any] = {}
-        self._options: list[dict[str, Any]] = []
-        self.options_after: list[dict[str, Any]] = []
-
-    @property
-    def total(self) -> Tensor:
-        """The norm of all gradients. Waits for those of all ranks."""
-        return total_norm([_number(row[0]) for row in self._norms.rows])
-
-    @property
-    def norm(self) -> float:
-        return float(self.total)
-
-    def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are copied, too: optimizers may change them, and users set them to zero in place."""
-        parameters = _parameters(optimizer)
-        self.gradients = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
-        self._parameters = [(p, p.detach().clone()) for p in parameters if p.grad is not None]
-        self._state = {key: _copied(state) for key, state in optimizer.state.items()}
-        self._options = _options(optimizer)
-
-    @torch.no_grad()
-    def undo(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, value in self._parameters:
-            parameter.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(self._state)
-        _set_options(optimizer, self._options)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _hide(optimizer: torch.optim.Optimizer) -> Gradients:
-    """Sets the gradients to None, so that the optimizer passes over their parameters. Returns them."""
-    hidden: Gradients = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
-    _restore([(parameter, None) for parameter, _ in hidden])
-    return hidden
-
-
-def _restore(gradients: Gradients) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of each group's options, such as its learning rate."""
-    return [{name: _copied(v) for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _set_options(
-    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], unless: list[dict[str, Any]] | None = None
-) -> None:
-    """Sets the options that are not equal to those of `unless`. A user may have added groups since."""
-    for k, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=False)):
-        kept = unless[k] if unless is not None and k < len(unless) else {}
-        for name, value in values.items():
-            if name in kept and _equal(value, kept[name]):
-                continue
-            if isinstance(value, Tensor) and isinstance(group[name], Tensor):
-                group[name].copy_(value)  # others may hold the tensor
-            else:
-                group[name] = value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return deepcopy(value)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return bool(a == b)
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
