@@ -18,9 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.ops import Kind
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.memory.activation import OffloadedError, balance
+from optpipe_runtime.memory.activation import balance
 from optpipe_runtime.memory.host_pool import PAGE, HostPool
 from optpipe_runtime.memory.link import Link
+from optpipe_runtime.memory.saved import OffloadedError
 from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.levels import FULL, LEVELS, Level
 from optpipe_runtime.stage.runner import StageRunner

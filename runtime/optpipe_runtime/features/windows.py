@@ -69,7 +69,20 @@ class GradientWindows(Feature):
             return
         if not isinstance(whole, int) or whole < 1:
             raise InputError(f"whole_gradients = {whole!r}: must be an integer, at least 1, or None for all stages")
-        self._rank.replicas.require_windows(whole)
+        wanted, replicas = f"whole_gradients = {whole}", self._rank.replicas
+        for s, module in replicas.modules.items():
+            if any(p.requires_grad for p in module.parameters()) and not replicas.is_sharded(s):
+                raise InputError(
+                    f"{wanted}: stage {s} is not sharded over replicas, so its gradients stay whole: use fully_shard"
+                )
+            if len(replicas.sharing[s]) > 1:
+                raise InputError(
+                    f"{wanted}: stages {sorted(replicas.sharing[s])} share a parameter, whose gradient is whole until "
+                    "both are complete: leave out whole_gradients"
+                )
+        spans = sorted({tuple(sorted(ranks)) for s in replicas.modules if (ranks := replicas.ranks(s))})
+        if len(spans) > 1:
+            raise InputError(f"{wanted}: a rank's stages must be sharded over the same ranks, these are over {spans}")
 
     def require_own_schedules(self) -> None:
         if self._whole is not None:

@@ -1,7 +1,7 @@
 """What a stage keeps of a micro-batch, how it leaves the device, and how it comes back.
 
 - `storage`: storages and whether they still take memory;
-- `activation`: the tensors that autograd saved for one micro-batch, offloaded and reloaded in parts;
+- `activation`: what autograd has `saved` for one micro-batch, offloaded and reloaded in parts;
 - `engines`: what runs transfers beside compute: a thread on CPU, a side stream on CUDA;
-- `host_pool`, `link`, `shared_link`: offloads to host memory; `peers`: evictions to another rank;
+- `host_pool`, `link`, `shared_link`: offloads to host memory; `host_memory`: its pages; `pci`: where a GPU is.
 """

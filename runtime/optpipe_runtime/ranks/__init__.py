@@ -5,5 +5,5 @@
 - `cpu_group`: small collectives over CPU tensors and Python objects, with which ranks agree;
 - `layout`: which rank has which stage, which stages each micro-batch passes, who shares a host link;
 - `parts`: tensors of which each rank has a part;
-- `replicas`, `ties`, `clipping`: gradients that more than one rank has a part in.
+- `replicas` (of `copied` and `sharded` stages), `ties`, `clipping`: gradients that more than one rank has a part in.
 """

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.ranks.copied import Copied
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.sharded import Sharded, require_apart
+from optpipe_runtime.ranks.sharded import Sharded
 from optpipe_runtime.ranks.team import Team
-from optpipe_runtime.torch_private.groups import delayed_parameters
 
 
 class Replicas:
@@ -44,12 +43,12 @@ class Replicas:
         self._team = team
         self._order = [s for s in layout.in_order if s in stages]
         self.modules: dict[int, nn.Module] = {}
-        self._copied: dict[int, _Copied] = {}
+        self._copied: dict[int, Copied] = {}
         self._sharded: dict[int, Sharded] = {}
         for s, module in sorted(stages.items()):
             inner = module
             if isinstance(module, DistributedDataParallel):
-                self._copied[s] = _Copied(s, module, team)
+                self._copied[s] = Copied(s, module, team)
                 inner = module.module
             if any(isinstance(part, DistributedDataParallel) for part in inner.modules()):
                 raise InputError(
@@ -67,6 +66,10 @@ class Replicas:
     def ranks(self, s: int) -> set[int]:
         """The ranks over which a stage is `fully_shard`ed; none for other stages."""
         return set(self._sharded[s].ranks) if s in self._sharded else set()
+
+    def is_sharded(self, s: int) -> bool:
+        """Whether a stage's parameters are divided over them, and not only copied."""
+        return s in self._sharded and self._sharded[s].is_sharded
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -144,26 +147,6 @@ class Replicas:
         for stage in self._sharded.values():
             stage.end_reduction()
 
-    def require_windows(self, whole: int) -> None:
-        """Raises `InputError` if the stages here cannot be reduced in windows, so that a rank holds `whole` gradients
-        at most."""
-        wanted = f"whole_gradients = {whole}"
-        for s, module in self.modules.items():
-            if any(p.requires_grad for p in module.parameters()) and not (
-                s in self._sharded and self._sharded[s].is_sharded
-            ):
-                raise InputError(
-                    f"{wanted}: stage {s} is not sharded over replicas, so its gradients stay whole: use fully_shard"
-                )
-            if len(self.sharing[s]) > 1:
-                raise InputError(
-                    f"{wanted}: stages {sorted(self.sharing[s])} share a parameter, whose gradient is whole until both "
-                    "are complete: leave out whole_gradients"
-                )
-        if len({frozenset(stage.ranks) for stage in self._sharded.values()}) > 1:
-            spans = sorted({tuple(sorted(stage.ranks)) for stage in self._sharded.values()})
-            raise InputError(f"{wanted}: a rank's stages must be sharded over the same ranks, these are over {spans}")
-
     def agree(self, number: int) -> bool:
         """Collective over the replicas, as the first of a step: whether all give the same number, which is not 0. True
         where no stage is sharded."""
@@ -223,65 +206,3 @@ class Replicas:
                 yield
             except RuntimeError as error:
                 raise OptPipeError(f"another replica has failed, or the communication with it: {error}") from error
-
-
-class _Copied:
-    """A stage in DistributedDataParallel. The wrapper's own forward and backward run once a step, when all gradients
-    are complete."""
-
-    def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
-        require_apart(
-            s, "DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), team, "process_group"
-        )
-        delayed = delayed_parameters(wrapper)
-        for option, value in {"static_graph": wrapper.static_graph, "delay_all_reduce_named_params": delayed}.items():
-            if value:
-                raise InputError(
-                    f"stage {s}: DistributedDataParallel with {option} counts on one backward a step: leave it out"
-                )
-        self._stage, self._wrapper, self.group = s, wrapper, wrapper.process_group
-        self._trained = {
-            name: parameter for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad
-        }
-
-    def complete(self) -> Tensor:
-        """Runs DDP's forward. Its backward finds every gradient complete and starts the reducer."""
-        wrapper = self._wrapper
-        complete = [parameter for parameter in self._trained.values() if parameter.grad is not None]
-        if not complete or (len(complete) < len(self._trained) and not wrapper.find_unused_parameters):
-            names = [name for name, parameter in self._trained.items() if parameter.grad is None]
-            raise InputError(
-                f"stage {self._stage}: {names[0]} and {len(names) - 1} other parameters got no gradient in this "
-                "step: make its DistributedDataParallel with find_unused_parameters=True"
-            )
-        module, wrapper.module = wrapper.module, _Complete(wrapper.module, complete)
-        try:
-            signal: Tensor = wrapper(complete[0].new_empty(0))
-        finally:
-            wrapper.module = module
-        return signal
-
-
-class _Complete(nn.Module):
-    """Stands in for a module whose gradients are already there. Its buffers are the module's own, so that DDP keeps
-    them equal on all replicas."""
-
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._module, self._parameters_with_gradient = module, parameters
-
-    def forward(self, _: Tensor) -> Any:
-        return _AddsNothing.apply(*self._parameters_with_gradient)  # type: ignore[no-untyped-call]
-
-
-class _AddsNothing(torch.autograd.Function):
-    """Makes a number from parameters. Its backward reaches each parameter and adds nothing to its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return (None,) * ctx.count

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.activation import EVERY, Activation, Saved
+from optpipe_runtime.memory.activation import EVERY, Activation
+from optpipe_runtime.memory.saved import Saved
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter

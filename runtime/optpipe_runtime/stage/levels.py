@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe.errors import InputError
 from optpipe.model.records import MOST_LEVELS
-from optpipe_runtime.memory.activation import Activation, Saved
+from optpipe_runtime.memory.activation import Activation
+from optpipe_runtime.memory.saved import Saved
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.state import Restore, save_random

@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.activation import Activation, balance, in_place_errors
+from optpipe_runtime.memory.activation import Activation, balance
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
+from optpipe_runtime.memory.saved import in_place_errors
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.stage.forwards import Forwards
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors

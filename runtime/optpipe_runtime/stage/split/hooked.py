@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.activation import Staying
+from optpipe_runtime.memory.saved import Staying
 from optpipe_runtime.stage.split import layers
 from optpipe_runtime.stage.split.mode import SCALES, Splitting
 from optpipe_runtime.stage.split.queue import Gradients, accumulate, filling

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from optpipe_runtime.memory.activation import require_unchanged
+from optpipe_runtime.memory.saved import require_unchanged
 from optpipe_runtime.stage.split import graph
 from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
 from optpipe_runtime.torch_private.tensors import version
