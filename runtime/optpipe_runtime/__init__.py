@@ -1,8 +1,9 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `record`, `megatron`: what users call;
-- `arguments`, `build`, `step_runner`: the parts of `Pipeline`;
+- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `named_ranges`, `record`, `megatron`: what users
+  call;
+- `arguments`, `build`, `step_runner`, `attempts`: the parts of `Pipeline`;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
@@ -10,9 +11,9 @@ training runs.
 - `features`: what evictions, windows, optimizers on the host and post-validation add to a step;
 - `swap`: how a better schedule replaces the one that runs;
 - `measure`: times and bytes of the user's stages; `service`: the client of the solver service;
-- `bench`, `fidelity`, `demo`: what `optpipe bench` and `optpipe demo` run.
+- `fidelity`, `demo`: what `optpipe bench` and `optpipe demo` run.
 
-Imports go down: pipeline -> swap, measure -> features -> execute -> stage -> memory -> lowering -> ranks. `service`
+Imports go down: pipeline -> features -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service`
 knows none of these.
 """
 
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_updates import HostOptimizer
     from optpipe_runtime.follow import Follower
-    from optpipe_runtime.in_torch import TorchSchedule, name_ranges, torch_schedule
+    from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
     from optpipe_runtime.layered import on_all_ranks, profile_layers
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
     from optpipe_runtime.models.part import as_whole
     from optpipe_runtime.models.stages import stages_of
+    from optpipe_runtime.named_ranges import name_ranges
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.record import record_trace
@@ -57,7 +59,7 @@ _HOME = {
     "StepReport": "execute.report",
     "TorchSchedule": "in_torch",
     "as_whole": "models.part",
-    "name_ranges": "in_torch",
+    "name_ranges": "named_ranges",
     "on_all_ranks": "layered",
     "prepare": "lowering.prepare",
     "profile_layers": "layered",

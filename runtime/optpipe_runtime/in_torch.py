@@ -1,4 +1,4 @@
-"""`torch_schedule`: a schedule with offloads in PyTorch's own pipelining. `name_ranges`: what traces need to be read.
+"""`torch_schedule`: a schedule with offloads in PyTorch's own pipelining.
 
 PyTorch's runtime goes through its own rows of actions, with O, D and R among them. What a stage's forward saves for the
 backward is kept by an `Activation`, as in `Pipeline`, and leaves the device by the same links and the same host pool.
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.profiler import record_function
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import torch_csv
@@ -36,30 +35,6 @@ from optpipe_runtime.torch_private.pipelining import (
     stages_of_schedule,
 )
 from optpipe_runtime.torch_private.trees import tree_leaves
-
-
-def name_ranges(*stages: PipelineStage) -> None:
-    """Opens a range such as `PP:0F3` around every forward and backward of these stages, as torch's runtime does.
-
-    `Schedule1F1B` and `ScheduleGPipe` open none: with these `optpipe problem from torch-trace` reads their traces, too.
-
-    Parameters
-    ----------
-    stages
-        Those of this rank, before the steps that are profiled.
-    """
-    for stage in stages:
-        for method, letter in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
-            if method not in vars(stage):  # not named before
-                setattr(stage, method, _named(getattr(stage, method), f"PP:{stage.stage_index}{letter}"))
-
-
-def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run_in_range(microbatch: int, *args: Any, **options: Any) -> Any:
-        with record_function(f"{name}{microbatch}"):
-            return run(microbatch, *args, **options)
-
-    return run_in_range
 
 
 class Move(NamedTuple):

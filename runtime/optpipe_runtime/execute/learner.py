@@ -4,34 +4,19 @@ route, for each shape of micro-batch that does not follow from others."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
 
 from optpipe.errors import InputError
 from optpipe_runtime.execute.batch import Batch
+from optpipe_runtime.execute.given import Given, describe, together
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.shapes import Passing, Passings, Shape, extremes_first
-from optpipe_runtime.torch_private.trees import tree_leaves
 
 Modes = tuple[int, ...]  # by rank
-
-
-class Given(NamedTuple):
-    """What one rank has of a step's micro-batches."""
-
-    microbatches: int | None  # that are cut already; None if this rank cuts a whole batch, or has nothing of it
-    shapes: tuple[Shape, ...]  # of each micro-batch, or one for all; empty if the rank has nothing of it
-    autocast: torch.dtype | None  # if it is on
-    modes: int  # the number of its modules' modes, and of what is trained
-
-    def of_microbatch(self, j: int) -> Shape | None:
-        return self.shapes[j if len(self.shapes) > 1 else 0] if self.shapes else None
 
 
 class Learner:
@@ -78,19 +63,7 @@ class Learner:
 
     def describe(self, batch: Batch) -> Given:
         """What this rank has of the batch. Raises `InputError` if it is none."""
-        rank, count = self._rank, batch.count
-        m = count or rank.microbatches
-        columns: list[Sequence[Any]] = []
-        if rank.takes_inputs:
-            columns.append(batch.cut_inputs(m))
-        if rank.takes_targets:
-            columns.append(batch.cut_targets(m))
-        if batch.kwargs:
-            columns += [batch.cut_kwargs(s, m) for s in rank.stages]
-        kind = rank.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        shapes = tuple(_shape(row) for row in zip(*columns, strict=True)) if columns else ()
-        return Given(count, shapes if count else shapes[:1], autocast, self._modes())
+        return describe(self._rank, batch, self._modes())
 
     def learn(self, batch: Batch, evaluating: bool = False) -> bool:
         """Collective: makes the rank's `io` that of the batch's micro-batches, and learns the shapes that do not follow
@@ -124,7 +97,7 @@ class Learner:
         m = next(iter(counts.values()), rank.microbatches)
         rank.set_microbatches(m)
         modes = tuple(given.modes for given in by_rank)
-        shapes = [_together(by_rank, j) for j in range(m)]
+        shapes = [together(by_rank, j) for j in range(m)]
         anew = self._stage_modes is None or not (evaluating or self._stage_modes == modes)
         if anew:  # the stages themselves are learned with the first shape
             for key in [key for key in self._passings if key[0] == modes]:
@@ -251,20 +224,3 @@ class Learner:
             tuple(parameter.requires_grad for stage in stages for parameter in stage.parameters()),
         )
         return self._mode_numbers.setdefault(modes, len(self._mode_numbers))
-
-
-def _shape(values: Any) -> Shape:
-    """Of what one rank has of a micro-batch."""
-    leaves = tree_leaves(values)
-    kinds: list[Hashable] = [tuple(sorted(each)) for each in values if isinstance(each, Mapping)]
-    for leaf in leaves:
-        kinds.append((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf))  # type: ignore[arg-type]
-    sizes = tuple(size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
-    return Shape(tuple(kinds), sizes)
-
-
-def _together(by_rank: Sequence[Given], j: int) -> Shape:
-    """What all ranks have of micro-batch j."""
-    shapes = [given.of_microbatch(j) for given in by_rank]
-    kinds = tuple((shape and shape.kind, given.autocast) for shape, given in zip(shapes, by_rank, strict=True))
-    return Shape(kinds, tuple(size for shape in shapes if shape for size in shape.sizes))

@@ -19,7 +19,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.learner import Given
+from optpipe_runtime.execute.given import Given
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid

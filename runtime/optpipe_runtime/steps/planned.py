@@ -27,7 +27,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.learner import Given
+from optpipe_runtime.execute.given import Given
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.connection import api_key, service_url

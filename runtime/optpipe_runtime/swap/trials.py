@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.learner import Given
+from optpipe_runtime.execute.given import Given
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.ranks.cpu_group import CpuGroup

@@ -13,7 +13,7 @@ Such a graph is for a B. If a BW is to come, torch's own graph is as good and fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,17 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe.errors import InputError
-from optpipe_runtime.memory.saved import Staying
 from optpipe_runtime.stage.split import layers
 from optpipe_runtime.stage.split.mode import SCALES, Splitting
-from optpipe_runtime.stage.split.queue import Gradients, accumulate, filling
+from optpipe_runtime.stage.split.queue import Gradients
+from optpipe_runtime.stage.split.weight_hook import WeightHook, register
 from optpipe_runtime.torch_private.modules import parameters_of
 from optpipe_runtime.torch_private.tensors import (
     base,
     has_hooks,
     is_mapping,
-    saved_tensors_hooks_in_force,
     without_subclass_functions,
 )
 from optpipe_runtime.torch_private.trees import tree_map_only
@@ -83,7 +81,7 @@ def _linear(module: nn.Linear, make_mode: MakeMode, input: Tensor) -> Tensor:
     y = functional.linear(input, weight.detach(), None if bias is None else bias.detach())
     gradients = _linear_gradient if bias is None else _linear_gradients
     viewed = base(y)  # the node of y itself leaves the graph if what follows changes y in place
-    _register(y if viewed is None else viewed, WeightHook(_present(weight, bias), gradients, input))
+    register(y if viewed is None else viewed, WeightHook(_present(weight, bias), gradients, input))
     return y
 
 
@@ -102,7 +100,7 @@ def _layer_norm(module: nn.LayerNorm, make_mode: MakeMode, input: Tensor) -> Ten
         return grads[1:2] if bias is None else grads[1:]
 
     # Detached, because mean and rstd have the node that keeps the hook.
-    _register(y, WeightHook(_present(weight, bias), gradients, input, mean.detach(), rstd.detach()))
+    register(y, WeightHook(_present(weight, bias), gradients, input, mean.detach(), rstd.detach()))
     return y
 
 
@@ -123,7 +121,7 @@ def _embedding(module: nn.Embedding, make_mode: MakeMode, input: Tensor) -> Tens
 def _scale(x: Tensor, weight: Tensor) -> Tensor:
     """x * weight"""
     y = torch.mul(x, weight.detach())
-    _register(y, WeightHook((weight,), lambda dy, x: ((dy * x).sum_to_size(weight.shape),), x))
+    register(y, WeightHook((weight,), lambda dy, x: ((dy * x).sum_to_size(weight.shape),), x))
     return y
 
 
@@ -210,65 +208,3 @@ def _is_plain_leaf(parameter: Any) -> bool:
 
 def _present(*parameters: Any) -> tuple[Tensor, ...]:
     return tuple(parameter for parameter in parameters if parameter is not None)
-
-
-# Hooks
-
-
-class WeightHook:
-    """Leaves to W what one call of an op owes its parameters.
-
-    Parameters
-    ----------
-    parameters
-        Whose gradients W is to add to.
-    gradients
-        Computes these, from the gradient of the op's output and the saved tensors.
-    saved
-        Tensors that it needs of the forward. The hook lets go of them when it is called.
-    """
-
-    __slots__ = ("_gradients", "_kept", "_parameters", "_unpack")
-
-    def __init__(self, parameters: Sequence[Tensor], gradients: Callable[..., Gradients], *saved: Tensor) -> None:
-        self._parameters, self._gradients = parameters, gradients
-        hooks = saved_tensors_hooks_in_force()
-        if hooks is None:
-            self._kept: Sequence[Any] = [Staying(tensor) for tensor in saved]
-            self._unpack: Callable[[Any], Tensor] = Staying.tensor
-        else:
-            pack, self._unpack = hooks
-            self._kept = [pack(tensor) for tensor in saved]
-
-    def __call__(self, output_gradients: Sequence[Tensor | None]) -> None:
-        """Called by autograd before the op's node."""
-        dy, queue = output_gradients[0], filling()
-        if queue is None:
-            _require_first_derivative()
-            return
-        if dy is None:  # the loss does not depend on this call
-            return
-        tensors = dy, *map(self._unpack, self._kept)
-        self._kept = ()
-        if queue.deferring:
-            queue.push(partial(self._add, tensors), tensors)
-        else:
-            self._add(tensors)
-
-    def _add(self, tensors: Sequence[Tensor]) -> None:
-        accumulate(self._parameters, self._gradients(*tensors), tensors)
-
-
-def _register(output: Tensor, hook: WeightHook) -> None:
-    node: Any = output.grad_fn
-    node.register_prehook(hook)
-
-
-def _require_first_derivative() -> None:
-    """No backward of a stage is under way, so the user's forward itself takes a gradient. That of inputs is right,
-    unless it is to be differentiated again: it would then lack the detached weights."""
-    if torch.is_grad_enabled():
-        raise InputError(
-            "a gradient is to be differentiated again, through a linear layer or a layer norm, which did not "
-            "happen in the stage's first forward: that is not possible in a stage"
-        )
