@@ -1,7 +1,7 @@
 """A schedule for every step of a training whose micro-batches differ.
 
 - `planned`: `PlannedSteps`, what users call;
-- `ahead`: how the ranks prepare a step while the one before runs;
+- `ahead`: how the ranks prepare a step while the one before runs; `planner`: what plans it, on one of them;
 - `costs`: what the micro-batches of a step to come will cost.
 """
 

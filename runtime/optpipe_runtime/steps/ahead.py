@@ -66,10 +66,11 @@ class PreparedStep(NamedTuple):
 
 
 class Ahead:
-    """One rank's part. Making one and every call is collective; steps are prepared in the order of the calls."""
+    """One rank's part; rank `planner` plans. Making one and every call is collective; steps are prepared in the order
+    of the calls."""
 
     def __init__(self, rank: Rank, planner: int) -> None:
-        self._rank, self._planner = rank, planner
+        self._rank, self.planner = rank, planner
         self._group = CpuGroup(rank.team)  # for the thread
         self._thread = ThreadEngine()
 
@@ -103,7 +104,7 @@ class Ahead:
         for each in by_rank:
             if isinstance(each.given, InputError):
                 raise each.given
-        schedule = share_schedule(self._group, self._planner, lambda: plan and plan(by_rank, begins))
+        schedule = share_schedule(self._group, self.planner, lambda: plan and plan(by_rank, begins))
         if isinstance(schedule, Unmeasured):
             return schedule
         one_by_one = partial(self._lowered, one_at_a_time(schedule.problem))

@@ -14,7 +14,6 @@ runs, the next one is planned, sent, checked and lowered beside it (`steps.ahead
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -25,21 +24,20 @@ from torch import Tensor
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.steps import CostModel, StepRules, StepScheduler
+from optpipe.steps import CostModel
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.given import Given
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.connection import api_key, service_url
-from optpipe_runtime.service.stream import StreamClient
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
 from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
-from optpipe_runtime.steps.costs import Features, Seen, StepCosts, seen
+from optpipe_runtime.steps.costs import Features, Seen, seen
+from optpipe_runtime.steps.planner import StepPlanner
 from optpipe_runtime.swap.trials import PlannedStep
 
 REPEATS = 3  # of each measurement of a profile
-IMPROVE_SHARE = 0.33  # of a step's time, until the next one's schedule is sent: more gains little
 
 
 def tokens_and_squares(*inputs: Any, **kwargs: Any) -> dict[str, float]:
@@ -100,7 +98,7 @@ class PlannedSteps:
 
         def require_arguments() -> None:
             api_key(key)  # raises here, not in the first step
-            self._url = service_url(url)
+            service_url(url)
             if costs is not None and costs.stages != stages:
                 raise InputError(f"costs is of a pipeline of {costs.stages} stages: this one has {stages}")
 
@@ -108,24 +106,19 @@ class PlannedSteps:
         self._pipe, self._rank, self._runner = pipe, rank, runner
         self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
-        self._planner = pipe.layout.placement[pipe.layout.routes[0][0]]
-        self._plans = rank.cpu_group.rank == self._planner
-        self._ahead = Ahead(rank, self._planner)
-        self._costs = StepCosts(costs)  # on the rank that plans
-        self._before: StepRules | None = None  # of the step that was planned last
-        self._key = key
-        self._stream: StreamClient | None = None  # on the rank that plans
-        self._lock = threading.Lock()  # of the costs: a step is planned while another one's micro-batches are profiled
+        planner = pipe.layout.placement[pipe.layout.routes[0][0]]
+        self._planner = StepPlanner(planner, costs, url, key) if rank.cpu_group.rank == planner else None
+        self._ahead = Ahead(rank, planner)
         self._prepared: deque[tuple[Told, PreparedStep]] = deque()
         self._seen: list[Seen] = []  # not told yet
-        self._count, self._step_s = 0, 0.0
+        self._count = 0
         self.schedule: Schedule | None = None
 
     @property
     def costs(self) -> CostModel | None:
         """On the rank of the first stage, after its first step: what F, B and W take by the features, as learnt until
         now. `save` keeps it in a file."""
-        return self._costs.times
+        return None if self._planner is None else self._planner.times
 
     def problem(self, microbatches: Features) -> Problem:
         """On the rank of the first stage, after its first step: the problem of micro-batches with these features, by
@@ -133,10 +126,11 @@ class PlannedSteps:
 
         Raises InputError on other ranks, before the first step, and if a feature is missing.
         """
-        if not self._plans:
-            raise InputError(f"problem was called on rank {self._rank.number}: rank {self._planner} has the costs")
-        with self._lock:
-            return self._costs.problem(microbatches)
+        if self._planner is None:
+            raise InputError(
+                f"problem was called on rank {self._rank.number}: rank {self._ahead.planner} has the costs"
+            )
+        return self._planner.problem(microbatches)
 
     def ahead(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         """Yields the batches, one after the other, and announces each one step before it is to run.
@@ -161,7 +155,7 @@ class PlannedSteps:
         batch, features = self._pipe._batch(inputs, targets, kwargs), None
         try:
             given: Given | InputError = self._runner.learner.describe(batch)
-            if self._plans:
+            if self._planner is not None:
                 features = self._features_of(batch)
         except InputError as error:
             given = error
@@ -171,7 +165,12 @@ class PlannedSteps:
 
     def _prepare(self, told: Told) -> PreparedStep:
         """Begins to prepare a step."""
-        return self._ahead.prepare(told, self._plan if self._plans else None)
+        return self._ahead.prepare(told, None if self._planner is None else self._plan)
+
+    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
+        """In the thread of the rank that plans."""
+        assert self._planner is not None
+        return self._planner.plan(by_rank, begins)
 
     def step(
         self,
@@ -210,9 +209,9 @@ class PlannedSteps:
         with self._pipe._call("step"):
             report = self._runner.step(batch, plan)
         assert isinstance(planned, PlannedStep)
-        self.schedule, self._step_s = planned.plan.schedule, report.step_ms / 1e3
-        if self._stream is not None:
-            self._stream.ran(told.number, self.schedule, report.step_ms)
+        self.schedule = planned.plan.schedule
+        if self._planner is not None:
+            self._planner.ran(told.number, self.schedule, report.step_ms)
         self._seen.append(seen(told.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
 
@@ -231,44 +230,18 @@ class PlannedSteps:
         named = batch.cut_kwargs(first, m)
         return [self._features(*values, **named[j]) for j, values in enumerate(batch.cut_inputs(m))]
 
-    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
-        """In the thread of the rank that plans."""
-        costs, told, began = self._costs, by_rank[self._planner], time.monotonic()
-        assert told.features is not None
-        with self._lock:
-            costs.learn([each.seen for each in by_rank])
-            if chosen := costs.unmeasured(told.features):
-                return Unmeasured(chosen, len(told.features))
-            assert costs.template is not None
-            costs.await_times(told.number, told.features)
-            template, problem = costs.template, costs.problem(told.features)
-        if self._url is not None and self._stream is None:
-            self._stream = StreamClient(self._url, problem, self._key)
-        starts = [rules for rules in (self._before, self._stream and self._stream.rules) if rules]
-        planned = StepScheduler(template).plan(problem, starts=starts)
-        begins.wait(max(0.0, began + IMPROVE_SHARE * self._step_s - time.monotonic()))
-        best = planned.best()
-        if best.rules is not None:
-            self._before = StepRules(best.rules, problem)
-        return best
-
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
         """Profiles some micro-batches."""
         some = batch.only(*unmeasured)
         problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS).problem
-        if not self._plans:
-            return
-        is_first = self._costs.template is None
-        with self._lock:
-            self._costs.add(problem, self._features_of(some))
-        if is_first and self._costs.template is not None:
-            StepScheduler(self._costs.template).prepare()
+        if self._planner is not None:
+            self._planner.add(problem, self._features_of(some))
 
     def close(self) -> None:
         """Ends the threads. Steps that were announced and not run are dropped."""
         self._ahead.close()
-        if self._stream is not None:
-            self._stream.close()
+        if self._planner is not None:
+            self._planner.close()
 
     def __enter__(self) -> PlannedSteps:
         return self
