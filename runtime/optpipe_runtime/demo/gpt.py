@@ -7,6 +7,7 @@ places are counted, and attention stays, within a document.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -103,6 +104,11 @@ def stages(size: Size, count: int, seed: int = 0) -> list[nn.Module]:
     layers: list[nn.Module] = [Embedding(size), *(Block(size) for _ in range(size.blocks)), Head(size)]
     cuts = [0, *(1 + round(size.blocks * k / count) for k in range(1, count)), len(layers)]
     return [Stage(*layers[a:b]) for a, b in pairwise(cuts)]
+
+
+def optimizer(stages: Iterable[nn.Module]) -> torch.optim.AdamW:
+    """With which they are trained."""
+    return torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=LEARNING_RATE)
 
 
 def loss(logits: Tensor, text: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from pydantic_core import to_json
+
+from optpipe.schedule import Schedule, ScheduleFile
 
 T = TypeVar("T")
 
@@ -22,6 +25,12 @@ def save(record: Any, path: Path) -> None:
 def load(kind: type[T], path: Path) -> T:
     """Read what `save` wrote."""
     return TypeAdapter(kind).validate_json(path.read_bytes())
+
+
+def schedule_file(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as such a record has it."""
+    content: dict[str, Any] = json.loads(ScheduleFile.from_schedule(schedule).to_json())
+    return content
 
 
 def measure_on_ranks(measure: Callable[[], Any], answer: Path) -> None:

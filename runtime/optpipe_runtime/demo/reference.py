@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import Microbatch, batch, corpus
 
@@ -30,7 +28,7 @@ def trained(size: gpt.Size, stages: int, steps: Iterable[Sequence[Microbatch]]) 
     """The mean loss over the tokens of each step: gradients accumulated over micro-batches by plain autograd, AdamW as
     in the pipeline."""
     modules = gpt.stages(size, stages)
-    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=gpt.LEARNING_RATE)
+    optimizer = gpt.optimizer(modules)
     for step in steps:
         optimizer.zero_grad()
         tokens, mean = sum(y.numel() for _, y, _ in step), 0.0

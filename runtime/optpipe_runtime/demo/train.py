@@ -8,7 +8,6 @@ steps each, so that other load on the machine affects both.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optpipe import Problem, Schedule, ScheduleFile, certify
+from optpipe import Problem, Schedule, certify
 from optpipe.model.placement import Placement
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks, schedule_file
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.pipeline import Pipeline
@@ -77,9 +76,7 @@ class Training:
         self._text = corpus()
         placement = Placement(chunks=plan.chunks).along(range(self.ranks))
         own = {s: stage for s, stage in enumerate(gpt.stages(plan.size, len(placement))) if placement[s] == self.rank}
-        self._optimizer = torch.optim.AdamW(
-            [p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE
-        )
+        self._optimizer = gpt.optimizer(own.values())
         self.pipe = Pipeline(own, placement, gpt.loss, plan.microbatches)
         self.schedules: list[Schedule] = []
         self.steps: list[Step] = []
@@ -203,7 +200,7 @@ def _row(schedule: Schedule) -> dict[str, Any]:
         "method": schedule.method,
         "predicted_ms": schedule.makespan_ms,
         "predicted_peak_bytes": [peak.bytes for peak in peaks],
-        "file": json.loads(ScheduleFile.from_schedule(schedule).to_json()),
+        "file": schedule_file(schedule),
     }
 
 

@@ -6,7 +6,6 @@ ranks than cores; and the GPT of the demo, which is really trained. `optpipe_cli
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -20,9 +19,8 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.model.placement import Placement, Shape
-from optpipe.schedule import ScheduleFile
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks, schedule_file
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.fidelity import paced
@@ -119,7 +117,7 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
         x = torch.zeros(task.microbatches * paced.SHAPE[0], *paced.SHAPE[1:])
         return pipe, None, lambda step: (x, x)
     blocks = {s: stage for s, stage in enumerate(gpt.stages(task.size, len(placement))) if placement[s] == rank}
-    optimizer = torch.optim.AdamW([p for stage in blocks.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
+    optimizer = gpt.optimizer(blocks.values())
     text, size = corpus(), task.size
     pipe = Pipeline(
         blocks,
@@ -163,7 +161,7 @@ def _measured(
         predicted_peak=[peak.bytes for peak in plan.certificate.device],
         measured_peak=[max(report.peak_activation_bytes or 0 for report in reports) for reports in by_rank],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
-        file=json.loads(ScheduleFile.from_schedule(plan.schedule).to_json()),
+        file=schedule_file(plan.schedule),
     )
 
 

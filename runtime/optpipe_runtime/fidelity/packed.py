@@ -7,7 +7,6 @@ sleep (`paced`). `optpipe_cli.demo_packed` starts it by torchrun.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from optpipe.anytime import solve
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.model.records import of_microbatch
-from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.schedule import Schedule
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.demo.on_ranks import load, measure_on_ranks
+from optpipe_runtime.demo.on_ranks import load, measure_on_ranks, schedule_file
 from optpipe_runtime.demo.text import Microbatch, corpus, documents, packed
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.fidelity import paced
@@ -159,7 +158,7 @@ def run(task: Task) -> Result:
     else:
         module, budget = gpt.stages(task.size, ranks)[rank], 2**30
     loss_fn = paced.loss if task.paced_ms else gpt.loss
-    optimizer = torch.optim.AdamW(module.parameters(), lr=gpt.LEARNING_RATE)
+    optimizer = gpt.optimizer([module])
     steps, seen, files = task.steps(), [], {}
     with (
         Pipeline({rank: module}, range(ranks), loss_fn, task.microbatches) as pipe,
@@ -181,7 +180,7 @@ def run(task: Task) -> Result:
             name,
             predicted_ms=[step[0][1] for step in together[WARM_UP + k :: len(WAYS)]],
             measured_ms=[max(ms for ms, *_ in step) for step in together[WARM_UP + k :: len(WAYS)]],
-            file=json.loads(ScheduleFile.from_schedule(files[k]).to_json()),
+            file=schedule_file(files[k]),
         )
         for k, name in enumerate(WAYS)
     ]
