@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, Unpack
 
 from optpipe.errors import InputError
 from optpipe.known import ScheduleCache
@@ -35,6 +35,7 @@ from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.other_stages import OtherStages, layered
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.scalars import SeenStep, Writer, write_scalars
 from optpipe_runtime.service.adoptions import Adoptions
 from optpipe_runtime.service.client import ClientOptions, ScheduleClient
 from optpipe_runtime.service.connection import api_key, service_url
@@ -42,12 +43,6 @@ from optpipe_runtime.service.connection import api_key, service_url
 log = logging.getLogger("optpipe.follow")
 
 THRESHOLD = 0.2  # of a stage's F + B + W
-
-
-class Writer(Protocol):
-    """Takes scalars, as the SummaryWriter of torch.utils.tensorboard does."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Follower:
@@ -109,7 +104,7 @@ class Follower:
         self._other_stages: OtherStages | None = None  # the same
         self._adoptions = Adoptions()
         self._problem: Problem | None = None  # the one that it follows
-        self._steps: list[_Step] = []  # since the ranks last gathered
+        self._steps: list[SeenStep] = []  # since the ranks last gathered
         self._count = 0
         self._suspected = False  # whether times had drifted when the ranks last gathered
 
@@ -130,29 +125,14 @@ class Follower:
                 "Follower.step was given Microbatches: a service's schedule is for all steps, PlannedSteps makes one "
                 "for each"
             )
-        pipe = self._pipe
-        if self._other_options is not None:
-            running = layered(pipe.schedule)
-            if pipe.leads:
-                self._other_stages = OtherStages(self._url, running, self._key, self._cache, self._other_options)
-            self._other_options = None
-        if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
-            self._profile(inputs, targets, kwargs)
-        if pipe.schedule is None:
-            pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
-        if pipe.problem is not None and pipe.problem is not self._problem:
-            self._follow(pipe.problem)
-        if self._client and not pipe.preparing and (offer := self._client.poll()):
-            pipe.offer(offer.schedule)
-            self._adoptions.offered(self._client, offer)
-        if self._other_stages:
-            self._other_stages.poll()
-        before = pipe.version
+        self._begin(inputs, targets, kwargs)
+        self._look_for_offers()
+        pipe, before = self._pipe, self._pipe.version
         tracing = len(self._steps) in self._traced
         report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
         if tracing:
             self._profiler.add(report)
-        self._steps.append(_Step(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
+        self._steps.append(SeenStep(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
         self._count += 1
         if report.version != before and pipe.schedule is not None:
             self._adoptions.swapped(report.version, pipe.schedule, self._count)
@@ -166,6 +146,31 @@ class Follower:
         before the first step; None until one is found. It is never swapped in; make its stages, and load them from a
         checkpoint."""
         return self._other_stages.best if self._other_stages else None
+
+    # Before a step
+
+    def _begin(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
+        """What the first steps need, and what the caller has changed: a profile, a schedule, and searches that follow
+        the problem."""
+        pipe = self._pipe
+        if self._other_options is not None:
+            running = layered(pipe.schedule)
+            if pipe.leads:
+                self._other_stages = OtherStages(self._url, running, self._key, self._cache, self._other_options)
+            self._other_options = None
+        if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
+            self._profile(inputs, targets, kwargs)
+        if pipe.schedule is None:
+            pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
+        if pipe.problem is not None and pipe.problem is not self._problem:
+            self._follow(pipe.problem)
+
+    def _look_for_offers(self) -> None:
+        if self._client and not self._pipe.preparing and (offer := self._client.poll()):
+            self._pipe.offer(offer.schedule)
+            self._adoptions.offered(self._client, offer)
+        if self._other_stages:
+            self._other_stages.poll()
 
     def _follow(self, problem: Problem) -> None:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
@@ -191,11 +196,14 @@ class Follower:
         if (running := self._pipe.schedule) is not None:
             self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
 
+    # After a step
+
     def _gather(self) -> None:
         """Collective: gathers what all ranks have measured since the last time."""
         by_rank = self._pipe.gather((self._steps, self._profiler.seen))
         if self._writer is not None:
-            self._write(self._writer, [steps for steps, _ in by_rank])
+            first = self._count - len(self._steps) + 1
+            write_scalars(self._writer, [steps for steps, _ in by_rank], first, self._pipe.problem, self._pipe.plan)
         steps = zip(*(steps for steps, _ in by_rank), strict=True)
         self._adoptions.measured((ranks[0].version, max(step.step_ms for step in ranks)) for ranks in steps)
         self._steps = []
@@ -216,21 +224,6 @@ class Follower:
                 self._count,
                 100 * far,
             )
-
-    def _write(self, writer: Writer, by_rank: list[list[_Step]]) -> None:
-        plan = self._pipe.plan
-        for k, ranks in enumerate(zip(*by_rank, strict=True), self._count - len(self._steps) + 1):
-            losses = [loss for step in ranks for loss in step.losses]
-            writer.add_scalar("optpipe/loss", sum(losses) / len(losses), k)
-            writer.add_scalar("optpipe/step_ms", max(step.step_ms for step in ranks), k)
-            writer.add_scalar("optpipe/schedule", ranks[0].version, k)
-            for rank, step in enumerate(ranks):
-                if step.peak_bytes is not None:
-                    writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", step.peak_bytes, k)
-        if plan is not None and self._pipe.problem is not None:
-            writer.add_scalar("optpipe/predicted_ms", _predicted_ms(self._pipe.problem, plan.schedule), self._count)
-            for rank, peak in enumerate(plan.certificate.device):
-                writer.add_scalar(f"optpipe/rank{rank}/certified_bytes", peak.bytes, self._count)
 
     def close(self) -> None:
         """Gathers once more, and stops following the service. Collective."""
@@ -254,19 +247,3 @@ class Follower:
             self.close()
         else:
             self._stop()
-
-
-class _Step(NamedTuple):
-    """What a rank remembers of a step."""
-
-    losses: list[float]
-    step_ms: float
-    peak_bytes: int | None
-    version: int
-
-
-def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
-    """The time of a step by the costs as they are now."""
-    if schedule.problem is problem:
-        return schedule.makespan_ms
-    return Schedule(problem, schedule.programs, schedule.links).makespan_ms
