@@ -52,43 +52,42 @@ def learn(
     io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     if anew:
         stage.split.learn_anew(stage.module)
+    given = Given(inputs, target or (), dict(kwargs))
     with stage.replay.undisturbed(), torch.enable_grad():
-        copies, asked, named = clones((inputs, target or (), dict(kwargs)))
-        outputs = stage.forwards.outputs(io, Given(copies, asked, named))
+        copies = clones(given)
+        outputs = stage.forwards.outputs(io, copies)
         if io.ends and not outputs[0].requires_grad:
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
-        leaves = leaves_of(outputs, (*tensors_in((inputs, target or (), dict(kwargs))), *stage.module.parameters()))
+        leaves = leaves_of(outputs, (*tensors_in(given), *stage.module.parameters()))
     stage.io[form] = io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),
         reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
-        changes_inputs=any(version(tensor) for tensor in tensors_in((copies, asked, named))),
+        changes_inputs=any(version(tensor) for tensor in tensors_in(copies)),
     )
     del outputs
     stage.outside.note(leaves)
-    stage.io[form] = _with_blocks(stage, io, inputs, target or (), form, kwargs)
+    stage.io[form] = _with_blocks(stage, io, given, form)
     return stage.io[form]
 
 
-def _with_blocks(
-    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, form: int, kwargs: Mapping[str, Any]
-) -> StageIO:
+def _with_blocks(stage: StageRunner, io: StageIO, given: Given, form: int) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
     assert stage.split.calls is not None
     before = computed_at_once()
     stage.split.noting = stage.split.calls.note
     try:  # the graph lives as long as `running`
-        running, activation = _run(stage, io, inputs, target, form, kwargs, None)
+        running, activation = _run(stage, given, form)
     except Exception as error:
         if not must_stay_whole(error):
             raise
         stage.abandon()
         stage.split.whole = True
-        running, activation = _run(stage, io, inputs, target, form, kwargs, None)
+        running, activation = _run(stage, given, form)
     finally:
         stage.split.noting = None
     stage.split.calls.computes_gradients |= computed_at_once() != before
@@ -109,25 +108,17 @@ def _with_blocks(
     )
     del running, activation
     stage.io[form] = io
-    _, activation = _run(stage, io, inputs, target, form, kwargs, Kind.BW)
+    _, activation = _run(stage, given, form, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
 
 
-def _run(
-    stage: StageRunner,
-    io: StageIO,
-    inputs: Tensors,
-    target: Tensors,
-    form: int,
-    kwargs: Mapping[str, Any],
-    backward: Kind | None,
-) -> tuple[Running, Activation]:
+def _run(stage: StageRunner, given: Given, form: int, backward: Kind | None = None) -> tuple[Running, Activation]:
     """Runs a forward for which this backward op is known to come, and forgets it."""
     with stage.replay.undisturbed():
-        batch, asked, named = clones((inputs if io.begins else (), target, dict(kwargs)))
-        stage.start_step(tensors_in((batch, asked, named)), 1)
-        given = batch if io.begins else tuple(tensor.detach().clone() for tensor in inputs)
-        stage.forward(0, given, asked, form=form, backward=backward, kwargs=named)
+        batch, target, named = clones(given if stage.io[form].begins else given._replace(inputs=()))
+        stage.start_step(tensors_in((batch, target, named)), 1)
+        inputs = batch if stage.io[form].begins else tuple(tensor.detach().clone() for tensor in given.inputs)
+        stage.forward(0, inputs, target, form=form, backward=backward, kwargs=named)
         running = stage.forget(0)
         return running, running.activation
