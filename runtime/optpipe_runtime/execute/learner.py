@@ -85,17 +85,9 @@ class Learner:
             if isinstance(answer, InputError):
                 raise answer
             by_rank.append(answer)
-        rank = self._rank
-        counts = {n: given.microbatches for n, given in enumerate(by_rank) if given.microbatches}
-        for n, count in counts.items():
-            first = next(iter(counts))
-            if count != counts[first]:
-                raise InputError(
-                    f"rank {rank.cpu_group.name_of(first)} has {counts[first]} micro-batches and rank "
-                    f"{rank.cpu_group.name_of(n)} has {count}: all ranks must give those of one step"
-                )
-        m = next(iter(counts.values()), rank.microbatches)
-        rank.set_microbatches(m)
+        count = self._common_count(by_rank)
+        m = count or self._rank.microbatches
+        self._rank.set_microbatches(m)
         modes = tuple(given.modes for given in by_rank)
         shapes = [together(by_rank, j) for j in range(m)]
         anew = self._stage_modes is None or not (evaluating or self._stage_modes == modes)
@@ -111,9 +103,22 @@ class Learner:
             self._learn(missing, usable, batch, anew)
         if anew:
             self._stage_modes = modes
-        self._fill_in(shapes, usable, bool(counts))
+        self._fill_in(shapes, usable, varies=count is not None)
         self._current = by_rank
         return bool(missing)
+
+    def _common_count(self, by_rank: Sequence[Given]) -> int | None:
+        """How many micro-batches there are, if they are cut already. Raises `InputError` if ranks do not agree."""
+        counts = {n: given.microbatches for n, given in enumerate(by_rank) if given.microbatches}
+        first = next(iter(counts), 0)
+        for n, count in counts.items():
+            if count != counts[first]:
+                name_of = self._rank.cpu_group.name_of
+                raise InputError(
+                    f"rank {name_of(first)} has {counts[first]} micro-batches and rank {name_of(n)} has {count}: all "
+                    "ranks must give those of one step"
+                )
+        return counts.get(first)
 
     def _find(self, usable: Sequence[Modes], r: int, shape: Shape, varies: bool = False) -> Passing | None:
         """What passes on a route, by what was learned for one of these modes."""
