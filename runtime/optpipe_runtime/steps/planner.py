@@ -26,6 +26,11 @@ class StepPlanner:
         On which it is, by its number in the pipeline.
     costs, url, key
         As of `PlannedSteps`.
+
+    Attributes
+    ----------
+    stream
+        The service's, if there is one, from the first planned step on.
     """
 
     def __init__(self, rank: int, costs: CostModel | None, url: str | None, key: str | None) -> None:
@@ -33,7 +38,7 @@ class StepPlanner:
         self._costs = StepCosts(costs)
         self._lock = threading.Lock()  # of the costs: a step is planned while another one's micro-batches are profiled
         self._before: StepRules | None = None  # of the step that was planned last
-        self._stream: StreamClient | None = None
+        self.stream: StreamClient | None = None
         self._step_s = 0.0  # the last one took
 
     @property
@@ -57,9 +62,9 @@ class StepPlanner:
             assert costs.template is not None
             costs.await_times(told.number, told.features)
             template, problem = costs.template, costs.problem(told.features)
-        if self._url is not None and self._stream is None:
-            self._stream = StreamClient(self._url, problem, self._key)
-        starts = [rules for rules in (self._before, self._stream and self._stream.rules) if rules]
+        if self._url is not None and self.stream is None:
+            self.stream = StreamClient(self._url, problem, self._key)
+        starts = [rules for rules in (self._before, self.stream and self.stream.rules) if rules]
         planned = StepScheduler(template).plan(problem, starts=starts)
         begins.wait(max(0.0, began + IMPROVE_SHARE * self._step_s - time.monotonic()))
         best = planned.best()
@@ -78,9 +83,9 @@ class StepPlanner:
     def ran(self, number: int, schedule: Schedule, step_ms: float) -> None:
         """A step has run."""
         self._step_s = step_ms / 1e3
-        if self._stream is not None:
-            self._stream.ran(number, schedule, step_ms)
+        if self.stream is not None:
+            self.stream.ran(number, schedule, step_ms)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        if self.stream is not None:
+            self.stream.close()

@@ -289,7 +289,7 @@ def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
             optimizer.zero_grad()
             losses.append(train.step(**given_here(turn, seed)).losses or [])
             optimizer.step()
-            if (stream := train._stream) is not None:
+            if train._planner and (stream := train._planner.stream):
                 until(lambda stream=stream: stream._stream)
                 rules = rules or stream.rules
         starts = [len(call.kwargs["starts"]) for call in plan.call_args_list]
