@@ -1,5 +1,4 @@
 // The document that optpipe.show.figure writes, with its arrays as typed ones and what follows from them.
-/** @import { Chosen } from "./draw.js" */
 
 /**
  * @typedef {{letter: string, name: string, colour: string, text: string}} Kind
@@ -30,20 +29,17 @@ const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Arra
  * @param {string} json @returns {Document} */
 export function read(json) {
   const found = JSON.parse(json, (_, value) => (value && value.base64 !== undefined ? unpacked(value) : value));
-  found.schedules.forEach((/** @type {Schedule} */ schedule, /** @type {number} */ index) => {
-    schedule.index = index;
+  for (const schedule of found.schedules) {
     schedule.letters = found.letters;
     schedule.lanes = laneRows(schedule);
-  });
-  setBeside(found.schedules);
-  return found;
+  }
+  return { ...found, schedules: together(found.schedules) };
 }
 
 /** The document of some of its schedules, in this order.
  * @param {Document} found @param {number[]} indices @returns {Document} */
 export function pick(found, indices) {
-  const schedules = indices.map((i, index) => ({ ...found.schedules[i], index }));
-  setBeside(schedules);
+  const schedules = together(indices.map((i) => found.schedules[i]));
   const used = (/** @type {Kind} */ { letter }) =>
     schedules.some(({ ops }) => ops.kind.includes(found.letters.indexOf(letter)));
   return { ...found, kinds: found.kinds.filter(used), schedules };
@@ -52,17 +48,16 @@ export function pick(found, indices) {
 /** One document of two: the second one's schedules stand after the first one's.
  * @param {Document} one @param {Document} other @returns {Document} */
 export function joined(one, other) {
-  const schedules = [...one.schedules, ...other.schedules].map((each, index) => ({ ...each, index }));
-  setBeside(schedules);
+  const schedules = together([...one.schedules, ...other.schedules]);
   const further = other.kinds.filter(({ letter }) => !one.kinds.some((kind) => kind.letter === letter));
   return { ...other, kinds: [...one.kinds, ...further], schedules };
 }
 
-/** Which lanes are drawn beside compute: the same in all, so that they can be compared.
+/** The schedules of one document: numbered, and the same lanes are drawn beside compute, so that they can be compared.
  * @param {Schedule[]} schedules */
-function setBeside(schedules) {
+function together(schedules) {
   const beside = [1, 2, 3].filter((lane) => schedules.some(({ lanes }) => lanes.some((own) => own[lane].length)));
-  for (const schedule of schedules) schedule.beside = beside;
+  return schedules.map((schedule, index) => ({ ...schedule, index, beside }));
 }
 
 /** @param {{type: keyof typeof ARRAYS, base64: string}} packed */
@@ -129,7 +124,7 @@ export function chainOf({ ops, gaps, makespan_ms }, gap) {
 }
 
 /** The device of a chosen op or gap, and when it begins and ends.
- * @param {Schedule} schedule @param {Chosen} chosen */
+ * @param {Schedule} schedule @param {{gap: number, row: number}} chosen */
 export function spanOf({ ops, gaps }, { gap, row }) {
   return gap >= 0
     ? { device: gaps.device[gap], begin: gaps.begin[gap], end: gaps.end[gap] }

@@ -6,9 +6,7 @@ import { ms, percent } from "./words.js";
 /** @import { Document } from "./data.js" */
 /** @import { Marked } from "./draw.js" */
 
-/**
- * @typedef {{step: number, replica: number, device: number | null, stage: number | null, microbatch: number | null}} Place
- */
+/** @typedef {{step: number, replica: number, device: number | null, stage: number | null, microbatch: number | null}} Place */
 
 const HOTTEST = 1.5; // times as long as others with the same work, or more
 

@@ -1,8 +1,7 @@
 // Draws the picture with plotly, and again whenever the zoom, the choice or the window changes.
 import { chainOf } from "./data.js";
-import { frameOf, plotlyLayout } from "./layout.js";
-import { MOST_DRAWN, around, boxOf, gapBox, labels, memorySteps, pathThrough, raster } from "./shapes.js";
-import { visibleGaps, visibleRows } from "./shapes.js";
+import { frameOf, memoryOf, plotlyLayout } from "./layout.js";
+import { MOST_DRAWN, around, boxOf, labels, memorySteps, pathThrough, raster, visibleGaps, visibleRows } from "./shapes.js";
 import { theme } from "./theme.js";
 import { bytes, ms, percent, waitOf } from "./words.js";
 /** @import { Schedule } from "./data.js" */
@@ -101,7 +100,7 @@ function filled(boxes, yaxis, fill, line, name, pattern) {
 function gapTraces(schedule, gaps, axis, colours) {
   const hatched = { shape: "/", size: 6, solidity: 0.16, fgcolor: colours.hatch, bgcolor: colours.wait };
   return ["start", "end", "device", "transfer"].map((wait) => {
-    const boxes = gaps.filter((gap) => waitOf(schedule, gap) === wait).map((gap) => gapBox(schedule, gap));
+    const boxes = gaps.filter((gap) => waitOf(schedule, gap) === wait).map((gap) => boxOf(schedule, -1, gap));
     const colour = wait === "start" || wait === "end" ? colours.idle : colours.wait;
     return filled(boxes, axis, colour, { width: 0 }, wait, wait === "transfer" ? hatched : undefined);
   });
@@ -143,11 +142,9 @@ function markedTraces(schedule, rows, marked, axis, colours) {
 
 /** @param {Schedule} schedule @param {Chosen} chosen @param {string} axis @param {Theme} colours */
 function chosenTraces(schedule, { gap, row }, axis, colours) {
-  if (gap < 0) return [filled([boxOf(schedule, row)], axis, CLEAR, { color: colours.ink, width: 2.5 }, "chosen")];
-  return [
-    filled([gapBox(schedule, gap)], axis, CLEAR, { color: colours.accent, width: 2.5 }, "chosen"),
-    ...through(schedule, chainOf(schedule, gap).reverse(), axis, colours.accent, colours),
-  ];
+  const color = gap < 0 ? colours.ink : colours.accent;
+  const chain = gap < 0 ? [] : through(schedule, chainOf(schedule, gap).reverse(), axis, color, colours);
+  return [filled([boxOf(schedule, row, gap)], axis, CLEAR, { color, width: 2.5 }, "chosen"), ...chain];
 }
 
 /** A line through ops, on a ground that sets it off from their colours.
@@ -173,25 +170,24 @@ function memoryTraces(schedules, { device, range }, colours) {
     const trace = lines(steps, "y", { shape: "hv", simplify: false, width: 1.4, color, dash });
     return [{ ...trace, ...filling, name: `memory ${i}` }];
   });
-  const { limit, peak } = schedules[last].devices[Math.min(device, schedules[last].devices.length - 1)];
+  const { limit, peak, isNear } = memoryOf(schedules[last], device);
   const level = (/** @type {number} */ y, /** @type {string} */ color, /** @type {string} */ dash) =>
     lines({ x: range, y: [y, y] }, "y", { color, width: 1.4, dash });
   traces.push(level(peak, colours.ink, "dot"));
-  if (limit <= 3 * peak) traces.push({ ...level(limit, colours.limit, "dash"), name: "limit" });
+  if (isNear) traces.push({ ...level(limit, colours.limit, "dash"), name: "limit" });
   return traces;
 }
 
 /** @param {Schedule[]} schedules @param {View} view @param {Frame} frame @param {Theme} colours */
 function memoryNotes(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
-  const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
-  const dashed = limit <= 3 * peak ? " (dashed)" : "";
+  const { limit, peak, at, isNear } = memoryOf(after, device);
   const other = after.ops.changed ? "before" : "the other";
   const parts =
     frame.width > 800
       ? [`Activation memory of device ${device}`, `certified peak ${bytes(peak)} (dotted), during ${at}`]
       : [`Device ${device}`, `peak ${bytes(peak)}${frame.narrow ? "" : " (dotted)"}`];
-  parts.push(`limit ${bytes(limit)}${dashed}`, ...(schedules.length > 1 && !frame.narrow ? [`${other} in grey`] : []));
+  parts.push(`limit ${bytes(limit)}${isNear ? " (dashed)" : ""}`, ...(schedules.length > 1 && !frame.narrow ? [`${other} in grey`] : []));
   return [note(parts.join(" · "), frame.memory.top, frame, colours)];
 }
 

@@ -59,7 +59,8 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     1 - top / (frame.height - AXIS),
   ];
   const axis = { zeroline: false, fixedrange: true, tickfont: { size: 11 }, linecolor: theme.line };
-  const tallest = Math.max(1, ...schedules.map((each) => tallestOf(each, device)));
+  const shown = schedules.filter(({ devices }) => device < devices.length).map((each) => memoryOf(each, device));
+  const tallest = Math.max(1, ...shown.flatMap(({ peak, limit, isNear }) => (isNear ? [peak, limit] : peak)));
   /** @type {Record<string, unknown>} */
   const layout = {
     width: frame.width,
@@ -100,11 +101,11 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
   return layout;
 }
 
-/** @param {Schedule} schedule @param {number} device */
-function tallestOf({ devices }, device) {
-  if (device >= devices.length) return 0;
-  const { limit, peak } = devices[device];
-  return Math.max(peak, limit <= 3 * peak ? limit : 0);
+/** The memory of a device, or of the last one; a limit that is far above the peak is not drawn.
+ * @param {Schedule} schedule @param {number} device */
+export function memoryOf({ devices }, device) {
+  const { limit, peak, at } = devices[Math.min(device, devices.length - 1)];
+  return { limit, peak, at, isNear: limit <= 3 * peak };
 }
 
 /** What lies at a point of the picture: the schedule, the time, and the device with the place in its row.

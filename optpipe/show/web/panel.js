@@ -100,9 +100,7 @@ export function heading({ title, schedules, lower_bound_ms, gap }) {
 /** @param {number} now @param {number} then */
 function change(now, then) {
   const share = now / then - 1;
-  return Math.abs(share) < 5e-4
-    ? "as before"
-    : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
+  return Math.abs(share) < 5e-4 ? "as before" : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
 }
 
 /** A figure with its name above and more about it below.

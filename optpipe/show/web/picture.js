@@ -2,8 +2,7 @@
 // document; the time, the device and what is chosen stay where the new one has them.
 import { spanOf } from "./data.js";
 import { draw, latestEnd } from "./draw.js";
-import { aboutOp, button, deviceTable, element, fullest, legend } from "./panel.js";
-import { listOfWaits, shares, toggle, whyGap } from "./panel.js";
+import { aboutOp, button, deviceTable, element, fullest, legend, listOfWaits, shares, toggle, whyGap } from "./panel.js";
 import { listen } from "./pointer.js";
 import { onThemeChange } from "./theme.js";
 /** @import { Document } from "./data.js" */

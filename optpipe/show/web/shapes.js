@@ -1,6 +1,6 @@
 // What the zoom shows: while it is few enough, every op as a rectangle with its label; else one image of the panel, in
 // which each pixel has the colour of what takes most of its time, as strong as the device is busy.
-import { NOWHERE, firstIndex, reaching } from "./data.js";
+import { NOWHERE, firstIndex, reaching, spanOf } from "./data.js";
 import { within } from "./layout.js";
 /** @import { Schedule } from "./data.js" */
 
@@ -28,20 +28,12 @@ export function around(boxes) {
   return path;
 }
 
-/** The corners of an op: times, and heights on its panel's axis, where device d lies from -d down to -d - 1.
- * @param {Schedule} schedule @param {number} row @returns {Box} */
-export function boxOf(schedule, row) {
-  const { ops } = schedule;
-  const [top, bottom] = within(schedule, ops.lane[row]);
-  return [ops.start[row], ops.end[row], -ops.device[row] - top, -ops.device[row] - bottom];
-}
-
-/** The corners of a gap.
- * @param {Schedule} schedule @param {number} gap @returns {Box} */
-export function gapBox(schedule, gap) {
-  const { begin, end, device } = schedule.gaps;
-  const [top, bottom] = within(schedule, 0);
-  return [begin[gap], end[gap], -device[gap] - top, -device[gap] - bottom];
+/** The corners of an op, or of a gap: times, and heights on its panel's axis, where device d lies from -d down to -d - 1.
+ * @param {Schedule} schedule @param {number} row @param {number} [gap] @returns {Box} */
+export function boxOf(schedule, row, gap = -1) {
+  const { device, begin, end } = spanOf(schedule, { gap, row });
+  const [top, bottom] = within(schedule, gap < 0 ? schedule.ops.lane[row] : 0);
+  return [begin, end, -device - top, -device - bottom];
 }
 
 /** @param {Schedule} schedule @param {[number, number]} range */

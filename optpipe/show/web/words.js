@@ -1,9 +1,8 @@
 // What the picture says: names of ops, times, sizes, and why something waits.
 import { LOWER, NOWHERE, OUTWARD } from "./data.js";
-
+/** @import { Schedule } from "./data.js" */
 
 // As optpipe.evaluate.causes counts them.
-/** @import { Schedule } from "./data.js" */
 export const Cause = { BEGIN: 0, STREAM: 1, OWN: 2, ACROSS: 3, RESTORED: 4, ISSUED: 5 };
 export const Hindrance = { ORDER: 0, LENGTH: 1, MEMORY: 2 };
 

@@ -1,4 +1,5 @@
 // Requests to the service: with the reader's key, and again while it does not answer.
+import { read } from "/page/picture/data.js";
 
 /**
  * @typedef {{seq: number, source: string, method: string, makespan_ms: number, span_ms: number, value_ms: number,
@@ -11,7 +12,7 @@
  *   started_at: string | null, ended_at: string | null, spent_s: number | null, url: string, best: any}} Job
  */
 
-const STORED = "optpipe-key"; // in the tab's storage, so that it is gone with the tab
+export const STORED_KEY = "optpipe-key"; // in the tab's storage, so that it is gone with the tab
 const AGAIN_MS = 1000;
 
 /** A request that was answered by an error. */
@@ -35,21 +36,12 @@ export function onConnection(told) {
   connection = told;
 }
 
-/** @param {string} key */
-export function setKey(key) {
-  sessionStorage.setItem(STORED, key);
-}
-
-export function hasKey() {
-  return sessionStorage.getItem(STORED) !== null;
-}
-
 /** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
  * @param {string} method @param {string} path
  * @param {{body?: unknown, text?: string | Blob, headers?: Record<string, string>, signal?: AbortSignal}} [more]
  * @returns {Promise<Response>} */
 export async function ask(method, path, { body, text, headers = {}, signal } = {}) {
-  const key = sessionStorage.getItem(STORED);
+  const key = sessionStorage.getItem(STORED_KEY);
   const content = text ?? (body === undefined ? undefined : JSON.stringify(body));
   if (key) headers = { Authorization: `Bearer ${key}`, ...headers };
   if (content !== undefined) headers = { "Content-Type": "application/json", ...headers };
@@ -83,6 +75,12 @@ export async function get(path, signal) {
 /** @param {string} path @param {unknown} body @param {AbortSignal} [signal] @returns {Promise<any>} */
 export async function post(path, body, signal) {
   return (await ask("POST", path, { body, signal })).json();
+}
+
+/** What the interactive picture draws at an address.
+ * @param {string} path @param {AbortSignal} signal */
+export async function getFigure(path, signal) {
+  return read(await (await ask("GET", path, { signal })).text());
 }
 
 /** Resolves after a time, or when the signal comes.

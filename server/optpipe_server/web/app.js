@@ -1,10 +1,10 @@
 // The page: which part of it the address names, whether the service answers, and the reader's key.
 import { button, element } from "/page/picture/panel.js";
-import { Refused, hasKey, onConnection, setKey } from "./api.js";
+import { Refused, STORED_KEY, onConnection } from "./api.js";
 import { showDiagnose } from "./diagnose.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
-import { empty, field, input, link } from "./parts.js";
+import { empty, field, link } from "./parts.js";
 import { showSubmit } from "./submit.js";
 import { showWorkbench } from "./workbench.js";
 
@@ -64,14 +64,14 @@ function failed(error) {
 }
 
 function askForKey() {
-  const key = input({ type: "password", autocomplete: "off", spellcheck: "false" });
+  const key = element("input", { type: "password", autocomplete: "off", spellcheck: "false" });
   const form = element("form", "", field("Key", key), element("button", "primary", "Go on"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    setKey(key.value.trim());
+    sessionStorage.setItem(STORED_KEY, key.value.trim());
     route();
   });
-  const title = hasKey() ? "This key is not valid" : "This service needs a key";
+  const title = sessionStorage.getItem(STORED_KEY) !== null ? "This key is not valid" : "This service needs a key";
   const how = "On the service's machine, optpipe keys create --tenant NAME --scope submit --scope read makes one. It stays in this tab, and is gone when you close it.";
   const made = empty(title, how, form);
   made.classList.add("key");

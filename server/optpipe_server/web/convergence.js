@@ -3,7 +3,6 @@ import { theme } from "/page/picture/theme.js";
 import { ms } from "/page/picture/words.js";
 /** @import { Bound, Incumbent } from "./api.js" */
 
-
 const HEIGHT = 230;
 
 /** Draws incumbents as a line of steps, and the bound.

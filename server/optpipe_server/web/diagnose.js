@@ -4,7 +4,7 @@ import { showDiagnosis } from "/page/picture/diagnosis.js";
 import { button, card, element } from "/page/picture/panel.js";
 import { bytes } from "/page/picture/words.js";
 import { ask } from "./api.js";
-import { choice, drop, field, input, notice, number, onlyLast, title, trying } from "./parts.js";
+import { choice, drop, field, notice, number, onlyLast, title, trying } from "./parts.js";
 /** @import { Shown } from "/page/picture/picture.js" */
 
 const LARGEST = 2 ** 26; // bytes, as the service has it
@@ -13,7 +13,7 @@ const LARGEST = 2 ** 26; // bytes, as the service has it
 export function showDiagnose(place, signal) {
   const stacks = { "": "as the trace says", torch: "torch, torchtitan", megatron: "Megatron-LM", primus: "Primus", optpipe: "OptPipe" };
   const asked = {
-    layers: input({ placeholder: "8, or 8,8,8,6" }),
+    layers: element("input", { placeholder: "8, or 8,8,8,6" }),
     stack: choice(Object.entries(stacks), ""),
     memory: number({ value: "", min: 1, max: 1e6, step: "any" }),
     weight_share: number({ value: "", min: 0, max: 1, step: "any" }),

@@ -7,9 +7,7 @@ import { opName } from "/page/picture/words.js";
 /** @import { Schedule } from "/page/picture/data.js" */
 /** @import { Shown } from "/page/picture/picture.js" */
 
-/**
- * @typedef {{device: number, from: number, to: number}} Move
- */
+/** @typedef {{device: number, from: number, to: number}} Move */
 
 const HELD = 5; // pixels from which on a press is a drag
 
@@ -24,7 +22,7 @@ export function after(programs, { device, from, to }) {
 
 /** The place of an op in a program, also of one of a pair.
  * @param {string[]} program @param {string} name */
-export function placeIn(program, name) {
+function placeIn(program, name) {
   return program.findIndex((text) => text.split("+").includes(name));
 }
 

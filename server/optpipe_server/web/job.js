@@ -1,14 +1,13 @@
 // One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
 // adopted, and its log.
-import { joined, read } from "/page/picture/data.js";
+import { joined } from "/page/picture/data.js";
 import { button, card, download, element, fullest, region, table, tile } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, percent } from "/page/picture/words.js";
-import { Refused, ask, follow, get } from "./api.js";
+import { Refused, ask, follow, get, getFigure } from "./api.js";
 import { drawConvergence } from "./convergence.js";
-import { age, apart, badge, choice, dialog, duration } from "./parts.js";
-import { field, fill, link, nameOf, notice, number, refill, trying } from "./parts.js";
+import { age, apart, badge, choice, dialog, duration, field, fill, link, nameOf, notice, number, refill, trying } from "./parts.js";
 /** @import { Bound, Incumbent, Job } from "./api.js" */
 /** @import { Shown } from "/page/picture/picture.js" */
 
@@ -67,10 +66,9 @@ export async function showJob(place, id, other, signal) {
     const none = OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found.";
     if (!address) return drawing.replaceChildren(element("p", "quiet", none));
     await trying(failed, async () => {
-      const figureAt = async (/** @type {string} */ at) => read(await (await ask("GET", at, { signal })).text());
-      let document = await figureAt(address);
+      let document = await getFigure(address, signal);
       if (another) {
-        const beside = await figureAt(`${another.url}/figure`);
+        const beside = await getFigure(`${another.url}/figure`, signal);
         for (const each of beside.schedules) each.method = `${nameOf(another)}: ${each.method}`;
         for (const each of document.schedules) each.method = `${nameOf(job)}: ${each.method}`;
         document = joined(beside, document);
@@ -126,9 +124,7 @@ export async function showJob(place, id, other, signal) {
       get(`${url}/bounds`, signal),
       get(`${url}/log?after=${state.lastLine}&limit=${LINES}`, signal),
     ]);
-    state.job = job;
-    state.incumbents = incumbents;
-    state.bounds = bounds;
+    Object.assign(state, { job, incumbents, bounds });
     place.dataset.state = job.state;
     place.dataset.known = String(incumbents.length);
     const nothing = !incumbents.length && !OPEN.includes(job.state); // and nothing will come

@@ -2,9 +2,8 @@
 import { button, card, download, element, region, table } from "/page/picture/panel.js";
 import { ms, percent } from "/page/picture/words.js";
 import { ask, get, pause, repeat } from "./api.js";
-import { age, apart, badge, choice, duration, empty, field, input, link, nameOf, refill, title } from "./parts.js";
+import { age, apart, badge, choice, duration, empty, field, link, nameOf, refill, title } from "./parts.js";
 /** @import { Job } from "./api.js" */
-
 
 const AGAIN_MS = 2000;
 const LISTED = 50;
@@ -23,7 +22,7 @@ export async function showJobs(place, signal) {
   const aside = element("div", "side");
   /** @type {{jobs: Job[], next: string | null}} */
   let found = { jobs: [], next: null };
-  const filter = input({ type: "search", placeholder: "Name, state or method" });
+  const filter = element("input", { type: "search", placeholder: "Name, state or method" });
   const names = Object.keys(ORDERS).map((name) => /** @type {[string, string]} */ ([name, name]));
   const order = choice(names, "newest", () => fillList());
   filter.addEventListener("input", () => fillList());
@@ -97,7 +96,7 @@ function none() {
 function jobTable(jobs, differences, chosen, choose) {
   const rows = jobs.map((job) => {
     const name = link(`#/jobs/${job.id}`, nameOf(job), "job");
-    const box = input({ type: "checkbox", "aria-label": `Choose ${nameOf(job)}`, "data-focus": `box ${job.id}` });
+    const box = element("input", { type: "checkbox", "aria-label": `Choose ${nameOf(job)}`, "data-focus": `box ${job.id}` });
     box.checked = chosen.includes(job.id);
     box.disabled = job.value_ms === null;
     box.addEventListener("change", () => choose(job.id, box.checked));

@@ -44,15 +44,10 @@ export function field(label, input, hint) {
   return made;
 }
 
-/** @param {Record<string, string | number>} attributes */
-export function input(attributes) {
-  return element("input", attributes);
-}
-
 /** A place to drop files on, which the keyboard reaches, too.
  * @param {string} label @param {Record<string, string>} attributes of its input @param {(files: File[]) => void} take */
 export function drop(label, attributes, take) {
-  const chosen = input({ type: "file", ...attributes });
+  const chosen = element("input", { type: "file", ...attributes });
   chosen.addEventListener("change", () => take(Array.from(chosen.files ?? [])));
   const made = element("label", "drop", element("span", "button", label), chosen);
   for (const name of ["dragover", "dragleave", "drop"])
@@ -66,7 +61,7 @@ export function drop(label, attributes, take) {
 
 /** @param {{value: string | number, min: number, max: number, step?: number | "any"}} of */
 export function number({ value, min, max, step = 1 }) {
-  return input({ type: "number", value, min, max, step });
+  return element("input", { type: "number", value, min, max, step });
 }
 
 /** @param {[string, string][]} options values and texts

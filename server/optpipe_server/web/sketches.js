@@ -4,9 +4,7 @@ import { raster } from "/page/picture/shapes.js";
 import { ms, percent } from "/page/picture/words.js";
 /** @import { Document } from "/page/picture/data.js" */
 
-/**
- * @typedef {{method: string, fits: boolean, reason: string | null, drawn: number | null, placement: any}} Row
- */
+/** @typedef {{method: string, fits: boolean, reason: string | null, drawn: number | null, placement: any}} Row */
 
 const HEIGHT = 62;
 const WIDTH = 300;

@@ -74,9 +74,9 @@ function fromPreset(models, gpus, submit, signal) {
   const recompute = choice(Object.entries(recomputed), "none", () => ask());
   const sizes = {
     pp: number({ value: 4, min: 1, max: 64 }),
+    chunks: number({ value: 1, min: 1, max: 8 }),
     tp: number({ value: 2, min: 1, max: 64 }),
     dp: number({ value: 8, min: 1, max: 4096 }),
-    chunks: number({ value: 1, min: 1, max: 8 }),
     microbatches: number({ value: 16, min: 1, max: 512 }),
     size: number({ value: 1, min: 1, max: 64 }),
   };
@@ -107,18 +107,17 @@ function fromPreset(models, gpus, submit, signal) {
     }
   };
   estimate();
-  const asked = {
-    Model: model,
-    GPU: gpu,
-    "Pipeline stages": sizes.pp,
-    "Chunks a device": sizes.chunks,
-    "Tensor parallel": sizes.tp,
-    "Replicas, ZeRO-1": sizes.dp,
-    "Micro-batches": sizes.microbatches,
-    "Sequences in each": sizes.size,
-    Recomputed: recompute,
-  };
-  const fields = Object.entries(asked).map(([label, input]) => field(label, input));
+  const fields = [
+    field("Model", model),
+    field("GPU", gpu),
+    field("Pipeline stages", sizes.pp),
+    field("Chunks a device", sizes.chunks),
+    field("Tensor parallel", sizes.tp),
+    field("Replicas, ZeRO-1", sizes.dp),
+    field("Micro-batches", sizes.microbatches),
+    field("Sequences in each", sizes.size),
+    field("Recomputed", recompute),
+  ];
   return card("From a model and a GPU", element("div", "controls", ...fields), told, wrong, element("div", "actions", go));
 }
 

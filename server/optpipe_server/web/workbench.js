@@ -5,9 +5,9 @@ import { button, card, download, element, toggle } from "/page/picture/panel.js"
 import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
-import { ask, follow, pause, post } from "./api.js";
+import { follow, getFigure, pause, post } from "./api.js";
 import { after, edit } from "./edit.js";
-import { choice, fault, field, fill, input, link, notice, onlyLast, refill, title, trying } from "./parts.js";
+import { choice, fault, field, fill, link, notice, onlyLast, refill, title, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
 import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
 /** @import { Move } from "./edit.js" */
@@ -34,10 +34,9 @@ export async function showWorkbench(place, query, signal) {
     .map(([device, from, to]) => ({ device, from, to }));
   let editing = moves.length > 0;
 
-  /** @type {{rows: Row[], found: Document | null}} */
-  const all = { rows: [], found: null };
-  /** @type {{row: Row, found: Document} | null} */
-  let searched = null;
+  /** @type {{rows: Row[], found: Document | null}} what the service replied, and the same with what a search has found */
+  let replied = { rows: [], found: null };
+  let all = replied;
   /** @type {Shown | null} */
   let shown = null;
   /** @type {{schedule: Schedule, programs: string[][], made: number, listening: AbortController} | null} */
@@ -79,7 +78,7 @@ export async function showWorkbench(place, query, signal) {
     const made = card("Pipeline");
     made.classList.add("sliders");
     for (const { key, name, min, max, step, text } of SLIDERS) {
-      const slider = input({ type: "range", min, max, step, value: values[key] });
+      const slider = element("input", { type: "range", min, max, step, value: values[key] });
       const output = element("span", { class: "value", "aria-hidden": "true" }); // the slider says it
       const tell = () => {
         output.textContent = text(values[key]);
@@ -93,7 +92,7 @@ export async function showWorkbench(place, query, signal) {
       });
       made.append(element("label", "slider", element("span", "", name), output, slider));
     }
-    const box = input({ type: "checkbox" });
+    const box = element("input", { type: "checkbox" });
     box.checked = own;
     box.addEventListener("change", () => {
       own = box.checked;
@@ -120,7 +119,6 @@ export async function showWorkbench(place, query, signal) {
     moves = [];
     editing = false;
     editSwitch.setAttribute("aria-pressed", "false");
-    searched = null;
     asking.soon(refresh, AFTER_MS);
   }
 
@@ -138,10 +136,8 @@ export async function showWorkbench(place, query, signal) {
     }
     try {
       const body = { problem: problemOf(values), placements: own ? "all" : "keep" };
-      const text = await (await ask("POST", "/v1/workbench", { body, signal: current })).text();
-      const reply = JSON.parse(text);
-      all.rows = reply.rows;
-      all.found = reply.figure && read(JSON.stringify(reply.figure));
+      const reply = await post("/v1/workbench", body, current);
+      all = replied = { rows: reply.rows, found: reply.figure && read(JSON.stringify(reply.figure)) };
       told.replaceChildren();
     } catch (error) {
       if (current.aborted) return;
@@ -159,21 +155,13 @@ export async function showWorkbench(place, query, signal) {
 
   /** The row of the chosen method, with the document of all rows; null where it is not drawn. */
   function chosenRow() {
-    const { rows, found } = everything();
+    const { rows, found } = all;
     const row = rows.find((each) => each.method === method);
     return found && row && row.drawn !== null ? { rows, found, row, drawn: row.drawn } : null;
   }
 
-  /** All rows and their document, with what a search has found. */
-  function everything() {
-    const { rows, found } = all;
-    if (!found || !searched) return { rows, found };
-    const row = { ...searched.row, drawn: found.schedules.length };
-    return { rows: [row, ...rows], found: joined(found, searched.found) };
-  }
-
   function fillOverview() {
-    const { rows, found } = everything();
+    const { rows, found } = all;
     if (!found) {
       overview.replaceChildren(...missing(rows));
       return;
@@ -321,9 +309,10 @@ export async function showWorkbench(place, query, signal) {
         if (over || JSON.stringify(problemOf(values)) !== problem) stop.abort();
         if (!job.best || job.best.seq === drawn || JSON.stringify(problemOf(values)) !== problem) return;
         drawn = job.best.seq;
-        const found = read(await (await ask("GET", `${url}/figure?seq=${drawn}`, { signal })).text());
+        const figure = await getFigure(`${url}/figure?seq=${drawn}`, signal);
         const placement = job.best.schedule.placement ?? null;
-        searched = { found, row: { method: SEARCHED, fits: true, reason: null, drawn: 0, placement } };
+        const row = { method: SEARCHED, fits: true, reason: null, drawn: replied.found?.schedules.length ?? 0, placement };
+        all = { rows: [row, ...replied.rows], found: replied.found ? joined(replied.found, figure) : figure };
         const gap = job.gap === null ? "" : job.gap ? `, at most ${percent(job.gap)} from the shortest there is` : ", proven";
         const said = notice("good", `The search has found ${ms(job.best.makespan_ms)}${gap}: `);
         said.append(link(`#/jobs/${id}`, "its job"));
