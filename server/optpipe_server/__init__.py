@@ -3,8 +3,8 @@
 from optpipe_server import Settings, create_app, serve
 serve(Settings(database="sqlite:///optpipe.db"), port=8000)  # or an ASGI server of your own: create_app(Settings(...))
 
-Rooms: `database` (jobs, incumbents, leases, keys), `http` (the API), `work` (claims jobs and runs solvers), `bench`
-(measures the service from outside). The files beside them are what `http` and `work` share.
+Rooms: `database` (jobs, incumbents, leases, keys), `http` (the API), `work` (claims jobs and runs solvers). The files
+beside them are what `http` and `work` share.
 """
 
 from __future__ import annotations

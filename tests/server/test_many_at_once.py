@@ -75,3 +75,9 @@ def test_large_problems_do_not_delay_small_ones(
             until(lambda: len(server.server_state.tasks) == len(held))
             refused = one(20, "plain", warm_start=document(one_by_one(chain(m=20))))
             assert (refused.status_code, "the warm start cannot be checked" in refused.json()["detail"]) == (503, True)
+
+        def fail(*_: object) -> None:
+            raise TimeoutError("of something else")
+
+        monkeypatch.setattr(server.service.first_schedules, "find", fail)
+        assert one(20, "plain").status_code == 500, "it is not taken for too long a wait"

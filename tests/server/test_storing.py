@@ -105,7 +105,7 @@ def test_a_log_without_its_file_is_never_emptied(sqlite_url: str) -> None:
     with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
         Database(sqlite_url, secondary=True)
     elsewhere.rename(file)
-    assert Jobs(database).job(A, job) is not None
+    assert Jobs(database).job(A, job).id == job
     database.close()
 
 

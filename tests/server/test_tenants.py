@@ -12,6 +12,7 @@ from support.service.jobs import submit
 
 from optpipe_server.database import Database, Jobs
 from optpipe_server.database.keys import Keys
+from optpipe_server.database.refusals import MissingError
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.shares import QUEUED_OF_A_TENANT, ComputeQueue, Shares, Turns
@@ -97,7 +98,8 @@ def test_a_key_for_local_does_not_share_the_jobs_without_a_key(tmp_path: Path) -
     database = Database(url)
     jobs = Jobs(database)
     own, keyed = submit(database, LOCAL), submit(database, "local")
-    assert jobs.job("local", own) is None
+    with pytest.raises(MissingError):
+        jobs.job("local", own)
     Keys(database).create("local", ["read"])
     assert [job.id for job in jobs.page("local", None, None, 9)] == [keyed]
     database.close()

@@ -72,13 +72,3 @@ class TableStorage:
         old = or_(key.in_(others), schedules.c.used < kept.since)
         with self._database.write() as db:
             return db.execute(delete(schedules).where(*self._rows(), old)).rowcount
-
-
-def prune_schedules(database: Database, kept: Retention) -> int:
-    """Delete the schedules of all tenants that were not used for so many days; return how many were deleted."""
-    old = schedules.c.used < kept.since
-    with database.read() as db:
-        if db.execute(select(schedules.c.tenant).where(old).limit(1)).first() is None:
-            return 0
-    with database.write() as db:
-        return db.execute(delete(schedules).where(old)).rowcount

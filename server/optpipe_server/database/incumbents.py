@@ -1,6 +1,6 @@
 """Incumbents and bounds: append-only; among those of one problem each is better than the one before.
 
-Both `jobs` and `leases` use this.
+`jobs`, `leases` and `streams` use this.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe_server.database.engine import now
+from optpipe_server.database.refusals import NO_JOB, MissingError
 from optpipe_server.database.tables import Level, Source, bounds, incumbents, jobs, log, problems
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
+
+
+def locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
+    """The job, which nobody else can change until this transaction ends. Raises `MissingError` if there is none."""
+    job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
+    if job is None:
+        raise MissingError(NO_JOB)
+    return job
 
 
 def incumbent_values(result: Result, source: Source) -> dict[str, Any]:

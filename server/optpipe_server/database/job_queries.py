@@ -9,6 +9,7 @@ from sqlalchemy import Row, Select, bindparam, func, select
 
 from optpipe_server.database.engine import Database
 from optpipe_server.database.fair_share import jobs_ahead, standings
+from optpipe_server.database.refusals import NO_JOB, MissingError
 from optpipe_server.database.tables import State, adoptions, bounds, incumbents, jobs, log, problems
 
 MOST_LISTED = 200
@@ -42,16 +43,21 @@ class JobQueries:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def job(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """Return a job."""
+    def job(self, tenant: str, job_id: str) -> Row[Any]:
+        """Return a job. Raises `MissingError`."""
         with self._database.read() as db:
-            return db.execute(_JOB, {"job": job_id, "tenant": tenant}).one_or_none()
+            job = db.execute(_JOB, {"job": job_id, "tenant": tenant}).one_or_none()
+        if job is None:
+            raise MissingError(NO_JOB)
+        return job
 
     def problem(self, job: Row[Any]) -> str:
-        """Return the text of a job's current problem."""
+        """Return the text of a job's current problem. Raises `MissingError` if the job was deleted meanwhile."""
         of_job = problems.c.job == job.id, problems.c.version == job.problem_version
         with self._database.read() as db:
-            text: str = db.execute(select(problems.c.problem).where(*of_job)).scalar_one()
+            text: str | None = db.execute(select(problems.c.problem).where(*of_job)).scalar_one_or_none()
+        if text is None:
+            raise MissingError(NO_JOB)
         return text
 
     def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:

@@ -18,43 +18,29 @@ from optpipe_server.database.incumbents import (
     append,
     best_values,
     incumbent_values,
+    locked,
     problem_text,
     storable_text,
     update_job,
 )
 from optpipe_server.database.job_queries import JobQueries
+from optpipe_server.database.refusals import (
+    CANCELLED,
+    CANCELLED_DETAIL,
+    NO_INCUMBENT,
+    STREAM,
+    STREAM_DETAIL,
+    ConflictError,
+    KeyReusedError,
+    MissingError,
+    QueueFullError,
+    StaleError,
+)
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, problems
 
 # Built once: that costs more than to run them.
 _LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
 _NEW_JOB = insert(jobs).inline()  # does not return the number
-
-CANCELLED = "the job was cancelled"
-STREAM = "the training schedules each step itself; nothing is searched here"
-STREAM_DETAIL = f"The job is a stream: {STREAM}."
-CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
-NO_JOB = "There is no such job."
-NO_INCUMBENT = "The job has no such incumbent."
-
-
-class MissingError(LookupError):
-    """The tenant has no such job, or the job no such incumbent."""
-
-
-class ConflictError(Exception):
-    """The request contradicts the state of the job; the message says how."""
-
-
-class KeyReusedError(Exception):
-    """The idempotency key was used with another body before."""
-
-
-class QueueFullError(Exception):
-    """The tenant has as many waiting jobs as it may have."""
-
-
-class StaleError(Exception):
-    """The job has changed since the version that the client knows."""
 
 
 @dataclass(frozen=True)
@@ -286,14 +272,6 @@ def is_best(job: Row[Any], last: Row[Any]) -> bool:
 def is_cancelled(job: Row[Any]) -> bool:
     """Return whether the job is cancelled, or will be as soon as its worker hears of it."""
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
-
-
-def locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
-    """The job, which nobody else can change until this transaction ends. Raises `MissingError` if there is none."""
-    job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
-    if job is None:
-        raise MissingError(NO_JOB)
-    return job
 
 
 def _reason(initial: InitialResult) -> str | None:

@@ -6,12 +6,12 @@ attempt has begun.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, delete, func, or_, select, tuple_, update
+from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, length_ms, raises
@@ -20,7 +20,6 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe_cache import Retention
 from optpipe_server.database.engine import Database, clock_s, now
 from optpipe_server.database.fair_share import first_waiting, lock_turns, record_turn, standings
 from optpipe_server.database.incumbents import (
@@ -34,15 +33,12 @@ from optpipe_server.database.incumbents import (
     update_best,
     update_job,
 )
-from optpipe_server.database.jobs import CANCELLED, options_of
+from optpipe_server.database.jobs import options_of
+from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.tables import Level, State, jobs
 
-FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
 LEASE_S = 15.0
-LONGEST_S = 60.0  # of any lease
-PRUNED_AT_ONCE = 100  # jobs
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
-MOST_LOSSES = 5  # of workers, after which a job goes on; one that crashes its worker each time has to end
 
 _ANY_WAITING = select(jobs.c.number).where(jobs.c.state == "queued").limit(1)
 
@@ -245,56 +241,6 @@ class Leases:
             if job is None:
                 raise LostError(claim.job_id)
             yield db, job
-
-
-def reap(database: Database, everything: bool = False, but: Collection[str] = ()) -> list[str]:
-    """Let the jobs of lost workers wait again, or end them with what they have; return their ids.
-
-    Any process may call it at any time, for all jobs `but` those that it works on itself. With `everything`, every
-    running job is abandoned, whatever its lease: for the one process of a SQLite file that has just started.
-    """
-    reaped = []
-    running = jobs.c.state == "running"
-    with database.write() as db:
-        # A lease that is longer than any can be: the database's clock was set back. A lost worker would keep the job
-        # until the clock has caught up.
-        db.execute(
-            update(jobs)
-            .where(running, jobs.c.lease_until > clock_s() + LONGEST_S)
-            .values(lease_until=clock_s() + LONGEST_S)
-        )
-        abandoned = running if everything else running & (jobs.c.lease_until < clock_s())
-        for job in db.execute(
-            select(jobs).where(abandoned, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)
-        ).all():
-            reaped.append(job.id)
-            add_log_line(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
-            values: dict[str, Any] = {"worker": None, "lease_until": None, "losses": job.losses + 1}
-            if job.cancel_requested:
-                update_job(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), **values)
-            elif job.losses < MOST_LOSSES:
-                update_job(db, job, state="queued", **values)
-            else:
-                reason = f"its worker was lost {job.losses + 1} times"
-                add_log_line(db, job.id, job.attempt, reason, "error")
-                update_job(
-                    db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values
-                )
-    return reaped
-
-
-def prune(database: Database, kept: Retention) -> int:
-    """Delete jobs that are over and not kept, of each tenant; return how many were deleted, at most so many at once."""
-    last = func.row_number().over(partition_by=jobs.c.tenant, order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
-    over = select(jobs.c.number, jobs.c.ended_at, last.label("place")).where(jobs.c.ended_at.is_not(None)).subquery()
-    not_kept = or_(over.c.place > kept.most, over.c.ended_at < kept.since)
-    with database.read() as db:
-        old = db.execute(select(over.c.number, over.c.ended_at).where(not_kept).limit(PRUNED_AT_ONCE)).all()
-    if not old:
-        return 0
-    with database.write() as db:  # not those that go on or have ended again meanwhile
-        found = tuple_(jobs.c.number, jobs.c.ended_at).in_([tuple(row) for row in old])
-        return db.execute(delete(jobs).where(found)).rowcount
 
 
 def _fence(claim: Claim) -> tuple[Any, ...]:

@@ -10,11 +10,10 @@ from sqlalchemy import Row, delete, insert, select
 from optpipe.model.problem import Problem
 from optpipe_cache.features import structure
 from optpipe_server.database.engine import Database, now
-from optpipe_server.database.incumbents import add_log_line, update_job
-from optpipe_server.database.jobs import ConflictError, InitialResult, Jobs, NewJob, locked
+from optpipe_server.database.incumbents import add_log_line, locked, update_job
+from optpipe_server.database.jobs import InitialResult, Jobs, NewJob
+from optpipe_server.database.refusals import NO_STREAM, ConflictError
 from optpipe_server.database.tables import jobs, problems, rules
-
-NO_STREAM = "The job is no stream: it has schedules, and no rules."
 
 
 class Streams:

@@ -12,7 +12,8 @@ from fastapi import Depends, Header, Path, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
 
-from optpipe_server.database.jobs import NO_INCUMBENT, NO_JOB, MissingError, is_best
+from optpipe_server.database.jobs import is_best
+from optpipe_server.database.refusals import NO_INCUMBENT, NO_JOB, MissingError
 from optpipe_server.http.job_updates import disconnected
 from optpipe_server.http.replies import JsonContent, json_reply
 from optpipe_server.http.schemas import job_document
@@ -62,10 +63,9 @@ class RequestContext:
 
     def job(self, job_id: str) -> Row[Any]:
         """Return the tenant's job. Raises `MissingError`."""
-        job = self.service.jobs.job(self.tenant, job_id) if ID.fullmatch(job_id) else None
-        if job is None:
+        if not ID.fullmatch(job_id):
             raise MissingError(NO_JOB)
-        return job
+        return self.service.jobs.job(self.tenant, job_id)
 
     def best(self, job: Row[Any]) -> Row[Any] | None:
         """Return the best incumbent for the job's current problem."""

@@ -21,7 +21,7 @@ from starlette.routing import Match
 
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
-from optpipe_server.database.jobs import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
+from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
 from optpipe_server.database.sqlite_file import UnusableError
 
 log = logging.getLogger("optpipe.server")

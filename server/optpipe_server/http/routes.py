@@ -12,7 +12,8 @@ from fastapi.responses import Response
 
 from optpipe.model.records import Record
 from optpipe_server.database.job_queries import MOST_LISTED
-from optpipe_server.database.jobs import StaleError, is_over
+from optpipe_server.database.jobs import is_over
+from optpipe_server.database.refusals import StaleError
 from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT

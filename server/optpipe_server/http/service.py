@@ -24,17 +24,9 @@ from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
-from optpipe_server.database.jobs import (
-    CANCELLED_DETAIL,
-    NO_JOB,
-    STREAM_DETAIL,
-    ConflictError,
-    MissingError,
-    StaleError,
-    is_cancelled,
-    options_of,
-)
+from optpipe_server.database.jobs import is_cancelled, options_of
 from optpipe_server.database.keys import Keys
+from optpipe_server.database.refusals import CANCELLED_DETAIL, STREAM_DETAIL, ConflictError, StaleError
 from optpipe_server.database.retry import first_line
 from optpipe_server.database.streams import Streams
 from optpipe_server.database.tables import Source
@@ -141,17 +133,23 @@ class Service:
         find = partial(self.first_schedules.find, tenant, problem, options, given, source, deadline)
         if not is_large(problem, options):
             return await self._in_thread(find)
-        with suppress(ReplyError, TimeoutError), self._large.one(tenant):
-            async with asyncio.timeout(self.settings.first_schedule_s):
-                await self._one_large.acquire()
-            try:
-                return await self._in_thread(find)
-            finally:
-                self._one_large.release()
+        with suppress(ReplyError), self._large.one(tenant):
+            if await self._turn_of_large_comes():
+                try:
+                    return await self._in_thread(find)
+                finally:
+                    self._one_large.release()
         if given is not None and source == "warm_start":
             sentence = "Other large problems are being handled, so the warm start cannot be checked now."
             raise ReplyError(503, sentence, {"Retry-After": "10"})
         return InitialResult()
+
+    async def _turn_of_large_comes(self) -> bool:
+        """Wait for the turn of another large problem; False if that takes too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.first_schedule_s):
+                return await self._one_large.acquire()
+        return False
 
     async def _in_thread(self, find: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(find, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
@@ -216,8 +214,6 @@ class Service:
         """The job, and what reads its last schedule with the new costs. Raises `ConflictError` if the structure
         changed."""
         job = self.jobs.job(tenant, job_id)
-        if job is None:
-            raise MissingError(NO_JOB)
         if is_cancelled(job):
             raise ConflictError(CANCELLED_DETAIL)
         if job.state == "stream":

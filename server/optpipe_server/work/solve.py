@@ -23,8 +23,8 @@ from optpipe.process.niceness import NICER
 from optpipe.results import Result, merged
 from optpipe_server import metrics
 from optpipe_server.database import Leases
-from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import Claim, LostError, RequestedChanges
+from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
 from optpipe_server.database.tables import Level, State
 from optpipe_server.settings import within

@@ -11,6 +11,7 @@ from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
 from optpipe_server.database.jobs import options_of
+from optpipe_server.database.refusals import MissingError
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -26,7 +27,6 @@ def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
     job_id, new = jobs.add(A, NewJob(problem, options, 3), start(), queue=1)
     job = jobs.job(A, job_id)
     assert new
-    assert job is not None
     assert (job.state, job.problem_name, job.problem_sha256) == ("queued", "a\ufffdb", PROBLEM.sha256)
     assert (options_of(job), job.priority) == (options, 3)
     assert [line.text for line in jobs.log(job_id, 0, 9)] == [
@@ -47,8 +47,6 @@ def test_a_job_proven_at_submission_is_over(jobs: Jobs) -> None:
     best, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(found(FAST, FAST.makespan_ms), "cache"), queue=0)
     none, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(Result("infeasible", reason="device 0 needs\0more")), queue=0)
     done, infeasible = jobs.job(A, best), jobs.job(A, none)
-    assert done is not None
-    assert infeasible is not None
     assert (done.state, done.status, done.gap, done.ended_at is not None) == ("done", "optimal", 0.0, True)
     assert (infeasible.state, infeasible.reason, infeasible.last_seq) == ("infeasible", "device 0 needs\ufffdmore", 0)
     proven = InitialResult(found(FAST, FAST.makespan_ms))
@@ -59,9 +57,9 @@ def test_a_job_proven_at_submission_is_over(jobs: Jobs) -> None:
 def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     before = row(database, job_id)
-    assert jobs.job("b", job_id) is None
     assert jobs.page("b", None, None, 10) == []
     for asked in (
+        lambda: jobs.job("b", job_id),
         lambda: jobs.cancel("b", job_id),
         lambda: jobs.extend("b", job_id, 1e3, 2),
         lambda: jobs.change_problem("b", job_id, SLOWER, InitialResult(), seen=1, queue=9),
@@ -71,6 +69,13 @@ def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Databas
         with pytest.raises(LookupError):
             asked()
     assert row(database, job_id) == before
+
+
+def test_the_problem_of_a_job_that_was_deleted_meanwhile_is_missing(jobs: Jobs, database: Database) -> None:
+    job = jobs.job(A, submit(database))
+    jobs.purge(A, job.id)
+    with pytest.raises(MissingError):
+        jobs.problem(job)
 
 
 def test_lines_of_the_log_can_be_stored(jobs: Jobs, database: Database) -> None:

@@ -23,8 +23,9 @@ from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, prune, reap
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.engine import clock_s
-from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim
+from optpipe_server.database.leases import Claim
 from optpipe_server.database.tables import incumbents, jobs, schedules
+from optpipe_server.database.upkeep import LONGEST_S, MOST_LOSSES
 
 
 def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:

@@ -31,8 +31,8 @@ from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
-from optpipe_server.database.jobs import CANCELLED, ConflictError, KeyReusedError, QueueFullError, StaleError
 from optpipe_server.database.leases import MOST_CRASHES, Claim, LostError
+from optpipe_server.database.refusals import CANCELLED, ConflictError, KeyReusedError, QueueFullError, StaleError
 from optpipe_server.database.tables import OPEN
 
 QUEUE = 3

@@ -61,6 +61,12 @@ def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
     assert {path for (_, path), scope in listed.items() if scope is None} == open_paths
 
 
+def test_every_other_route_needs_a_valid_key(anybody: httpx.Client) -> None:
+    for call in (each for each in CALLS if each.scope):
+        for headers in ({}, bearer(f"op_{'0' * 16}_{'0' * 48}")):
+            assert call.ask(anybody, NOBODY, headers).status_code == 401, name(call)
+
+
 def test_the_jobs_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
     """With a key of just the scope that is needed."""
     whole = tenant()

@@ -19,7 +19,8 @@ from optpipe import Result, anytime
 from optpipe.process.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.database import InitialResult
-from optpipe_server.database.jobs import StaleError, options_of
+from optpipe_server.database.jobs import options_of
+from optpipe_server.database.refusals import MissingError, StaleError
 from optpipe_server.settings import LOCAL
 from optpipe_server.work import solve
 
@@ -99,12 +100,17 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
     schedule = gpipe(problem())
     near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
     reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=InitialResult(near))
-    with work.supervisor():
+    before = [metrics.REGISTRY.get_sample_value(f"optpipe_gap_{figure}") for figure in ("count", "sum")]
+    with work.supervisor() as supervisor:
         for job_id in (reached, given):
             job = work.ended(job_id)
             assert (job.state, job.status) == ("done", "feasible")
             assert 0 < job.gap < 0.1
+        until(lambda: not supervisor.running())
     assert work.job(given).last_seq == 1
+    counted = [metrics.REGISTRY.get_sample_value(f"optpipe_gap_{figure}") for figure in ("count", "sum")]
+    gaps = work.job(reached).gap + work.job(given).gap
+    assert [now - then for now, then in zip(counted, before, strict=True)] == [2, pytest.approx(gaps)]
 
 
 @on_sqlite
@@ -188,7 +194,8 @@ def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pyte
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
         work.jobs.purge(LOCAL, job_id)
         until(lambda: not supervisor.running() and over(pid))
-    assert work.jobs.job(LOCAL, job_id) is None
+    with pytest.raises(MissingError):
+        work.job(job_id)
 
 
 def test_limits_reach_the_solver_and_a_job_has_no_more_than_its_worker(

@@ -65,7 +65,7 @@ def test_the_command_works_and_ends_when_told(postgres_url: str, tmp_path: Path)
     jobs = Jobs(database)
     job_id, _ = jobs.add(LOCAL, NewJob(problem()), InitialResult(), queue=10)
     with started(postgres_url, tmp_path) as (process, url):
-        until(lambda: jobs.job(LOCAL, job_id).status == "optimal")  # type: ignore[union-attr]
+        until(lambda: jobs.job(LOCAL, job_id).status == "optimal")
         client = httpx.Client(base_url=url, timeout=240, trust_env=False)
         health = client.get("/healthz").json()
         assert (health["status"], health["database"]) == ("ok", "ok")

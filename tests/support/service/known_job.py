@@ -8,9 +8,11 @@ from typing import Any
 
 from optpipe.model.problem import Problem
 from optpipe.results import Result
-from optpipe_server.database.jobs import CANCELLED, options_of
-from optpipe_server.database.leases import MOST_LOSSES, Claim
+from optpipe_server.database.jobs import options_of
+from optpipe_server.database.leases import Claim
+from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.tables import OPEN
+from optpipe_server.database.upkeep import MOST_LOSSES
 
 
 @dataclass

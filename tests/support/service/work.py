@@ -76,9 +76,7 @@ class Work:
         return self.jobs.add(tenant, job, start or InitialResult(), queue=1000)[0]
 
     def job(self, job_id: str) -> Any:
-        job = self.jobs.job(LOCAL, job_id)
-        assert job is not None
-        return job
+        return self.jobs.job(LOCAL, job_id)
 
     def ended(self, job_id: str) -> Any:
         """Wait until the job is over; return it."""
