@@ -1,3 +1,27 @@
-from support.commands import run
+from __future__ import annotations
 
-__all__ = ["run"]  # a fixture; a file may have one of its own
+from pathlib import Path
+
+import pytest
+from support.commands import Run, run
+from support.problems import pipeline, stage
+
+from optpipe import Problem, anytime
+
+__all__ = ["run"]  # a fixture
+
+
+@pytest.fixture
+def scripted(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """As `run`; searches ask a scripted solver."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
+    return run
+
+
+@pytest.fixture
+def small(scripted: Run) -> Problem:
+    """A problem that the scripted solver solves, also in the file `p.json`."""
+    problem = pipeline(2, 3, 10, stage(sizes=(1, 1)), name="small")
+    problem.save("p.json")
+    return problem

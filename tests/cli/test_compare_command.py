@@ -13,7 +13,6 @@ import pytest
 from optpipe import Problem, Result, comparison
 from optpipe.options import SearchOptions
 from optpipe.show.pareto import Point, chart, frontier
-from optpipe_cli import main as cli
 from optpipe_cli.options import at_commas
 from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
@@ -22,23 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 PROBLEM = str(EXAMPLES / "fastlink-4x8.json")
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["optpipe", "compare", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return command
-
-
 def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     words = "--methods gpipe,1f1b-recompute,naive,zb-v,auto --placements all --time-limit 100 --gap 0.2"
-    code, out, err = run(PROBLEM, *words.split())
+    code, out, err = run("compare", PROBLEM, *words.split())
     assert code == 0
     assert all(line.endswith(COMPILING) for line in err.splitlines())
     head, columns, *rows = out.splitlines()
@@ -56,7 +41,9 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
 def test_on_a_terminal_of_80_columns_nothing_is_cut(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    _, out, _ = run(PROBLEM, "--methods", "1f1b,zb-v,v-half,1f1b-recompute,dualpipe,bpipe,chronos-offload,po-h,gpipe")
+    _, out, _ = run(
+        "compare", PROBLEM, "--methods", "1f1b,zb-v,v-half,1f1b-recompute,dualpipe,bpipe,chronos-offload,po-h,gpipe"
+    )
     assert "…" not in out
     plain = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()
     assert max(map(len, plain)) <= 80
@@ -70,14 +57,14 @@ def test_what_a_search_notes_is_told(run, monkeypatch):
         return replace(Result.from_schedule(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
 
     monkeypatch.setattr(comparison, "solve", solve)
-    words = (PROBLEM, "--methods", "milp", "--placements", "keep")
+    words = ("compare", PROBLEM, "--methods", "milp", "--placements", "keep")
     assert run(*words)[2] == f"note: milp: {ended}\n"
     assert json.loads(run(*words, "--json")[1])["rows"][0]["notes"] == [ended]
 
 
 def test_as_json_with_pictures(run, tmp_path):
     words = ("--methods", "gis:group=2,gpipe,chronos-recomp", "--json", "--pictures", "pictures/of/all")
-    code, out, _ = run(PROBLEM, *words)
+    code, out, _ = run("compare", PROBLEM, *words)
     answer = json.loads(out)
     assert code == 0
     assert answer["problem"] == "fastlink-4x8"
@@ -105,7 +92,7 @@ def test_as_json_with_pictures(run, tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_sentence(run, words, told):
-    code, out, err = run(*words)
+    code, out, err = run("compare", *words)
     assert (code, out) == (2, "")
     assert err.startswith(told)
     assert err.count("\n") == 1

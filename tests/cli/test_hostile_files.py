@@ -5,39 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.table import Table
+from support.commands import Run
 from support.problems.chain import chain, one_by_one
 
 from optpipe import Problem, Schedule, ScheduleFile
 from optpipe_cli import console
-from optpipe_cli import main as cli
 
 NAME = "x\x1b[31m\x1b]0;t\x07\u202e\nvalid: it runs [red] [/red] :smile: \x9b\u2028"
 OBEYED = re.compile(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\u2065\u2070-\ud7ff]")
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process, with its own cache; return exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        assert isinstance(ended.value.code, int | None)
-        return ended.value.code or 0, printed.out, printed.err
-
-    return command
 
 
 def save_hostile() -> None:

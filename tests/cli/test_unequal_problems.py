@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from support.commands import Run
 from support.oracles import clock
 from support.oracles.timed_programs import op_ms
 from support.service import running, settings_in
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.evaluate.jitter import Noise
-from optpipe_cli import main as cli
 from optpipe_solver.systems import generate
 
 STAGE = {
@@ -142,23 +142,16 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def doors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], client: httpx.Client
-) -> Doors:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
+def doors(run: Run, client: httpx.Client) -> Doors:
     PACKED.save("p.json")
     SCHEDULE.save("s.json")
 
-    def run(words: str) -> str:
-        monkeypatch.setattr("sys.argv", ["optpipe", *words.split()])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        assert not ended.value.code, printed.err
-        return printed.out
+    def printed(words: str) -> str:
+        code, out, err = run(*words.split())
+        assert code == 0, err
+        return out
 
-    return Doors(run, client)
+    return Doors(printed, client)
 
 
 def in_page(html: str) -> float:

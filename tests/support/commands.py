@@ -14,8 +14,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in a folder of its own; return exit code, stdout and stderr."""
+    """Run a command in a folder of its own, with a cache there; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
 
     def command(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["optpipe", *map(str, words)])

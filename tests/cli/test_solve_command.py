@@ -1,0 +1,141 @@
+"""`optpipe solve`: what it prints and writes, how it ends, and what its cache knows."""
+
+import io
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
+
+from optpipe import ScheduleFile, anytime
+from optpipe.options import SolveOptions
+from optpipe.results import Result, Step
+from optpipe_cache import storage
+from optpipe_cli.live import view
+
+CLI = "from optpipe_cli.main import main; main()"
+
+
+def test_solve_writes_what_check_accepts(scripted, small):
+    code, out, _ = scripted("solve", "p.json", "--method", "good", "-o", "s.json", "--html", "s.html")
+    assert code == 0
+    assert "proven optimal" in out
+    file = ScheduleFile.load("s.json")
+    assert (file.status, file.method, file.makespan_ms) == ("optimal", "fast", all_forwards_first(small).makespan_ms)
+    assert '"lower_bound_ms":' in Path("s.html").read_text()
+    assert scripted("check", "p.json", "s.json")[0] == 0
+    assert scripted("check", "p.json", "s.json", "--json")[1].startswith('{\n "valid": true')
+
+
+def test_a_proven_schedule_is_not_solved_again(scripted, small):
+    scripted("solve", "p.json", "--method", "good")
+    # The fake solver does not know the method auto and would find nothing.
+    assert "(cached)" in scripted("solve", "p.json")[1]
+    assert "(cached)" not in scripted("solve", "p.json", "--no-cache", "--method", "worse")[1]
+
+
+def test_an_infeasible_problem_ends_with_3(scripted, small):
+    code, out, _ = scripted("solve", "p.json", "--method", "infeasible", "-o", "s.json")
+    assert (code, out) == (3, "infeasible: device 0 needs 2 bytes and has 1\n")
+
+
+def test_notes_of_the_search_are_printed(scripted, small):
+    code, out, err = scripted("solve", "p.json", "--method", "crash")
+    assert code == 0
+    assert "by slow" in out
+    assert "note: " in err
+    assert "something broke" in err
+
+
+@pytest.mark.parametrize(("method", "told"), [("silent", "no schedule was found"), ("sleep", "by slow")])
+def test_ctrl_c_ends_the_search_and_keeps_the_best(scripted, small, monkeypatch, method, told):
+    def interrupted(search):
+        if method == "sleep":
+            yield next(search)
+        signal.raise_signal(signal.SIGINT)
+        yield from search._results
+
+    monkeypatch.setattr(anytime.Search, "__iter__", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    began = time.monotonic()
+    code, out, _ = scripted("solve", "p.json", "--method", method, "-o", "s.json")
+    assert told in out
+    assert (code, Path("s.json").exists()) == ((0, True) if method == "sleep" else (1, False))
+    assert time.monotonic() - began < 30  # the solver would have slept for 60
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_unusable_cache_is_reported_and_ignored(scripted, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "BUSY_S", 0.1)
+    scripted("cache", "list")
+    rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
+    rival.execute("BEGIN IMMEDIATE")
+    code, out, err = scripted("solve", "p.json", "--method", "good", "-o", "s.json")
+    rival.close()
+    assert (code, Path("s.json").exists(), "proven optimal" in out) == (0, True, True)
+    assert err.splitlines()[1].startswith("note: ")
+    assert "database is locked" in err
+    (tmp_path / "cache.db").write_bytes(b"no database" * 999)
+    code, out, err = scripted("solve", "p.json", "--method", "good", "--json")
+    assert (code, json.loads(out)["status"]) == (0, "optimal")
+    assert "the cache cannot be used" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
+def test_a_full_disk_is_one_sentence_and_does_not_hide_the_answer(scripted, small):
+    code, out, err = scripted("solve", "p.json", "--method", "good", "-o", "/dev/full")
+    assert code == 2
+    assert "proven optimal" in out
+    assert err.splitlines()[1:] == ["error: /dev/full: cannot be written: No space left on device"]
+    one_at_a_time(small).save("s.json")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", CLI, "check", "p.json", "s.json"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
+
+
+def test_a_search_as_json_lists_its_incumbents(scripted, small):
+    code, out, _ = scripted("solve", "p.json", "--method", "good", "--json")
+    figures = json.loads(out)
+    assert (code, figures["status"], figures["gap"], figures["peak_bytes"]) == (0, "optimal", 0.0, [3, 3])
+    assert figures["host_peak_bytes"] == [0, 0]
+    slow, fast = one_at_a_time(small).makespan_ms, all_forwards_first(small).makespan_ms
+    assert (figures["method"], figures["makespan_ms"], figures["percentile_ms"]) == ("fast", fast, None)
+    steps = [(step["method"], step["value_ms"], step["lower_bound_ms"]) for step in figures["incumbents"]]
+    assert steps == [("slow", slow, None), ("fast", fast, 1.0)]
+    first, second = (step["time_s"] for step in figures["incumbents"])
+    assert 0 < first <= second <= figures["time_s"] + 0.001  # `time_s` is rounded
+
+
+def test_what_a_terminal_shows_of_a_search_while_it_runs(small):
+    fast = all_forwards_first(small)
+    found = Result.from_schedule(fast, SolveOptions(), 4.0, "an engine")
+    step = Step(1.5, "an engine", fast.makespan_ms, 4.0)
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    for result in (Result("unknown"), replace(found, history=(step,), notes=("an engine compiles",))):
+        console.print(view(result, 12.0, 60.0))
+    told = console.file.getvalue()
+    assert "best none yet   bound not known" in told
+    assert "best 12 ms by an engine   bound 4 ms   gap 66.7%   bubble 25.0%" in told
+    assert told.count("12 s of 60 s") == 2
+    assert "     1.5 s   12 ms   an engine" in told
+    assert "an engine compiles" in told
+
+
+def test_with_jitter_the_percentile_counts_and_proves_nothing(scripted, small):
+    figures = json.loads(scripted("solve", "p.json", "--method", "good", "--jitter", "0.1", "--json")[1])
+    assert (figures["status"], figures["makespan_ms"]) == ("feasible", all_forwards_first(small).makespan_ms)
+    assert figures["percentile_ms"] == figures["incumbents"][-1]["value_ms"] > figures["makespan_ms"]
+    code, out, _ = scripted("solve", "p.json", "--method", "good", "--jitter", "0.1")
+    assert code == 0
+    assert f"with noise within {figures['percentile_ms']:.6g} ms in 95% of all iterations" in out
+    scripted("solve", "p.json", "--method", "good")  # proven without noise, and cached
+    assert "(cached)" not in scripted("solve", "p.json", "--jitter", "0.1", "--method", "auto")[1]
