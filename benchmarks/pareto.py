@@ -13,7 +13,8 @@ from benchmarks.problems import with_budget
 from optpipe.comparison import SOLVER, Comparison, Row, compare, solve_from
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
-from optpipe.model.problem import Problem, write_file
+from optpipe.files import write_file
+from optpipe.model.problem import Problem
 from optpipe.options import CompareOptions
 from optpipe.schedule import Schedule
 from optpipe.show.pareto import Point, chart, frontier

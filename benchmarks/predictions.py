@@ -15,11 +15,11 @@ import typer
 
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
-from optpipe.model.problem import read_text, write_file
+from optpipe.files import read_text, write_file
 from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ratio_variances
+from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
 from optpipe.transformer.presets import GPUS
-from optpipe.transformer.records import Gpu
 
 GPU = GPUS["A100-800G"]
 FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from optpipe.errors import InputError
-from optpipe.model.problem import read_file
+from optpipe.files import read_file
 from optpipe.options import SearchOptions
 from optpipe_cli.output import require_writable
 

@@ -16,16 +16,17 @@ from benchmarks.tables import head, line
 from optpipe.diagnose import collect_runs
 from optpipe.errors import InputError
 from optpipe.measured import straggler
-from optpipe.measured.estimate import FIELDS, Given, estimate
+from optpipe.measured.estimate import FIELDS, estimate
 from optpipe.measured.events import read_pieces
+from optpipe.measured.measurements import Given
 from optpipe.measured.messages import gaps
 from optpipe.measured.recording import MeasuredOp, Recording
+from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import of_microbatch
 from optpipe.options import SearchOptions
 from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import Schedule, check
-from optpipe.steps.assign import assign, of_microbatches
+from optpipe.steps.assign import assign
 from optpipe_solver.bounds import lower_bound
 
 GAINS = ("SE",)  # the job whose micro-batches differ
@@ -168,7 +169,7 @@ def _spread_ms(ran: Sequence[Replica], further: int) -> list[float]:
     assignment = assign(batch, len(ran))
     slowest_ms = 0.0
     for microbatches in assignment.microbatches:
-        problem = of_microbatches(batch, microbatches)
+        problem = batch.entering(microbatches)
         schedule = by_rules(problem, None, "makespan", WORK)
         if schedule is None or check(problem, schedule):
             raise InputError(f"no schedule of the micro-batches {microbatches} was found")

@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.evaluate.objective import Objective
-from optpipe.model.records import Document, Items
+from optpipe.model.figures import Items
+from optpipe.model.records import Document
 
 MILP = "milp"
 RELAX = "relax"  # proves bounds, and finds no schedules

@@ -20,12 +20,14 @@ from optpipe.errors import InputError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.memory import Certificate
 from optpipe.evaluate.timeline import Timeline
+from optpipe.files import read_file, write_file
 from optpipe.model.arrays import Ints
+from optpipe.model.figures import Items
 from optpipe.model.ops import MARKS, OPTIMIZER, Kind
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem, read_file, write_file
+from optpipe.model.problem import Problem
 from optpipe.model.program import MICROBATCH, Program, of_kinds, parse_programs
-from optpipe.model.records import Document, Items, Record, TotalMs
+from optpipe.model.records import Document, Record, TotalMs
 from optpipe.model.rules import Rules
 from optpipe.show.page import Picture, plot, still
 

@@ -21,7 +21,7 @@ from optpipe.model.records import Device, Stage
 from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, features, structure, write_pack
-from optpipe_cache.cache import Entry
+from optpipe_cache.entry import Entry
 from optpipe_cache.pack import PATH
 from optpipe_cache.storage import FileStorage, StoredRow
 from optpipe_solver.bounds import lower_bound

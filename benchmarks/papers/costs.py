@@ -9,12 +9,13 @@ import typer
 
 from benchmarks.papers.checks import Check, table
 from benchmarks.problems import GB
+from optpipe.model.figures import one_for_all
 from optpipe.model.offload import estimated_offload_ratio
-from optpipe.model.records import one_for_all
 from optpipe.schedule import certify
 from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe_solver import systems
 
 GIB = 2**30

@@ -138,7 +138,7 @@ def export(
     cache: At = None,
 ) -> None:
     """Write all entries to a file for `import`."""
-    from optpipe.model.problem import write_file
+    from optpipe.files import write_file
 
     require_writable(output)
     lines = list(_open(cache).export_lines())
@@ -153,7 +153,7 @@ def import_(
 ) -> None:
     """Read a file that `export` has written. Each schedule is checked, and the better one of a problem is kept, without
     its bound: only what a search here proves is called optimal."""
-    from optpipe.model.problem import read_file
+    from optpipe.files import read_file
 
     echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
 

@@ -17,8 +17,8 @@ from optpipe_cli.output import Json, echo, print_json, print_table, require_writ
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from optpipe.transformer.gpu import Gpu
     from optpipe.transformer.iterations import Iteration
-    from optpipe.transformer.records import Gpu
 
 
 def calibrate(
@@ -38,7 +38,7 @@ def calibrate(
 ) -> None:
     """Learn the parameters of the cost model: from kernels on this GPU, or from measured iterations (--from). With
     --check, compare predictions with measured iterations."""
-    from optpipe.model.problem import write_file
+    from optpipe.files import write_file
     from optpipe.transformer.calibrate import learn
     from optpipe.transformer.iterations import errors, iteration_ms
 
@@ -71,7 +71,7 @@ def calibrate(
 
 
 def _read(path: Path, vocabulary: int) -> list[Iteration]:
-    from optpipe.model.problem import read_text
+    from optpipe.files import read_text
     from optpipe.transformer.iterations import read_iterations
 
     return read_iterations(read_text(path), str(path), vocabulary)

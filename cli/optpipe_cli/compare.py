@@ -56,7 +56,8 @@ def compare(
 
 def _problem_and_schedule(path: Path) -> tuple[Problem, Schedule | None]:
     """The problem of a file; of a schedule's also the schedule."""
-    from optpipe.model.problem import Problem, read_text
+    from optpipe.files import read_text
+    from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule
 
     if '"optpipe.schedule/' not in read_text(path)[:100]:  # as every schedule file begins
@@ -203,7 +204,7 @@ def _sizes(problem: Problem) -> str:
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:
-    from optpipe.model.problem import write_file
+    from optpipe.files import write_file
     from optpipe.show.svg import gantt
 
     for row in comparison.rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from optpipe_cli import demo_page
 from optpipe_cli.fidelity import difference
 from optpipe_cli.gain import gain_of
-from optpipe_cli.launch import measured_on_ranks
+from optpipe_cli.launch import answered_on_ranks
 from optpipe_cli.output import echo, print_figures
 
 if TYPE_CHECKING:
@@ -70,16 +69,9 @@ def tasks() -> tuple[Task, Task]:
 
 def measured(task: Task, ranks: int) -> Result:
     """Start the ranks; return what they measured."""
-    from pydantic import TypeAdapter
-
-    from optpipe_runtime.demo.on_ranks import save
     from optpipe_runtime.fidelity.packed import Result
 
-    with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
-        asked = Path(folder) / "task.json"
-        save(task, asked)
-        result = measured_on_ranks(ranks, "optpipe_runtime.fidelity.packed", asked)
-    return TypeAdapter(Result).validate_python(result)
+    return answered_on_ranks(Result, ranks, "optpipe_runtime.fidelity.packed", task)
 
 
 def rows(result: Result) -> list[list[str]]:

@@ -139,7 +139,7 @@ def _cures(diagnosis: Diagnosis) -> Table:
 
 
 def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
-    from optpipe.model.problem import write_file
+    from optpipe.files import write_file
 
     for cure in diagnosis.cures.cures:
         if cure.file:

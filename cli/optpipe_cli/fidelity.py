@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optpipe_cli.launch import measured_on_ranks
+from optpipe_cli.launch import answered_on_ranks
 from optpipe_cli.output import print_figures
 
 if TYPE_CHECKING:
@@ -18,16 +16,9 @@ COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predic
 
 def measured(task: Task, ranks: int) -> list[Row]:
     """Start the ranks; return the cases for which a schedule was found."""
-    from pydantic import TypeAdapter
-
-    from optpipe_runtime.demo.on_ranks import save
     from optpipe_runtime.fidelity.cases import Row
 
-    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
-        asked = Path(folder) / "task.json"
-        save(task, asked)
-        rows = measured_on_ranks(ranks, "optpipe_runtime.fidelity.cases", asked)
-    return TypeAdapter(list[Row]).validate_python(rows)
+    return answered_on_ranks(list[Row], ranks, "optpipe_runtime.fidelity.cases", task)
 
 
 def difference(losses: Sequence[float], plain: Sequence[float]) -> float:

@@ -23,8 +23,8 @@ def export(
     ] = False,
 ) -> None:
     """Write a schedule in the form that another program takes, such as PyTorch's pipelining or Megatron-LM."""
+    from optpipe.files import write_file
     from optpipe.formats.convert import export as exported_as
-    from optpipe.model.problem import write_file
     from optpipe.schedule import Schedule
 
     require_writable(output)

@@ -9,9 +9,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optpipe.errors import InputError, OptPipeError
+
+T = TypeVar("T")
 
 
 def torchrun(
@@ -48,3 +50,15 @@ def measured_on_ranks(ranks: int, module: str, *arguments: object) -> Any:
         answer = Path(folder) / "answer.json"
         torchrun(ranks, module, *arguments, answer)
         return json.loads(answer.read_text())
+
+
+def answered_on_ranks(kind: type[T], ranks: int, module: str, task: object) -> T:
+    """Give a task to a module as `measured_on_ranks` does; return its answer, which is of this kind."""
+    from pydantic import TypeAdapter
+
+    from optpipe_runtime.demo.on_ranks import save
+
+    with tempfile.TemporaryDirectory(prefix="optpipe-task-") as folder:
+        asked = Path(folder) / "task.json"
+        save(task, asked)
+        return TypeAdapter(kind).validate_python(measured_on_ranks(ranks, module, asked))

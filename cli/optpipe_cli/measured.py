@@ -12,7 +12,7 @@ from optpipe_cli.options import numbers, register
 from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_json, require_writable
 
 if TYPE_CHECKING:
-    from optpipe.measured.estimate import Measurements
+    from optpipe.measured.measurements import Measurements
 
 WeightShare = Annotated[float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")]
 Microbatches = Annotated[

@@ -13,7 +13,8 @@ from optpipe_cli.output import Json, ProblemOutput, echo, print_json, require_wr
 
 if TYPE_CHECKING:
     from optpipe.transformer.estimate import Estimate
-    from optpipe.transformer.records import Gpu, Transformer
+    from optpipe.transformer.gpu import Gpu
+    from optpipe.transformer.records import Transformer
 
 GB = 1e9
 MOST_GB = 1_000_000  # of a GPU's host memory
@@ -185,7 +186,7 @@ def host_bytes(host_memory_gb: float | None) -> int | None:
 
 def read_model(name: str) -> Transformer:
     """The preset, the Hugging Face config, or the shape that a file has."""
-    from optpipe.model.problem import parse_json, read_file
+    from optpipe.files import parse_json, read_file
     from optpipe.transformer.huggingface import read
     from optpipe.transformer.presets import MODELS, preset
     from optpipe.transformer.records import Transformer
@@ -201,9 +202,9 @@ def read_model(name: str) -> Transformer:
 
 def read_gpu(name: str) -> Gpu:
     """The preset, or the data sheet that a file has."""
-    from optpipe.model.problem import read_file
+    from optpipe.files import read_file
+    from optpipe.transformer.gpu import Gpu
     from optpipe.transformer.presets import GPUS, preset
-    from optpipe.transformer.records import Gpu
 
     path = Path(name)
     return preset(GPUS, "gpu", name) if name in GPUS or not path.exists() else Gpu.from_json(read_file(path), name)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optpipe.options import SearchOptions
     from optpipe.results import Result
     from optpipe.schedule import Schedule
-    from optpipe.transformer.records import Gpu
+    from optpipe.transformer.gpu import Gpu
     from optpipe_cache import Cache
     from optpipe_solver.planner.candidates import Question
     from optpipe_solver.planner.search import Plan

@@ -7,13 +7,13 @@ from math import expm1
 from pathlib import Path
 from typing import Any
 
+from optpipe.files import write_file
 from optpipe.formats.convert import export_schedule
 from optpipe.model.placement import counts_text
-from optpipe.model.problem import write_file
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
-from optpipe.transformer.estimate import MEASURED_PEAKS
+from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidates import Candidate
 from optpipe_solver.planner.doubt import Difference, difference

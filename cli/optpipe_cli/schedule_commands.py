@@ -22,7 +22,7 @@ def check(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> N
     from optpipe.schedule import check as complaints
 
     posed, file, placed = _read(problem, schedule)
-    wrong = _of_other_sizes(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
+    wrong = _size_complaint(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
     wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
     if not wrong and file.problem.sha256 == posed.sha256:
         _bound_proven_here(file)
@@ -73,14 +73,14 @@ def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _of_other_sizes(file: ScheduleFile, placed: Problem) -> list[str]:
+def _size_complaint(file: ScheduleFile, placed: Problem) -> list[str]:
     """One complaint, not one for each op, if the file's problem has other numbers of devices, stages, micro-batches."""
     if file.placement or _sizes(file.problem) == _sizes(placed):
         return []
-    made, given = (
+    theirs, given = (
         f"{printable(problem.name) or 'a problem'} ({_sizes(problem)})" for problem in (file.problem, placed)
     )
-    return [f"the schedule was made for {made}, not for {given}"]
+    return [f"the schedule was made for {theirs}, not for {given}"]
 
 
 def _sizes(problem: Problem) -> str:
@@ -148,7 +148,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
-    from optpipe.model.problem import write_file
+    from optpipe.files import write_file
     from optpipe.schedule import Schedule, ScheduleFile, timed_ops
     from optpipe.show.svg import gantt
     from optpipe.show.trace import trace as trace_text

@@ -15,17 +15,17 @@ from optpipe.diagnose.losses import floor_ms
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
+from optpipe.model.figures import EachMs, each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.records import EachMs, Stage, StageCosts, each_microbatch
+from optpipe.model.records import COMPUTE_MS, Stage, StageCosts
 from optpipe.reuse.by_rules import by_rules
 from optpipe.schedule import Schedule
-from optpipe.steps.assign import assign, of_microbatches
+from optpipe.steps.assign import assign, work_ms
 
 PIECES = 12  # of a stage whose layers are not known: 2, 3, 4 and 6 chunks divide it
 WORK = 50_000  # ops that a search of one replica simulates
-FIELDS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 Entry = Literal["ran", "order", "spread"]
 
 
@@ -130,19 +130,19 @@ class StepBatch:
                 ms, slowest = self._length_ms(each), each
         bound_ms = max(floor_ms(problem) for problem in problems)
         if change.entry == "spread":
-            bound_ms = float(_work_ms(batch).max()) / len(groups)
+            bound_ms = float(work_ms(batch).sum(axis=1).max()) / len(groups)
         if change.placement:  # other divisions count, too
-            bound_ms = float(_work_ms(batch).sum()) / len(groups) / len(batch.devices)
+            bound_ms = float(work_ms(batch).sum()) / len(groups) / len(batch.devices)
         return Outcome(ms, min(bound_ms, ms), slowest)
 
     def _problem(self, r: int, batch: Problem, group: Sequence[int], change: Change) -> Problem:
         """What a replica runs, on its devices."""
         slow = np.ones(len(batch.devices)) if change.healthy else self.factor[r]
-        problem, fields = of_microbatches(batch, group), FIELDS if self.apart else FIELDS[:2]
+        problem, fields = batch.entering(group), COMPUTE_MS if self.apart else COMPUTE_MS[:2]
 
         def on_device(stage: Stage) -> dict[str, EachMs]:
             by, more = float(slow[stage.device]), float(self.handover_ms[stage.device])
-            times = {field: each_microbatch(lambda ms: by * ms, getattr(stage, field)) for field in FIELDS}
+            times = {field: each_microbatch(lambda ms: by * ms, getattr(stage, field)) for field in COMPUTE_MS}
             return times | {field: each_microbatch(lambda ms: ms + more, times[field]) for field in fields}
 
         return problem.replace(stages=[stage.model_copy(update=on_device(stage)) for stage in problem.stages])
@@ -152,7 +152,7 @@ class StepBatch:
         yield schedule
         problem = schedule.problem
         if change.entry == "order":
-            yield schedule.on(of_microbatches(problem, assign(problem, 1).microbatches[0]))
+            yield schedule.on(problem.entering(assign(problem, 1).microbatches[0]))
         if (
             change.own_schedules
             and (listed := by_rules(problem, schedule, "makespan", WORK))
@@ -219,7 +219,7 @@ def evenly(batch: StepBatch, placement: Placement) -> Placement | None:
 
 
 def _mean(costs: StageCosts) -> dict[str, float]:
-    return {field: float(np.mean(getattr(costs, field))) for field in FIELDS}
+    return {field: float(np.mean(getattr(costs, field))) for field in COMPUTE_MS}
 
 
 def _problem(ms: Floats, runs: Runs, message_ms: float, budgets: Sequence[int], layers: Sequence[int]) -> Problem:
@@ -245,7 +245,7 @@ def _problem(ms: Floats, runs: Runs, message_ms: float, budgets: Sequence[int], 
 
 
 def _costs(ms: Floats, held: int) -> dict[str, object]:
-    times = {field: row.tolist() for field, row in zip(FIELDS, ms, strict=True)}
+    times = {field: row.tolist() for field, row in zip(COMPUTE_MS, ms, strict=True)}
     return {**times, "activation_bytes": held, "saved_for_weight_bytes": held}
 
 
@@ -272,9 +272,3 @@ def _layers(ms: Floats, counts: Sequence[int]) -> list[tuple[Floats, int]]:
         for _ in range(count)
     ]
     return [ends[0], *inner, ends[1]]
-
-
-def _work_ms(problem: Problem) -> Floats:
-    """(D,) the work of each device."""
-    of_stage = problem.costs.ms[[int(Kind.F), int(Kind.B), int(Kind.W)]].sum(axis=(0, 2))
-    return np.bincount([stage.device for stage in problem.stages], of_stage, len(problem.devices)).astype(float)

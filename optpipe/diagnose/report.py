@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from optpipe.diagnose.batches import UserFacts
+from optpipe.diagnose.collect import collect_runs
 from optpipe.diagnose.cures import Cure, Cures, Told, find_cures
 from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
-from optpipe.diagnose.runs import Runs, collect_runs
+from optpipe.diagnose.runs import Runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.convert import Run, recording_from
 from optpipe.measured.recording import Recording

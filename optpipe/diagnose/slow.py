@@ -97,7 +97,7 @@ def excess_of(runs: Runs) -> Floats:
     of_runs = np.split(excess, np.flatnonzero(np.diff(run)) + 1)
     of_stages = np.array([np.median(of_run, axis=0) for of_run in of_runs])
     on = [[s for s, device in enumerate(runs.where) if device == d] for d in range(runs.devices)]
-    return np.column_stack([np.median(of_stages[:, own], axis=1) for own in on])
+    return np.column_stack([np.median(of_stages[:, stages], axis=1) for stages in on])
 
 
 def _longest_phase(over: Floats) -> tuple[int, int]:

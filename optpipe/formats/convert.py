@@ -12,9 +12,10 @@ import numpy as np
 
 from optpipe.errors import InputError, ScheduleError, did_you_mean
 from optpipe.evaluate.rows import Rows
+from optpipe.files import parse_json, read_text
 from optpipe.formats import megatron, primus, torch_csv
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, parse_json, read_text
+from optpipe.model.problem import Problem
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule, ScheduleFile, certify
 from optpipe.sizes import told_apart
@@ -66,10 +67,10 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     ScheduleError
         If the schedule cannot run.
     """
-    made = export(schedule, to, without_offload)
-    for misfit in made.misfits:
+    exported = export(schedule, to, without_offload)
+    for misfit in exported.misfits:
         log.warning("the exported schedule does not fit: %s", misfit)
-    return made.text
+    return exported.text
 
 
 def export(schedule: Schedule, to: str, without_offload: bool = False) -> Export:

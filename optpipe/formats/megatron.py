@@ -79,10 +79,10 @@ def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
         for chunk in range(chunks)
         for j in range(start, min(start + group, microbatches))
     ]
-    return [list(_of_rank(r, ranks, chunks, table, group)) for r in range(ranks)]
+    return [list(_rank_order(r, ranks, chunks, table, group)) for r in range(ranks)]
 
 
-def _of_rank(r: int, ranks: int, chunks: int, table: Sequence[tuple[int, int]], group: int) -> Iterator[Op]:
+def _rank_order(r: int, ranks: int, chunks: int, table: Sequence[tuple[int, int]], group: int) -> Iterator[Op]:
     forwards = [Op(Kind.F, chunk * ranks + r, j) for chunk, j in table]
     backwards = [Op(Kind.BW, (chunks - 1 - chunk) * ranks + r, j) for chunk, j in table]
     last = ranks - r - 1

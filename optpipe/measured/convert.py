@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured import csv_file, megatron_timers, primus, straggler, torch_trace
-from optpipe.measured.estimate import Given, Measurements, estimate, estimate_sums
+from optpipe.measured.estimate import estimate, estimate_sums
 from optpipe.measured.events import Events, read_pieces
+from optpipe.measured.measurements import Given, Measurements
 from optpipe.measured.recording import SHAPES, Recording
 
 MEASURED = ("torch-trace", "primus", "straggler", "megatron-timers", "csv")
@@ -159,21 +160,21 @@ def recording_of(form: str, files: Sequence[tuple[str, Iterable[str]]], run: Run
     if form == "straggler":
         return straggler.read(files)
     texts = [(name, "".join(pieces)) for name, pieces in files]
-    return csv_file.read(texts) if form == "csv" else megatron_timers.record(texts, *_of_megatron(run))
+    return csv_file.read(texts) if form == "csv" else megatron_timers.record(texts, *_megatron_sizes(run))
 
 
 def _problem(form: str, files: Sequence[tuple[str, Iterable[str]]], given: Given, run: Run) -> Measurements:
     if form != "megatron-timers":
         return estimate(recording_of(form, files, run), given)
     texts = [(name, "".join(pieces)) for name, pieces in files]
-    times, where = megatron_timers.read(texts, *_of_megatron(run))
+    times, where = megatron_timers.read(texts, *_megatron_sizes(run))
     measurements = estimate_sums(times, where, run.microbatches or 0, given)
     if run.shape is None and run.chunks > 1:
         return replace(measurements, unknown=("how chunks lie: looped; give --shape", *measurements.unknown))
     return measurements
 
 
-def _of_megatron(run: Run) -> tuple[int, int | None, int, str]:
+def _megatron_sizes(run: Run) -> tuple[int, int | None, int, str]:
     if run.microbatches is None:
         raise InputError("microbatches is missing: Megatron's log does not say how many a step has")
     return run.microbatches, run.devices, run.chunks, run.shape or SHAPES[0]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from optpipe.errors import InputError
-from optpipe.measured.estimate import MeasuredTimes
+from optpipe.measured.measurements import MeasuredTimes
 from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
 from optpipe.model.ops import Kind, Op
 

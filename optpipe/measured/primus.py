@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.files import parse_json
 from optpipe.measured.messages import impossible
 from optpipe.measured.recording import SHAPES, ChunkOp, Recording, require_sizes
 from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind
-from optpipe.model.problem import parse_json
 
 
 class Sizes(NamedTuple):

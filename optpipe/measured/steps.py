@@ -47,7 +47,7 @@ def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> T
     }
     unused = []
     if evaluations := len(steps) - len(training):
-        unused.append(f"{_of_steps(evaluations, len(steps))} forwards only, as in an evaluation: left out")
+        unused.append(f"{_steps_have(evaluations, len(steps))} forwards only, as in an evaluation: left out")
     training, renumbered = _numbered_from_0(training)
     unused += renumbered
     if only is not None:
@@ -60,12 +60,12 @@ def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> T
         n, op = next(iter(missing.items()))
         if not whole:
             raise InputError(f"no step is whole: step {n} lacks {op}; a whole training step is expected")
-        unused.append(f"{_of_steps(len(missing), len(steps))} not all ops, such as {op} in step {n}: left out")
+        unused.append(f"{_steps_have(len(missing), len(steps))} not all ops, such as {op} in step {n}: left out")
     sizes = Counter(map(_microbatches, whole))
     microbatches = max(sizes, key=lambda size: (sizes[size], size))
     usual = tuple(step for step in whole if _microbatches(step) == microbatches)
     if others := len(whole) - len(usual):
-        unused.append(f"{_of_steps(others, len(steps))} other than {microbatches} micro-batches: left out")
+        unused.append(f"{_steps_have(others, len(steps))} other than {microbatches} micro-batches: left out")
     return TrainingSteps(usual, microbatches, where, tuple(unused))
 
 
@@ -110,7 +110,7 @@ def match_steps(ranks: Sequence[Step], names: Sequence[str]) -> list[Step]:
     numbers = _spans(ranks[most])
     matched: list[Step] = []
     for rank in ranks:
-        overlaps = [[_overlap(other, own) for other in numbers] for own in _spans(rank)]
+        overlaps = [[_overlap(other, span) for other in numbers] for span in _spans(rank)]
         partners = [each.index(max(each)) for each in overlaps]
         if any(max(each) <= 0 for each in overlaps) or any(one >= other for one, other in pairwise(partners)):
             raise InputError(
@@ -221,5 +221,5 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, first)) + (f", ..., {last[-1]}" if last else "")
 
 
-def _of_steps(some: int, all_steps: int) -> str:
+def _steps_have(some: int, all_steps: int) -> str:
     return f"{some} of {all_steps} steps {'has' if some == 1 else 'have'}"

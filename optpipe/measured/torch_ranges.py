@@ -84,9 +84,9 @@ def find_ranges(events: Sequence[Any], path: str) -> dict[Any, Ranges]:
     if on_device:
         _require_device_ranges(on_device, on_host, path)
         host_ops = {op for ranges in on_host.values() for each in ranges for op in each.ops}
-        ran = {process: _of_device(ranges, host_ops) for process, ranges in on_device.items()}
+        ran = {process: _device_ops(ranges, host_ops) for process, ranges in on_device.items()}
     else:
-        ran = {process: _of_host(ranges, threads[process], path) for process, ranges in on_host.items()}
+        ran = {process: _host_ops(ranges, threads[process], path) for process, ranges in on_host.items()}
     return {process: Ranges(ops, neighbours, not on_device, unused) for process, (ops, unused) in ran.items()}
 
 
@@ -129,7 +129,7 @@ def _require_device_ranges(on_device: dict[Any, list[_Range]], on_host: dict[Any
         )
 
 
-def _of_device(ranges: Sequence[_Range], host_ops: set[Op]) -> tuple[list[RanOp], tuple[str, ...]]:
+def _device_ops(ranges: Sequence[_Range], host_ops: set[Op]) -> tuple[list[RanOp], tuple[str, ...]]:
     """Each stage's ranges on the stream on which most of its time is spent: a range is there once for each stream that
     it uses. A B that launches no kernel has a range on the host only, as that of a first stage, whose W does all."""
     spent: dict[int, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
@@ -173,7 +173,7 @@ def _threads(spans: Iterable[dict[str, Any]]) -> dict[Any, dict[Any, _Thread]]:
     return threads
 
 
-def _of_host(ranges: Sequence[_Range], threads: dict[Any, _Thread], path: str) -> tuple[list[RanOp], tuple[str, ...]]:
+def _host_ops(ranges: Sequence[_Range], threads: dict[Any, _Thread], path: str) -> tuple[list[RanOp], tuple[str, ...]]:
     """Each op from its first operator on, where it no longer waits for its message; without one it only waits."""
     if not any(_worked(each, threads) or each.ops[1:] for each in ranges):
         ran = [RanOp(op, each.begin / 1e3, (each.end - each.begin) / 1e3) for each in ranges for op in each.ops]
@@ -184,7 +184,7 @@ def _of_host(ranges: Sequence[_Range], threads: dict[Any, _Thread], path: str) -
         thread = threads[each.thread]
         operators = thread.operators(each.begin, each.end)
         if len(each.ops) > 1:
-            ran += _of_pair(each, operators, thread, path)
+            ran += _pair_ops(each, operators, thread, path)
         elif _worked(each, threads):
             begin = thread.begins[operators.start] if operators else each.begin
             ran.append(RanOp(each.ops[0], begin / 1e3, (_end(each, thread) - begin) / 1e3))
@@ -220,7 +220,7 @@ def _first_from(times: Sequence[float], begin: float) -> float:
     return times[first] if first < len(times) else inf
 
 
-def _of_pair(each: _Range, operators: range, thread: _Thread, path: str) -> list[RanOp]:
+def _pair_ops(each: _Range, operators: range, thread: _Thread, path: str) -> list[RanOp]:
     """A forward and then a backward, which begins with autograd's first operator."""
     forward, backward = each.ops
     split = next((n for n in operators if thread.autograd[n]), None)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints, Table
+from optpipe.model.figures import EachMs
 from optpipe.model.ops import Kind
-from optpipe.model.records import Device, EachMs, Message, Stage
+from optpipe.model.records import Device, Message, Stage
 
 # The field that says how long an op of each kind takes; drops, accepts and vacates take no time, and what C takes
 # depends on the level (`LevelCosts`).

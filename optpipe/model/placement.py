@@ -12,18 +12,9 @@ from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
+from optpipe.model.figures import EachBytes, EachMs, Items, each_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import (
-    EVICTION,
-    RECOMPUTE,
-    UPDATE,
-    Document,
-    EachBytes,
-    EachMs,
-    Items,
-    StageCosts,
-    each_microbatch,
-)
+from optpipe.model.records import COMPUTE_MS, EVICTION, RECOMPUTE, UPDATE, Document, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
@@ -184,9 +175,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     offload, evict = [c.offload_bytes or 0 for c in leaving], [c.evict_bytes or 0 for c in evicting]
     activation = each_microbatch(max, whole(offload), whole(evict))
     fields: dict[str, Any] = {
-        "forward_ms": ms("forward_ms", costs),
-        "backward_input_ms": ms("backward_input_ms", costs),
-        "backward_weight_ms": ms("backward_weight_ms", costs),
+        **{field: ms(field, costs) for field in COMPUTE_MS},
         "activation_bytes": activation,
         "saved_for_weight_bytes": size([c.saved_for_weight_bytes for c in costs]),
     }
@@ -248,7 +237,7 @@ def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int,
     activation of one stage alone exceeds its device's memory. A layer takes the time of its F, B and W; where
     micro-batches differ, the sum of these times over all of them, and the largest activation.
     """
-    times = [(c.forward_ms, c.backward_input_ms, c.backward_weight_ms) for c in layers]
+    times = [[getattr(c, field) for field in COMPUTE_MS] for c in layers]
     work = np.array([np.sum(each_microbatch(lambda *ms: sum(ms), *each)) for each in times])
     held = np.array([float(np.max(c.activation_bytes)) for c in layers])
     upto, holds = (np.concatenate(([0.0], np.cumsum(x))) for x in (work, held))

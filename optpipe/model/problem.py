@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from optpipe.errors import InputError
+from optpipe.files import read_file, write_file
 from optpipe.model.costs import Costs
-from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, Stage, StageCosts
+from optpipe.model.figures import EachMs, Items
+from optpipe.model.records import Device, Document, Index, Message, Stage, StageCosts
 
 MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
@@ -221,20 +221,22 @@ class Problem(Document):
         )
 
     def entering(self, order: Sequence[int]) -> Problem:
-        """The problem with its micro-batches numbered anew: number k is the one that is `order[k]` in this problem."""
+        """The problem with some of its micro-batches, or all in another order: number k is the one that is `order[k]`
+        in this problem."""
 
-        def moved(figures: Any) -> Any:
+        def chosen(figures: Any) -> Any:
             return tuple(figures[j] for j in order) if isinstance(figures, tuple) else figures
 
-        def costs_moved(records: Sequence[StageCosts] | None) -> Any:
-            return records and [costs.with_figures(moved) for costs in records]
+        def with_chosen(records: Sequence[StageCosts] | None) -> Any:
+            return records and [costs.with_figures(chosen) for costs in records]
 
         return self.replace(
-            p2p_ms=moved(self.p2p_ms),
-            messages=self.messages and [each.model_copy(update={"ms": moved(each.ms)}) for each in self.messages],
-            microbatch_routes=moved(self.microbatch_routes),
-            stages=costs_moved(self.stages),
-            layers=costs_moved(self.layers),
+            microbatches=len(order),
+            p2p_ms=chosen(self.p2p_ms),
+            messages=self.messages and [each.model_copy(update={"ms": chosen(each.ms)}) for each in self.messages],
+            microbatch_routes=chosen(self.microbatch_routes),
+            stages=with_chosen(self.stages),
+            layers=with_chosen(self.layers),
         )
 
     @cached_property
@@ -288,50 +290,3 @@ class Problem(Document):
     def save(self, path: str | Path) -> None:
         """Writes a problem file, whole or not at all. Raises InputError if it cannot be written."""
         write_file(path, self.to_json() + "\n")
-
-
-def read_file(path: str | Path) -> bytes:
-    """The bytes of a file. Raises InputError if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a folder, a file is expected") from None
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-
-
-def read_text(path: str | Path) -> str:
-    """The text of a file. Raises InputError if it cannot be read or is no text in UTF-8, with or without its mark."""
-    try:
-        return read_file(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def parse_json(text: str | bytes, what: str) -> Any:
-    """The content of a JSON text. Raises InputError, about `what`, if it is none, or too deep to be read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise InputError(f"{what}: lists or objects are nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what} is not JSON: no text in UTF-8: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{what} is not JSON: {error}") from None
-    except ValueError:  # Python reads no whole number of more than some thousand digits
-        raise InputError(f"{what}: a whole number has too many digits") from None
-
-
-def write_file(path: str | Path, text: str) -> None:
-    """Writes a text file in UTF-8, whole or not at all. Raises InputError if it cannot be written."""
-    final = Path(path).resolve()
-    special = final.exists() and not final.is_file()  # a pipe or a terminal is written to, not replaced
-    draft = final if special else final.with_name(f".{final.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        if not special:
-            draft.replace(final)
-    except OSError as error:
-        if not special:
-            draft.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

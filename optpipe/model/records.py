@@ -4,56 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from optpipe.errors import A_LIST, A_NUMBER, InputError, input_error
+from optpipe.errors import input_error
+from optpipe.model.figures import Bytes, EachBytes, EachMs, Items, Ms, each_microbatch, of_microbatch
 
-MOST_MS = 1e12
 MOST_PARTS, MOST_LEVELS = 64, 8  # of a stage
-Ms = Annotated[float, Field(strict=True, ge=0, le=MOST_MS, allow_inf_nan=False)]
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
-Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-T = TypeVar("T")
-Items = Annotated[
-    tuple[T, ...], Field(fail_fast=True)
-]  # only the first wrong item is reported: a hostile file has many
-
-
-def _form(value: Any) -> str:
-    return A_LIST if isinstance(value, list | tuple) else A_NUMBER
-
-
-# One for all micro-batches, or a list with one for each.
-EachMs = Annotated[Annotated[Ms, Tag(A_NUMBER)] | Annotated[Items[Ms], Tag(A_LIST)], Discriminator(_form)]
-EachBytes = Annotated[Annotated[Bytes, Tag(A_NUMBER)] | Annotated[Items[Bytes], Tag(A_LIST)], Discriminator(_form)]
-Number = TypeVar("Number", int, float)
-
-
-def of_microbatch(figure: Number | tuple[Number, ...], microbatch: int) -> Number:
-    """The figure of one micro-batch."""
-    return figure[microbatch] if isinstance(figure, tuple) else figure
-
-
-def each_microbatch(combine: Callable[..., Any], *figures: Any) -> Any:
-    """Figures combined for each micro-batch: one number if each of them is one, else a tuple."""
-    lengths = [len(figure) for figure in figures if isinstance(figure, tuple)]
-    if not lengths:
-        return combine(*figures)
-    return tuple(combine(*(of_microbatch(figure, j) for figure in figures)) for j in range(max(lengths)))
-
-
-def one_for_all(figure: Number | tuple[Number, ...]) -> Number:
-    """The figure where all micro-batches have the same one. Raises InputError where they differ."""
-    numbers = set(figure if isinstance(figure, tuple) else (figure,))
-    if len(numbers) > 1:
-        raise InputError("micro-batches differ here: a problem with one number for each figure was expected")
-    return numbers.pop()
-
-
+COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")  # the times of F, B and W
 # Fields that a stage has all of or none of.
 OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
 EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")

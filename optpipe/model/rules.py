@@ -8,7 +8,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.records import MOST_LEVELS, MOST_MS, MOST_PARTS, Index, Items, Ms, Record
+from optpipe.model.figures import MOST_MS, Items, Ms
+from optpipe.model.records import MOST_LEVELS, MOST_PARTS, Index, Record
 
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
 Leaves = Annotated[int, Field(strict=True, ge=-(MOST_LEVELS * (MOST_PARTS + 1)), le=MOST_PARTS)]

@@ -36,12 +36,16 @@ def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms:
     Raises InputError for a schedule without ops, and as its timeline does.
     """
     if before is None:
-        return _document([schedule], [None], lower_bound_ms)
-    return _document([before, schedule], [changes(before, schedule), changes(schedule, before)], lower_bound_ms)
+        return side_by_side([schedule], lower_bound_ms=lower_bound_ms)
+    both = [changes(before, schedule), changes(schedule, before)]
+    return side_by_side([before, schedule], both, lower_bound_ms=lower_bound_ms)
 
 
 def side_by_side(
-    schedules: Sequence[Scheduled], changed: Sequence[NDArray[Any] | None] = (), memory: bool = True
+    schedules: Sequence[Scheduled],
+    changed: Sequence[NDArray[Any] | None] = (),
+    memory: bool = True,
+    lower_bound_ms: float | None = None,
 ) -> dict[str, Any]:
     """The document of several schedules, of which a page shows one or two at a time.
 
@@ -51,26 +55,20 @@ def side_by_side(
         By schedule, what distinguishes its ops from those of another one (`changes`); by default nothing is marked.
     memory
         Whether their memory is known. What is not known is not drawn.
+    lower_bound_ms
+        As of `figure`, of the last one.
     """
-    return _document(schedules, changed or [None] * len(schedules), None, memory)
-
-
-def _document(
-    drawn: Sequence[Scheduled],
-    changed: Sequence[NDArray[Any] | None],
-    lower_bound_ms: float | None,
-    memory: bool = True,
-) -> dict[str, Any]:
-    if any(not len(each.compiled.rows) for each in drawn):
+    if any(not len(each.compiled.rows) for each in schedules):
         raise InputError("the programs of a schedule are empty: there is nothing to draw")
-    last = drawn[-1]
+    changed = changed or [None] * len(schedules)
+    last = schedules[-1]
     return {
         "title": last.problem.name or last.method or "schedule",
         "lower_bound_ms": lower_bound_ms,
         "gap": gap(last.makespan_ms, lower_bound_ms),
-        "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in drawn)],
+        "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in schedules)],
         "letters": [kind.name for kind in Kind],
-        "schedules": [_schedule(each, marks, memory) for each, marks in zip(drawn, changed, strict=True)],
+        "schedules": [_schedule(each, marks, memory) for each, marks in zip(schedules, changed, strict=True)],
     }
 
 

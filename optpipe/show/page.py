@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optpipe.errors import InputError
-from optpipe.model.problem import write_file
+from optpipe.files import write_file
 from optpipe.printable import printable
 from optpipe.show.figure import figure
 from optpipe.show.lanes import Scheduled

@@ -1,6 +1,6 @@
 """A schedule for every step: its micro-batches' documents, costs, replicas and order. No torch is needed."""
 
-from optpipe.steps.assign import Assignment, assign, of_microbatches
+from optpipe.steps.assign import Assignment, assign
 from optpipe.steps.cost_model import CostModel
 from optpipe.steps.memory import StepMemoryError
 from optpipe.steps.pack import Packing, pack
@@ -15,6 +15,5 @@ __all__ = [
     "StepRules",
     "StepScheduler",
     "assign",
-    "of_microbatches",
     "pack",
 ]

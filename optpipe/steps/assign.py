@@ -83,21 +83,7 @@ def assign(batch: Problem, replicas: int, counts: Sequence[int] | None = None, f
     if not np.isfinite(ms).all():
         raise ScheduleError("no order of these micro-batches is known in which each replica's fit its devices")
     placed = tuple(tuple(row[:n]) for row, n in zip(order.tolist(), each.tolist(), strict=True))
-    return Assignment(placed, tuple(ms.tolist()), float(_work_ms(batch).sum(axis=1).max()) / replicas)
-
-
-def of_microbatches(batch: Problem, microbatches: Sequence[int]) -> Problem:
-    """The problem with some of the micro-batches, in this order: the step of one replica."""
-    chosen = list(microbatches)
-
-    def some(figure: object) -> object:
-        return tuple(figure[j] for j in chosen) if isinstance(figure, tuple) else figure
-
-    stages = [stage.with_figures(some) for stage in batch.stages]
-    messages = batch.messages and [message.model_copy(update={"ms": some(message.ms)}) for message in batch.messages]
-    layers = batch.layers and [layer.with_figures(some) for layer in batch.layers]
-    changes = {"p2p_ms": some(batch.p2p_ms), "messages": messages, "layers": layers}
-    return batch.replace(microbatches=len(chosen), stages=stages, **changes)
+    return Assignment(placed, tuple(ms.tolist()), float(work_ms(batch).sum(axis=1).max()) / replicas)
 
 
 def _counts(batch: Problem, replicas: int, counts: Sequence[int] | None, free: bool) -> Ints:
@@ -117,7 +103,7 @@ def _counts(batch: Problem, replicas: int, counts: Sequence[int] | None, free: b
     return np.array(counts, dtype=np.int64)
 
 
-def _work_ms(batch: Problem) -> Floats:
+def work_ms(batch: Problem) -> Floats:
     """(D, m) how long each micro-batch keeps each device busy."""
     costs = batch.costs
     work = np.zeros((len(batch.devices), batch.microbatches))
@@ -128,7 +114,7 @@ def _work_ms(batch: Problem) -> Floats:
 def _longest_first(batch: Problem, counts: Ints, free: bool) -> tuple[Ints, Ints]:
     """The heaviest micro-batch goes to the replica with the least work that has a place left; then light ones enter
     first and last."""
-    work = _work_ms(batch)
+    work = work_ms(batch)
     total = work.sum(axis=0)
     replicas, most = len(counts), batch.microbatches if free else int(counts.max())
     loads, sizes = np.zeros((replicas, len(work))), np.zeros(replicas, dtype=np.int64)

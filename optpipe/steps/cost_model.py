@@ -16,9 +16,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.errors import InputError, did_you_mean, shown
+from optpipe.files import read_file, write_file
 from optpipe.model.arrays import Floats
-from optpipe.model.problem import Problem, read_file, write_file
-from optpipe.model.records import Document, Items, Name, StageCosts, each_microbatch
+from optpipe.model.figures import Items, each_microbatch
+from optpipe.model.problem import Problem
+from optpipe.model.records import COMPUTE_MS, Document, Name, StageCosts
 
 WINDOW = 512  # micro-batches that a model remembers
 LATEST = 128  # of them whose errors are told
@@ -32,7 +34,6 @@ Number = Annotated[float, Field(strict=True, ge=0, le=2.0**53, allow_inf_nan=Fal
 ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms")  # what micro-batches do not differ in
 LEAVING = ("offload_bytes", "evict_bytes")
 PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
-COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 LEARNT = tuple(name for name in StageCosts.model_fields if name not in (*ONCE, "levels"))
 
 
@@ -82,7 +83,7 @@ class CostModel:
         self,
         features: Sequence[str],
         stages: int,
-        figures: Sequence[str] = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes"),
+        figures: Sequence[str] = (*COMPUTE_MS, "activation_bytes"),
     ) -> None:
         for name in figures:
             if name not in LEARNT:

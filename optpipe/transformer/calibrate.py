@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from optpipe.errors import InputError
+from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.transformer.estimate import Estimate
+from optpipe.transformer.gpu import PARAMETERS, Gpu, Parameter
 from optpipe.transformer.iterations import Iteration, iteration_ms
-from optpipe.transformer.records import PARAMETERS, Gpu, Parameter
 from optpipe.transformer.work import Piece
 
-Floats = npt.NDArray[np.float64]
 NAMES: tuple[Parameter, ...] = get_args(Parameter)
 STEP = -1e-3  # of a logarithm, for derivatives: down, since fractions end at 1
 ROUNDS, STEPS = 3, 30

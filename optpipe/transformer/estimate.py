@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import ceil
 
 from optpipe.errors import InputError
+from optpipe.model.figures import one_for_all
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
-from optpipe.model.records import Device, Stage, StageCosts, one_for_all
-from optpipe.transformer.pieces import Pieces
-from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts
+from optpipe.transformer.attention import skipped_scores
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.memory import DeviceMemory, count_weights, device_memory, kept_weights
+from optpipe.transformer.pieces import all_pieces
+from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe.transformer.share import Share
 from optpipe.transformer.times import Clock, Times, total
 from optpipe.transformer.work import Piece
-
-MESSAGES = 4  # two on the way in, two on the way out
-# Measured peaks of whole GPUs over computed ones, what is reserved aside: BPipe's 37 GiB over 38.8, pith-train's 58
-# over 51.4 (docs/costs.md#checks). Fragments of the allocator and buffers of communication are most of the difference.
-MEASURED_PEAKS = (0.95, 1.13)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The bytes of one GPU of a device: what is there all the time, and what remains for activations.
-
-    `budget` is negative if the rest does not fit.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    workspace: int
-    reserved: int
-    budget: int
-
-    @property
-    def state(self) -> int:
-        """Weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -64,7 +42,7 @@ class Estimate:
     def pieces(self) -> list[Piece]:
         """Embedding, layers and head, as one GPU has them."""
         self._require_division()
-        return self._pieces.all()
+        return all_pieces(self._share)
 
     @cached_property
     def layers(self) -> list[StageCosts]:
@@ -104,10 +82,10 @@ class Estimate:
     @cached_property
     def devices(self) -> list[DeviceMemory]:
         """What each device holds."""
-        return [self._memory(pieces) for pieces in self._of_device]
+        return [device_memory(self._share, self.gpu, pieces) for pieces in self._device_pieces]
 
     @cached_property
-    def _held(self) -> list[list[int]]:
+    def _piece_numbers(self) -> list[list[int]]:
         """The numbers of the pieces that each device has."""
         held: list[list[int]] = [[] for _ in range(self.parallelism.pp)]
         for device, pieces in zip(self.order, self.stages, strict=True):
@@ -115,19 +93,20 @@ class Estimate:
         return held
 
     @cached_property
-    def _of_device(self) -> list[list[Piece]]:
-        return [[self.pieces[i] for i in held] for held in self._held]
+    def _device_pieces(self) -> list[list[Piece]]:
+        return [[self.pieces[i] for i in held] for held in self._piece_numbers]
 
     @cached_property
     def problem(self) -> Problem:
         """The problem. Raises InputError if a device has no room for activations."""
         for d, memory in enumerate(self.devices):
             if memory.budget <= 0:
+                has = self.gpu.memory_bytes / 1e9
                 raise InputError(
-                    f"device {d} needs {_gb(self.gpu.memory_bytes - memory.budget)} GB without any activation, the GPU "
-                    f"has {_gb(self.gpu.memory_bytes)}: more pp, tp, dp with zero, or a smaller model would fit"
+                    f"device {d} needs {has - memory.budget / 1e9:.1f} GB without any activation, the GPU has "
+                    f"{has:.1f}: more pp, tp, dp with zero, or a smaller model would fit"
                 )
-        named, n = self.clock.links_shared, self.gpu.gpus_per_host_link
+        named, n = self.clock.links.neighbours_share_host_links, self.gpu.gpus_per_host_link
         return Problem(
             name=f"{self.shape.name or 'model'}-{self.parallelism.pp}x{self.run.microbatches}"[:200],
             microbatches=self.run.microbatches,
@@ -151,13 +130,13 @@ class Estimate:
     @property
     def message_ms(self) -> float:
         """The time of an activation, or of its gradient, from one stage to the next."""
-        return self.clock.message_ms(self._pieces.message_bytes)
+        return self.clock.links.message_ms(self._share.message_bytes)
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model; tied matrices count once."""
-        one = Pieces(self.shape, Parallelism(), self.run, self.sequence).all()
-        total = sum(piece.weights + piece.expert_weights for piece in one)
+        whole = all_pieces(Share(self.shape, Parallelism(), self.run, self.sequence))
+        total = sum(piece.weights + piece.expert_weights for piece in whole)
         return round(total - (self.shape.embedding_matrix if self.shape.tied else 0))
 
     @property
@@ -166,22 +145,21 @@ class Estimate:
 
         Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
         """
-        one = [piece.work.matmul + self._pieces.skipped * piece.work.scores for piece in self.pieces]
-        return 3 * sum(one) * self.parallelism.tp * self.parallelism.cp
+        skipped = skipped_scores(self._share)
+        forward = sum(piece.work.matmul + skipped * piece.work.scores for piece in self.pieces)
+        return 3 * forward * self.parallelism.tp * self.parallelism.cp
 
     @cached_property
     def device_times(self) -> list[Times]:
         """Where the time of one micro-batch goes, on each device."""
         of_piece = {piece: self.clock.all_ops(piece) for piece in set(self.pieces)}
-        return [total(of_piece[piece] for piece in pieces) for pieces in self._of_device]
+        return [total(of_piece[piece] for piece in pieces) for pieces in self._device_pieces]
 
     @cached_property
     def busy_ms(self) -> list[float]:
         """How long each device computes for one micro-batch."""
-        layers = self.layers
-        times = [(layer.forward_ms, layer.backward_input_ms, layer.backward_weight_ms) for layer in layers]
-        whole = [sum(map(one_for_all, each)) for each in times]
-        return [sum(whole[i] for i in held) for held in self._held]
+        layers_ms = [sum(one_for_all(getattr(layer, field)) for field in COMPUTE_MS) for layer in self.layers]
+        return [sum(layers_ms[i] for i in held) for held in self._piece_numbers]
 
     @property
     def utilization(self) -> float:
@@ -200,14 +178,14 @@ class Estimate:
 
         Data-parallel ranks do, then the first and the last stage where their matrices are tied.
         """
-        longest = max(self.clock.reduction_ms(*self._weights(pieces)) for pieces in self._of_device)
+        longest = max(self.clock.reduction_ms(*count_weights(self._share, pieces)) for pieces in self._device_pieces)
         is_copied = self.shape.tied and self.order[0] != self.order[-1]
         return longest + is_copied * self.clock.tied_ms(self.shape.embedding_matrix / self.parallelism.tp)
 
     @cached_property
     def optimizer_ms(self) -> float:
         """The longest time that a device's optimizer takes for its step."""
-        return max(self.clock.optimizer_ms(self._share(pieces, zero=1)) for pieces in self._of_device)
+        return max(self.clock.optimizer_ms(kept_weights(self._share, pieces, zero=1)) for pieces in self._device_pieces)
 
     @property
     def after_ms(self) -> float:
@@ -234,13 +212,13 @@ class Estimate:
         gpu = self.gpu.model_copy(update={"memory_bytes": nbytes})
         return self._with_pieces(Estimate(self.shape, self.parallelism, gpu, self.run))
 
-    def _with_pieces(self, made: Estimate) -> Estimate:
-        vars(made).update(pieces=self.pieces, layers=self.layers)
-        return made
+    def _with_pieces(self, other: Estimate) -> Estimate:
+        vars(other).update(pieces=self.pieces, layers=self.layers)
+        return other
 
     @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(self.shape, self.parallelism, self.run, self.sequence)
+    def _share(self) -> Share:
+        return Share(self.shape, self.parallelism, self.run, self.sequence)
 
     def _require_division(self) -> None:
         """Raises InputError if the parallelism does not divide the model."""
@@ -251,42 +229,6 @@ class Estimate:
             raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
         if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
             raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
-
-    def _weights(self, pieces: Sequence[Piece]) -> tuple[float, float]:
-        """Of the device that has these pieces: those of experts apart."""
-        dense = sum(piece.weights for piece in pieces)
-        if self.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
-            dense -= self.shape.embedding_matrix / self.parallelism.tp
-        return dense, sum(piece.expert_weights for piece in pieces)
-
-    def _share(self, pieces: Sequence[Piece], zero: int) -> float:
-        """Of how many weights a rank keeps what ZeRO divides from this stage on (Rajbhandari et al. 2020, figure 1)."""
-        dense, experts = self._weights(pieces)
-        if self.parallelism.zero < zero:
-            return dense + experts
-        replicas = self.parallelism.dp * self.parallelism.cp
-        return dense / replicas + experts / (replicas / self.parallelism.ep)
-
-    def _memory(self, pieces: Sequence[Piece]) -> DeviceMemory:
-        """Of the device that has these pieces."""
-        run = self.run
-        sizes = ((run.value_bytes, 3), (run.gradient_bytes, 2), (run.state_bytes, 1))
-        weights, gradients, optimizer = (ceil(each * self._share(pieces, zero)) for each, zero in sizes)
-        workspace = self._workspace(pieces)
-        state = weights + gradients + optimizer
-        left = self.gpu.memory_bytes - self.gpu.reserved_bytes - state - workspace
-        return DeviceMemory(weights, gradients, optimizer, workspace, self.gpu.reserved_bytes, left)
-
-    def _workspace(self, pieces: Sequence[Piece]) -> int:
-        """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""
-        run, zero = self.run, self.parallelism.zero
-        inside = max(
-            piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
-        )
-        messages = MESSAGES * self._pieces.message_bytes if self.parallelism.pp > 1 else 0.0
-        # With ZeRO 3 the weights of a layer and the next, with ZeRO 2 a layer's gradients before they are reduced.
-        gathered = 2 * run.value_bytes * (zero >= 3) + run.gradient_bytes * (zero >= 2)
-        return ceil(inside + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces))
 
 
 def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -> Estimate:
@@ -321,7 +263,3 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     base, over = divmod(layers, stages)
     inner = sorted(range(stages), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
     return tuple(base + (s in inner[:over]) for s in range(stages))
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f}"

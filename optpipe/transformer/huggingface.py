@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optpipe.errors import InputError, did_you_mean, shown
-from optpipe.model.problem import parse_json
+from optpipe.files import parse_json
 from optpipe.transformer.families import DEFAULTS, FAMILIES, WRAPPERS, Family, Flag
 from optpipe.transformer.records import Transformer, Vectors
 
@@ -78,10 +78,10 @@ def _language_model(whole: dict[str, Any], what: str) -> tuple[str, dict[str, An
         )
     kind = inner.get("model_type", of_text)
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = sorted({*FAMILIES, *WRAPPERS})
-        near = did_you_mean(str(kind), known, "; ")
+        types = sorted({*FAMILIES, *WRAPPERS})
+        near = did_you_mean(str(kind), types, "; ")
         raise InputError(
-            f"{what}: model_type = {shown(kind)}: only {', '.join(known)} are known{near}; a file with the fields of a "
+            f"{what}: model_type = {shown(kind)}: only {', '.join(types)} are known{near}; a file with the fields of a "
             "transformer does without"
         )
     return kind, inner

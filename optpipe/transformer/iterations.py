@@ -9,14 +9,13 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import LazyJit
+from optpipe.model.arrays import Floats
 from optpipe.transformer.estimate import Estimate, estimate
-from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
-
-Floats = npt.NDArray[np.float64]
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.records import Parallelism, Run, Transformer
 
 # The columns of a table of measured iterations, as VIA-Research/vTrain names them (MICRO 2024); others are left out.
 COLUMNS = {
@@ -143,9 +142,9 @@ def read_iterations(text: str, what: str = "rows", vocabulary: int = GPT_VOCABUL
         names = reader.fieldnames or ()
         for name in (*COLUMNS.values(), MEASURED):
             if names.count(name) != 1:
-                found = "is missing" if name not in names else "is there more than once"
+                wrong = "is missing" if name not in names else "is there more than once"
                 raise InputError(
-                    f"{what}: the column {name!r} {found}; expected {', '.join(COLUMNS.values())}, {MEASURED}"
+                    f"{what}: the column {name!r} {wrong}; expected {', '.join(COLUMNS.values())}, {MEASURED}"
                 )
         rows = [_iteration(row, f"{what}, line {reader.line_num}", vocabulary) for row in reader]
     except csv.Error as error:

@@ -2,7 +2,7 @@
 
 Peaks are dense; fp32 is in TF32. PipeOffload, Figure 1: 220 of 312 TFLOP/s on A100, and 15 GB/s each way of a PCIe 4
 link that two GPUs share. FlashAttention-2 (Dao 2023), section 4.1: up to 73 % in F on A100, up to 63 % in B;
-FlashAttention-3 (Shah et al. 2024): up to 75 % on H100. The other fractions are assumptions, which `records.PARAMETERS`
+FlashAttention-3 (Shah et al. 2024): up to 75 % on H100. The other fractions are assumptions, which `gpu.PARAMETERS`
 says how far to trust: `optpipe calibrate` measures them, or learns them from measured iterations.
 """
 
@@ -14,7 +14,8 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.transformer.records import Gpu, Transformer
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.records import Transformer
 
 T = TypeVar("T")
 

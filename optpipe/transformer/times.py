@@ -1,4 +1,4 @@
-"""How long a piece takes on a GPU: its kernels, the host that launches them, and what is sent.
+"""How long a piece takes on a GPU: its kernels, the host that launches them, and what is sent (`links`).
 
 A matmul takes its operations over the speed that matmuls of its depth reach, or its bytes over that of memory,
 whichever is longer. Kernels run while the host launches further ones.
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
-from optpipe.transformer.records import Gpu, Parallelism, Precision, Recompute, Run
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.links import MS, US, Links
+from optpipe.transformer.records import Parallelism, Precision, Recompute, Run
 from optpipe.transformer.work import LEVELS, Matmul, Piece, Work
 
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
@@ -24,7 +26,6 @@ TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, 
 # Kernels are shorter or longer than it takes to launch them, so a piece takes longer than either sum, and less than
 # both: the norm of both with this exponent. 2 to 6 predict measured iterations about equally well.
 HOST_AND_GPU = 3
-MS, US = 1000, 1e-3  # ms of a second and of a microsecond
 
 
 class Times(NamedTuple):
@@ -55,6 +56,10 @@ class Clock:
     parallelism: Parallelism
     run: Run
 
+    @cached_property
+    def links(self) -> Links:
+        return Links(self.gpu, self.parallelism)
+
     def costs(self, piece: Piece) -> StageCosts:
         """The piece as a layer of a problem.
 
@@ -76,8 +81,8 @@ class Clock:
             backward_weight_ms=self.backward_weight(piece).ms,
             activation_bytes=held,
             saved_for_weight_bytes=ceil(piece.saved_for_weight_bytes),
-            offload_ms=held / self.host_speed * MS,
-            reload_ms=held / self.host_speed * MS,
+            offload_ms=held / self.links.host_speed * MS,
+            reload_ms=held / self.links.host_speed * MS,
             offload_bytes=held,
             **fields,
         )
@@ -88,7 +93,7 @@ class Clock:
         for name in LEVELS[LEVELS.index(self.run.recompute) + 1 :]:
             kept = ceil(piece.activation_bytes(name))
             if kept < before:
-                moved_ms = kept / self.host_speed * MS
+                moved_ms = kept / self.links.host_speed * MS
                 again_ms = self.forward(piece).ms if name == "full" else self._again_ms(piece, name) - done_ms
                 yield {
                     "name": name,
@@ -108,21 +113,23 @@ class Clock:
         computed = self._overlapped(
             sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched
         )
-        return computed._replace(messages=self._sent(work) + self._gathered(piece))
+        return computed._replace(messages=self.links.collectives_ms(work.sent) + self._gathered(piece))
 
     def backward_input(self, piece: Piece) -> Times:
         """A matmul's input gradient is one matmul of the same operations; keys and values come around again."""
         work = piece.work
         products = [each for one in work.products for each in (one.input_gradient, one.weight_gradient)]
         launched = len(work.matmuls) + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
-        own = self._overlapped(
+        computed = self._overlapped(
             sum(self.matmul_ms(each.input_gradient) for each in work.matmuls),
             self._products_ms(products) + SCORES_BACKWARD["flash"] * self._flash(work),
             self.pass_ms(TRAFFIC_BACKWARD * work.traffic),
             launched,
         )
-        return own._replace(
-            messages=self._sent(work) + self._sent(work, "context") + self._gathered(piece),
+        return computed._replace(
+            messages=self.links.collectives_ms(work.sent)
+            + self.links.collectives_ms(work.sent, "context")
+            + self._gathered(piece),
             recomputing=self._again_ms(piece, self.run.recompute),
         )
 
@@ -136,7 +143,7 @@ class Clock:
         matmuls = sum(self.matmul_ms(each.weight_gradient) for each in work.matmuls)
         reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
         return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), len(work.matmuls))._replace(
-            messages=self._over_replicas(reduced, piece.weights, piece.expert_weights)
+            messages=self.links.replicas_ms(reduced, piece.weights, piece.expert_weights)
         )
 
     def all_ops(self, piece: Piece) -> Times:
@@ -161,46 +168,6 @@ class Clock:
         """How long it takes to read and write so many bytes."""
         return nbytes / (self.gpu.memory_bytes_per_s * self.gpu.memory_fraction) * MS
 
-    def message_ms(self, nbytes: float) -> float:
-        """Time of an activation between stages; they are on other nodes unless one node has all GPUs.
-
-        What all GPUs of a tensor-parallel group have is sent in parts, one by each, and gathered (Narayanan et al.
-        2021, section 4.1).
-        """
-        t = self.parallelism.tp // self.parallelism.along_sequence
-        return self.transfer_ms(nbytes / t) + self.ring_ms((t - 1) / t * nbytes, t, 1, t - 1)
-
-    def transfer_ms(self, nbytes: float) -> float:
-        """Time of so many bytes from a GPU of one stage to one of the next."""
-        p = self.parallelism
-        return self.ring_ms(nbytes, 2, p.gpus / 2, 1) if p.pp > 1 else 0.0
-
-    def ring_ms(self, nbytes: float, ranks: int, stride: float, steps: int) -> float:
-        """Time of a collective in which each of some ranks sends so many bytes in so many steps, on a ring.
-
-        The ranks are every `stride`-th GPU. A ring leaves a node by one network card, or by all cards if it has all
-        GPUs of the node, but no faster than it passes from GPU to GPU within.
-        """
-        gpu = self.gpu
-        link, network = gpu.link_bytes_per_s * gpu.link_fraction, gpu.network_bytes_per_s * gpu.network_fraction
-        if ranks * stride <= gpu.gpus_per_node:
-            speed = link
-        else:
-            speed = max(network, min(link, gpu.gpus_per_node * network)) if stride == 1 else network
-        return nbytes / speed * MS + steps * gpu.link_us * US if ranks > 1 else 0.0
-
-    def exchange_ms(self, nbytes: float, ranks: int, stride: int, steps: int) -> float:
-        """Time of an all-to-all in which each of some ranks sends so many bytes, the same to each other rank.
-
-        What goes to other nodes leaves by the rank's own network card, while the rest takes links.
-        """
-        gpu = self.gpu
-        near = min(ranks, max(1, gpu.gpus_per_node // stride))
-        away = nbytes * (ranks - near) / (ranks - 1)
-        over_links_s = (nbytes - away) / (gpu.link_bytes_per_s * gpu.link_fraction)
-        over_network_s = away / (gpu.network_bytes_per_s * gpu.network_fraction)
-        return max(over_links_s, over_network_s) * MS + steps * gpu.link_us * US
-
     def reduction_ms(self, weights: float, expert_weights: float) -> float:
         """Time in which data-parallel ranks sum so many weights' gradients and share the new weights, in an iteration.
 
@@ -209,11 +176,11 @@ class Clock:
         """
         gradients, values = self.run.gradient_bytes, self.run.value_bytes
         collectives = ((gradients, gradients), (gradients, values), (values,), ())[self.parallelism.zero]
-        return sum(self._over_replicas(each, weights, expert_weights) for each in collectives)
+        return sum(self.links.replicas_ms(each, weights, expert_weights) for each in collectives)
 
     def tied_ms(self, weights: float) -> float:
         """Time in which the first and the last stage add the gradients of a matrix that both have."""
-        return self.transfer_ms(self.run.gradient_bytes * weights)
+        return self.links.transfer_ms(self.run.gradient_bytes * weights)
 
     def optimizer_ms(self, weights: float) -> float:
         """Time of an optimizer's step for so many weights of this GPU.
@@ -223,21 +190,6 @@ class Clock:
         """
         run = self.run
         return self.pass_ms((5 * run.gradient_bytes + 2 * run.state_bytes + run.value_bytes) * weights)
-
-    @cached_property
-    def host_speed(self) -> float:
-        """Bytes per second from or to the host, in one direction.
-
-        GPUs that share a link and run the same stage transfer at the same time. Otherwise neighbours in the pipeline
-        share it, and the problem names it.
-        """
-        sharing = 1 if self.links_shared else self.gpu.gpus_per_host_link
-        return self.gpu.host_bytes_per_s * self.gpu.host_fraction / sharing
-
-    @property
-    def links_shared(self) -> bool:
-        """Whether neighbours in the pipeline share host links."""
-        return self.gpu.gpus_per_host_link > 1 and self.parallelism.gpus == self.parallelism.pp
 
     def peak(self, precision: Precision) -> float:
         """The GPU's peak at this precision. Raises InputError if it has none."""
@@ -277,29 +229,7 @@ class Clock:
         products = self._products_ms(work.products) if level >= LEVELS.index("selective") else 0.0
         return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
 
-    def _sent(self, work: Work, over: str | None = None) -> float:
-        """What an op waits for, from the other GPUs of its stage; over one dimension if that is named."""
-        p = self.parallelism
-        groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.tp)}
-        return sum(
-            (self.exchange_ms if each.over == "experts" else self.ring_ms)(each.bytes, *groups[each.over], each.steps)
-            for each in work.sent
-            if over in (None, each.over)
-        )
-
     def _gathered(self, piece: Piece) -> float:
         """With ZeRO 3 the weights are gathered whenever they are used."""
         values = self.run.value_bytes if self.parallelism.zero >= 3 else 0
-        return self._over_replicas(values, piece.weights, piece.expert_weights)
-
-    def _over_replicas(self, each: int, weights: float, expert_weights: float) -> float:
-        """Time of a reduce-scatter or an all-gather of so many bytes a weight over data-parallel ranks.
-
-        On a ring each of n ranks sends (n - 1)/n of all bytes, in n - 1 steps (Patarasuk and Yuan 2009).
-        """
-        p = self.parallelism
-        ranks = p.dp * p.cp
-        groups = ((weights, ranks), (expert_weights, ranks // p.ep))
-        return sum(
-            self.ring_ms(each * (n - 1) / n * size, n, p.tp * ranks // n, n - 1) for size, n in groups if each * size
-        )
+        return self.links.replicas_ms(values, piece.weights, piece.expert_weights)

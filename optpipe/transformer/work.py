@@ -97,10 +97,10 @@ class Piece:
 
     kind: Literal["embedding", "dense", "expert", "head"]
     weights: float
-    expert_weights: float
     saved: tuple[Saved, ...]
     gradients: float
     work: Work
+    expert_weights: float = 0.0
 
     def activation_bytes(self, recompute: Recompute) -> float:
         """What stays from F until the backward."""

@@ -13,9 +13,8 @@ from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
 
 from optpipe import Problem
-from optpipe.model.records import each_microbatch
-from optpipe_cache import Cache, distance, features, structure
-from optpipe_cache import cache as cache_module
+from optpipe.model.figures import each_microbatch
+from optpipe_cache import Cache, distance, features, lookup, structure
 from optpipe_cache.features import REACH, STEP
 
 TIMES = (1.0, 1.1, 0.9)
@@ -113,11 +112,11 @@ def test_the_nearest_of_many_is_found(tmp_path: Any) -> None:
 
 
 def test_of_more_than_are_compared_the_nearest_cells_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MOST_COMPARED", 1)
-    monkeypatch.setattr(cache_module, "RINGS", (50,))
+    monkeypatch.setattr(lookup, "MOST_COMPARED", 1)
+    monkeypatch.setattr(lookup, "RINGS", (50,))
     cache, forwards = Cache(tmp_path / "cache.sqlite"), [0.7, 1.0, 1.4]
     for forward in forwards:
         cache.add(gpipe(chain(forward=forward)), "feasible")
     for forward in forwards:
-        _, nearest = next(cache.neighbours(chain(forward=1.005 * forward)))
+        _, nearest = next(lookup.Lookup(cache.storage, None).neighbours(chain(forward=1.005 * forward)))
         assert nearest == chain(forward=forward).sha256

@@ -24,6 +24,7 @@ from optpipe.transformer.calibrate import (
     with_logarithms,
 )
 from optpipe.transformer.estimate import estimate
+from optpipe.transformer.gpu import PARAMETERS, Gpu
 from optpipe.transformer.iterations import (
     COLUMNS,
     MEASURED,
@@ -34,7 +35,7 @@ from optpipe.transformer.iterations import (
     read_iterations,
 )
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import PARAMETERS, Gpu, Parallelism, Run
+from optpipe.transformer.records import Parallelism, Run
 from optpipe_solver.systems import generate
 
 GPU = GPUS["A100-800G"]

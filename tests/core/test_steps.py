@@ -15,7 +15,7 @@ from support.oracles.enumeration import best_of_all
 from support.problems import pipeline, stage
 
 from optpipe import InputError, Problem, certify, check
-from optpipe.steps import StepMemoryError, StepRules, StepScheduler, assign, of_microbatches
+from optpipe.steps import StepMemoryError, StepRules, StepScheduler, assign
 
 
 def step_of(devices: int, weights: list[float], memory: int, **more: Any) -> Problem:
@@ -81,7 +81,7 @@ def test_a_step_starts_from_the_rules_of_another(memory: float, seed: int) -> No
     best = planned.best()
     assert best.rules is not None
     start = StepRules(best.rules, before)
-    same = of_microbatches(before, np.random.default_rng(1).permutation(8).tolist())
+    same = before.entering(np.random.default_rng(1).permutation(8).tolist())
     alone, started = (StepScheduler(same).plan(same, False, starts).first.makespan_ms for starts in ((), (start,)))
     assert started <= best.makespan_ms * (1 + 1e-9) < alone
     for other in (random_step(4, microbatches, 3, memory) for microbatches in (1, 5, 13)):
@@ -145,9 +145,7 @@ def test_no_other_assignment_of_a_tiny_batch_is_faster_by_much(weights: list[flo
         return max(lengths_ms[frozenset(part)] for part in parts)
 
     sets = {frozenset(part) for parts in partitions(list(range(5)), counts) for part in parts}
-    lengths_ms = {
-        each: scheduler.plan(of_microbatches(batch, sorted(each)), improve=False).first.makespan_ms for each in sets
-    }
+    lengths_ms = {each: scheduler.plan(batch.entering(sorted(each)), improve=False).first.makespan_ms for each in sets}
     shortest = min(map(slowest_ms, partitions(list(range(5)), counts)))
     assert [len(each) for each in assignment.microbatches] == counts
     assert sorted(sum(assignment.microbatches, ())) == list(range(5))
@@ -164,7 +162,7 @@ def test_replicas_end_close_to_the_mean_work(free: bool, memory: float) -> None:
     assert free or {len(each) for each in assignment.microbatches} == {8}
     assert assignment.floor_ms <= assignment.slowest_ms <= (1.1 if memory > 1 else 2.2) * assignment.floor_ms
     for microbatches, ms in zip(assignment.microbatches, assignment.ms, strict=True):
-        step = of_microbatches(batch, microbatches)
+        step = batch.entering(microbatches)
         assert StepScheduler(step).plan(step, improve=False).first.makespan_ms <= ms * (1 + 1e-9)
 
 

@@ -14,7 +14,7 @@ from support.ranks import record
 from support.ranks.record import Case, Times
 from support.ranks.worker import Ranks
 
-from optpipe.diagnose.runs import Runs, collect_runs
+from optpipe.diagnose import Runs, collect_runs
 from optpipe.formats.torch_csv import ACTION, BY_LETTER
 from optpipe.measured.convert import Run, recording_from
 from optpipe.measured.messages import clocks_ahead

@@ -16,7 +16,7 @@ from support.problems.small import problems_of_every_sort
 from optpipe import Kind, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
-from optpipe.model.records import each_microbatch
+from optpipe.model.figures import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound

@@ -114,7 +114,7 @@ def test_activations_may_be_evicted_to_other_devices() -> None:
     assert tight.start is None
     assert not tight.take(found["gpipe"])
     first = tight.schedule.problem.stages[0]
-    assert first.evict_ms == tight.estimate.clock.message_ms(first.activation_bytes)
+    assert first.evict_ms == tight.estimate.clock.links.message_ms(first.activation_bytes)
     assert "bpipe" not in {schedule.method for schedule in published(tight, "torch")}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.model.problem import parse_json, read_text
+from optpipe.files import parse_json, read_text
 from optpipe_runtime.factory.setup import Factory, Setup, Sizes, here, language_model, needed
 from optpipe_runtime.models.stages import stages_of
 from optpipe_runtime.torch_private.modules import buffers_of, parameters_of

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.errors import OptPipeError
+from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.on_ranks import load, measure_on_ranks, schedule_file

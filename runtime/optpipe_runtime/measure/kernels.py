@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from optpipe.transformer.calibrate import NAMES, Observation, calibrate, covariance
-from optpipe.transformer.records import Gpu, Parallelism, Precision, Run
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.records import Parallelism, Precision, Run
 from optpipe.transformer.times import Clock as Formulas
 from optpipe.transformer.work import Matmul
 from optpipe_runtime.clock import Clock

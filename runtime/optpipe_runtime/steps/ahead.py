@@ -16,8 +16,8 @@ from math import ceil
 from typing import NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.given import Given
 from optpipe_runtime.execute.rank import Rank

@@ -17,9 +17,10 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
+from optpipe.model.figures import of_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, of_microbatch
+from optpipe.model.records import Stage
 from optpipe.steps import CostModel
 from optpipe.steps.cost_model import LEARNT, WINDOW, robust_fit
 from optpipe_runtime.execute.report import StepReport

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from optpipe.errors import InputError
+from optpipe.model.figures import Bytes, Items, Ms
 from optpipe.model.problem import Problem
-from optpipe.model.records import Bytes, Items, Ms, Name, Record
+from optpipe.model.records import Name, Record
 from optpipe.model.rules import RulesRecord
 from optpipe.options import (
     CompareOptions,

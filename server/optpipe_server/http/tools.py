@@ -12,7 +12,7 @@ from optpipe.evaluate.objective import gap, length_ms
 from optpipe.formats.convert import schedule_from
 from optpipe.measured.convert import Run as MeasuredRun
 from optpipe.measured.convert import problem_of
-from optpipe.measured.estimate import Given
+from optpipe.measured.measurements import Given
 from optpipe.model.ops import MARKS
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record

@@ -10,8 +10,9 @@ import numpy as np
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
+from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import MOST_MS, Stage, StageCosts, of_microbatch
+from optpipe.model.records import Stage, StageCosts
 from optpipe.sizes import told_apart
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes

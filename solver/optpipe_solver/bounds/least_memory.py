@@ -19,9 +19,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from optpipe.model.arrays import NONE
+from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts, each_microbatch
+from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts
 from optpipe.sizes import told_apart
 from optpipe_solver import plan
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes

@@ -9,10 +9,10 @@ from operator import add
 import numpy as np
 
 from optpipe.lift import TOLERANCE_MS
+from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, Program
-from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule, check
 
 

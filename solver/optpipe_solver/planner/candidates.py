@@ -12,12 +12,15 @@ from pydantic import Field
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.model.figures import one_for_all
 from optpipe.model.placement import NAMES, Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES, Problem
-from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts, one_for_all
+from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts
 from optpipe.schedule import Schedule
-from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate, estimate, even_layers
-from optpipe.transformer.records import Gpu, Parallelism, Recompute, Run, Transformer
+from optpipe.transformer.estimate import Estimate, estimate, even_layers
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.memory import MEASURED_PEAKS
+from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 from optpipe.transformer.work import LEVELS
 from optpipe_solver import plan
 from optpipe_solver.bounds.least_memory import least_memory
@@ -159,7 +162,7 @@ class Candidate:
         peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
         stages = []
         for stage in self.problem.stages:
-            ms = self.estimate.clock.transfer_ms(one_for_all(stage.activation_bytes))
+            ms = self.estimate.clock.links.transfer_ms(one_for_all(stage.activation_bytes))
             eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
             stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
         pairs = zip(self.problem.devices, peers, strict=True)

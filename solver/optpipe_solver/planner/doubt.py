@@ -11,7 +11,7 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
-from optpipe.transformer.records import Gpu
+from optpipe.transformer.gpu import Gpu
 from optpipe_solver.planner.candidates import Candidate
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optpipe import Kind, Op, Pair, Problem, Schedule
-from optpipe.model.records import of_microbatch
+from optpipe.model.figures import of_microbatch
 
 BACKWARD = (Kind.B, Kind.BW)
 

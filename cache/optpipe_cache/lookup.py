@@ -1,0 +1,175 @@
+"""`Lookup`: which stored schedule answers a problem, its own or that of a similar one, verified on this problem."""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+
+from optpipe.evaluate.objective import Objective, gap, length_ms
+from optpipe.model.problem import Problem
+from optpipe.reuse.adapt import adapt, most_ops
+from optpipe.reuse.devices import resized
+from optpipe.schedule import Found, Schedule
+from optpipe_cache.entry import Entry, read_entry
+from optpipe_cache.features import REACH, STEP, Features, features, structure
+from optpipe_cache.storage import Source, Storage
+
+log = logging.getLogger("optpipe.cache")
+
+RINGS = (6, 12, 18, 25)  # steps: a lookup looks in the cells of one ring after the other, then anywhere
+MOST_COMPARED = 4096  # similar entries of a ring whose features it reads
+MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
+MOST_ADAPTED = 2  # of these, the nearest
+MOST_OPS = 30_000  # of a schedule that is adapted, before and after
+MOST_HANDLED = 60_000  # ops of all schedules that a lookup verifies
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A schedule found for a problem, and verified on exactly that problem.
+
+    Attributes
+    ----------
+    distance
+        By `optpipe_cache.distance`; 0 if `exact`.
+    terms
+        What each feature adds to the distance, the largest first.
+    exact
+        Whether it was solved for this very problem.
+    status, lower_bound_ms
+        `optimal` and a bound only if `exact`.
+    entry
+        What it was solved for.
+    source
+        Whether it was in the cache itself, or in the pack.
+    """
+
+    schedule: Schedule
+    distance: float
+    exact: bool
+    status: Found
+    lower_bound_ms: float | None
+    entry: Entry
+    terms: dict[str, float] = field(default_factory=dict)
+    source: Literal["cache", "pack"] = "cache"
+
+
+class Lookup:
+    """Finds schedules in a storage, and behind it in a pack."""
+
+    def __init__(self, storage: Storage, pack: Source | None) -> None:
+        self._storage, self._pack = storage, pack
+
+    def best(self, problem: Problem, objective: Objective) -> Hit | None:
+        """Return the best known schedule, as `Cache.lookup` does."""
+        return (
+            self._exact(problem, objective)
+            or self._nearest(problem, objective)
+            or self._on_other_devices(problem, objective)
+        )
+
+    def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
+        """Yield (distance, hash of the problem) of problems of the same structure in reach, the nearest first."""
+        wanted, key = features(problem), structure(problem)
+        inner, farther = -1.0, list[tuple[float, str]]()
+        for outer in (*RINGS, REACH / STEP):  # one ring of cells after the other
+            cells = wanted.cells(outer, inner) if outer in RINGS else None
+            in_cells = _distances(wanted, self._in_cells(key, objective, cells))
+            candidates = sorted({each for each in in_cells if each[0] > inner * STEP}.union(farther))
+            in_ring = bisect(candidates, outer * STEP, key=lambda candidate: candidate[0])
+            yield from candidates[:in_ring]
+            inner, farther = outer, candidates[in_ring:]
+
+    def _in_cells(self, structure: str, objective: Objective, cells: list[int] | None) -> list[tuple[str, bytes]]:
+        """The features of what is in these cells, or anywhere; where that is too much, of what is in the first of
+        them."""
+        near = [*self._storage.similar(structure, objective, cells, MOST_COMPARED)]
+        if len(near) == MOST_COMPARED and cells is not None:
+            near = []
+            for cell in cells:
+                near += self._storage.similar(structure, objective, [cell], MOST_COMPARED - len(near))
+                if len(near) == MOST_COMPARED:
+                    break
+        return [*near, *self._pack.similar(structure, objective, cells, MOST_COMPARED)] if self._pack else near
+
+    def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
+        entry = self._entry(self._storage, problem.sha256, objective)
+        if entry and (schedule := entry.valid_schedule(problem)):
+            share = gap(length_ms(schedule, objective), entry.lower_bound_ms)
+            status: Found = "optimal" if share == 0 else "feasible"
+            return Hit(schedule, 0.0, True, status, entry.lower_bound_ms, entry)
+        return None
+
+    def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
+        wanted, handled = features(problem), 0
+        for n, (far, sha256) in enumerate(islice(self.neighbours(problem, objective), MOST_TRIED)):
+            source, entry = self._find_entry(sha256, objective)
+            if source == "cache" and sha256 == problem.sha256:  # its schedule is not valid
+                continue
+            handled += entry.ops if entry else 0
+            if n and handled > MOST_HANDLED:
+                log.warning("a lookup was given up: it had verified schedules of %d ops, none was valid", handled)
+                break
+            schedule = entry and ((n < MOST_ADAPTED and _adapted(entry, problem)) or entry.valid_schedule(problem))
+            if entry and schedule:
+                terms = wanted.terms(features(entry.problem))
+                return Hit(schedule, far, False, "feasible", None, entry, terms, source)
+        return None
+
+    def _on_other_devices(self, problem: Problem, objective: Objective) -> Hit | None:
+        p = len(problem.devices)
+        for devices in (p + 1, p - 1):
+            resized_problem = resized(problem, devices)
+            if resized_problem is None:
+                continue
+            distance, sha256 = next(self.neighbours(resized_problem, objective), (math.inf, ""))
+            devices_term = abs(math.log(devices / p))
+            if distance + devices_term > REACH:
+                continue
+            source, entry = self._find_entry(sha256, objective)
+            if entry and (schedule := _adapted(entry, problem)):
+                terms = {"devices": devices_term, **features(resized_problem).terms(features(entry.problem))}
+                total = distance + devices_term
+                return Hit(schedule, total, False, "feasible", None, entry, terms, source)
+        return None
+
+    def _find_entry(self, sha256: str, objective: Objective) -> tuple[Literal["cache", "pack"], Entry | None]:
+        entry = self._entry(self._storage, sha256, objective)
+        if entry or not self._pack:
+            return "cache", entry
+        return "pack", self._entry(self._pack, sha256, objective)
+
+    def _entry(self, source: Source, sha256: str, objective: Objective) -> Entry | None:
+        """What the source has of this problem; None if it is damaged or of another one, which is logged."""
+        entry = read_entry(source.entry(sha256, objective), self._storage.written_here_only)
+        if entry and (entry.problem.sha256, entry.objective) != (sha256, objective):
+            log.warning("skipped an entry that is of another problem than the one it is kept for")
+            return None
+        return entry
+
+
+def _distances(wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
+    """(distance, problem_sha256) of the entries. Damaged ones are skipped."""
+    length = len(wanted.packed)
+    whole = [(sha256, packed) for sha256, packed in near if isinstance(packed, bytes) and len(packed) == length]
+    if len(whole) < len(near):
+        log.warning("skipped %d entries whose features cannot be read", len(near) - len(whole))
+    steps = np.frombuffer(b"".join(packed for _, packed in whole), dtype="<i2").reshape(len(whole), length // 2)
+    return list(zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True))
+
+
+def _adapted(entry: Entry, problem: Problem) -> Schedule | None:
+    schedule = entry.valid_schedule(entry.problem)
+    if schedule is None:
+        return None
+    if (ops := most_ops(problem, schedule)) > MOST_OPS:
+        log.warning("a schedule was not adapted: of %d ops, more than %d would take too long", ops, MOST_OPS)
+        return None
+    return adapt(problem, schedule, entry.objective)

@@ -1,0 +1,94 @@
+"""`Gpu`: a data sheet, and the parameters of the cost model that are learned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from optpipe.model.arrays import Floats
+from optpipe.model.figures import Bytes, Items
+from optpipe.model.records import Document
+from optpipe.transformer.records import Degree, Precision, Text
+
+Speed = Annotated[float, Field(gt=0, le=1e21)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Time = Annotated[float, Field(ge=0, le=1e6)]
+Parameter = Literal[
+    "matmul_fraction",
+    "matmul_depth",
+    "attention_fraction",
+    "memory_fraction",
+    "host_us",
+    "link_fraction",
+    "link_us",
+    "network_fraction",
+]
+# What `calibrate` learns, with the relative standard deviation of each before anything is measured: of an assumption
+# about a fraction 15 or 25 %, of the others a factor of 2 to 3.
+PARAMETERS: dict[Parameter, float] = {
+    "matmul_fraction": 0.15,
+    "matmul_depth": 0.7,
+    "attention_fraction": 0.2,
+    "memory_fraction": 0.15,
+    "host_us": 1.0,
+    "link_fraction": 0.25,
+    "link_us": 1.0,
+    "network_fraction": 0.25,
+}
+
+
+class Gpu(Document):
+    """A GPU's data sheet, and what of it a training reaches.
+
+    Speeds are per second and, of links, in one direction. `flops` are dense, by precision. `reserved_bytes` is what the
+    driver, communication libraries and the allocator's fragments take. `gpus_per_host_link` GPUs share a link to the
+    host, and every GPU has a network card of `network_bytes_per_s`.
+
+    The rest are the parameters of the cost model (docs/costs.md): the fractions that large matmuls, flash attention,
+    passes over memory and links reach; `matmul_depth`, the depth at which a matmul reaches half of its fraction;
+    `host_us`, in which the host launches a kernel; `link_us`, the latency of each step of a collective.
+
+    `covariance` is that of the logarithms of `PARAMETERS`, in this order, None before anything was measured.
+    `unexplained` is the standard deviation of the logarithm of measured over predicted iterations, outliers aside,
+    beside what these parameters leave open.
+    """
+
+    WHAT = "gpu"
+
+    name: Text = ""
+    source: Text = ""
+    memory_bytes: Bytes
+    flops: Annotated[dict[Precision, Speed], Field(min_length=1)]
+    memory_bytes_per_s: Speed
+    link_bytes_per_s: Speed  # to other GPUs of the node
+    network_bytes_per_s: Speed  # to other nodes
+    host_bytes_per_s: Speed
+    gpus_per_node: Degree = 8
+    gpus_per_host_link: Degree = 1
+    reserved_bytes: Bytes
+    matmul_fraction: Fraction
+    matmul_depth: Time
+    attention_fraction: Fraction
+    memory_fraction: Fraction
+    link_fraction: Fraction
+    network_fraction: Fraction
+    host_fraction: Fraction
+    host_us: Time
+    link_us: Time
+    covariance: Items[Items[float]] | None = None
+    unexplained: Annotated[float, Field(ge=0, le=10)] = 0.06  # as of vTrain's iterations (docs/costs.md)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        n = len(PARAMETERS)
+        if self.covariance is not None and [len(row) for row in self.covariance] != [n] * n:
+            raise ValueError(f"covariance: must have {n} rows of {n} numbers, one for each of {', '.join(PARAMETERS)}")
+        if self.covariance is not None and not _is_covariance(np.array(self.covariance)):
+            raise ValueError("covariance: must be symmetric and positive definite")
+        return self
+
+
+def _is_covariance(matrix: Floats) -> bool:
+    return np.allclose(matrix, matrix.T, rtol=1e-6) and bool(np.linalg.eigvalsh(matrix).min() > 0)

@@ -1,0 +1,187 @@
+"""Shapes read from a `config.json`: those of presets, parameters as transformers counts them, windows, what is refused.
+
+`test_config_counts` compares all types with transformers itself.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optpipe import InputError
+from optpipe.transformer.estimate import estimate
+from optpipe.transformer.huggingface import read
+from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Parallelism, Run
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MOE_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 2,
+}
+
+
+def test_a_config_says_what_the_preset_says():
+    preset, shape = MODELS["llama-2-70b"], read(json.dumps(LLAMA_CONFIG))
+    own = {"name", "source", "sequence", "vectors"}
+    assert shape.model_dump(exclude=own) == preset.model_dump(exclude=own)
+    assert shape.all_vectors == preset.all_vectors
+
+
+def test_layers_with_experts_of_a_config():
+    experts = read(json.dumps({"text_config": MOE_CONFIG}))
+    assert [experts.has_experts(i) for i in range(4)] == [False, True, False, True]
+    assert (experts.experts, experts.experts_per_token, experts.expert_ffn) == (64, 4, 768)
+
+
+LATENT_CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_config_with_latent_attention_is_its_preset():
+    own = {"name", "source", "sequence", "query_groups", "vectors"}
+    assert read(json.dumps(LATENT_CONFIG)).model_dump(exclude=own) == MODELS["deepseek-v3"].model_dump(exclude=own)
+
+
+STARCODER2_CONFIG = {
+    "model_type": "starcoder2",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 4096,
+    "vocab_size": 49152,
+}
+GEMMA3_TEXT = {
+    "head_dim": 128,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "sliding_window": 1024,
+}
+GEMMA3_CONFIG = {"model_type": "gemma3", "text_config": GEMMA3_TEXT, "vision_config": {"model_type": "siglip"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "left_out"),
+    [
+        pytest.param(STARCODER2_CONFIG, 3_030_371_328, [], id="starcoder2-3b: tied, biased"),
+        pytest.param({"model_type": "cohere", "vocab_size": 256}, 32_885_776_384, [], id="cohere: tied, few norms"),
+        pytest.param(GEMMA3_CONFIG, 27_009_346_304, ["vision_config (siglip)"], id="gemma-3-27b"),
+        pytest.param(
+            LATENT_CONFIG | {"num_nextn_predict_layers": 1},
+            671_026_404_352,
+            ["num_nextn_predict_layers = 1 (multi-token prediction)"],
+            id="deepseek-v3",
+        ),
+        pytest.param(
+            {"model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024, "ffn_dim": 4096}
+            | {"num_hidden_layers": 24, "num_attention_heads": 16, "do_layer_norm_before": False},
+            331_196_416,
+            [],
+            id="opt-350m: projections, and no norm before the head",
+        ),
+        pytest.param({"model_type": "gpt2"}, 124_439_808, [], id="gpt2"),
+        pytest.param(
+            {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]},
+            124_439_808,
+            ["the head of GPT2ForSequenceClassification: that of a causal language model is taken"],
+            id="another head",
+        ),
+        pytest.param(
+            {"model_type": "gpt2", "audio_config": {"model_type": "\x1b[31m"}},
+            124_439_808,
+            [r"audio_config (\x1b[31m)"],
+            id="what a terminal would obey",
+        ),
+    ],
+)
+def test_parameters_of_a_config_and_what_is_left_out(config, parameters, left_out):
+    """As transformers counts them (`test_config_counts`)."""
+    shape = read(json.dumps(config))
+    assert estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=512)).parameters == parameters
+    assert list(shape.left_out) == left_out
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        (STARCODER2_CONFIG, []),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 13}, [5, 11]),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window_pattern": 2}, [1, 3]),
+        (
+            {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 3},
+            [0, 1, 2],
+        ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            [0],
+        ),
+    ],
+)
+def test_layers_with_a_window(config, full):
+    shape = read(json.dumps(config))
+    assert shape.window > 0
+    assert [i for i in range(shape.layers) if not shape.window_of(i)] == full
+    for unused in ({"use_sliding_window": False, "sliding_window": 8}, {"sliding_window": None}):
+        assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | unused)).window == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "a config is an object"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": ["llama"]}), "model_type = a list of 1: only"),
+        (json.dumps({"model_type": "deepseek_v2"}), "num_experts_per_tok is missing"),
+        (json.dumps({**LLAMA_CONFIG, "vocab_size": None}), "vocab_size is missing"),
+        (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
+        (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 0}), "heads = 0"),
+        (json.dumps({"model_type": "gemma3", "text_config": [1]}), "text_config = a list of 1: an object"),
+        (json.dumps({"model_type": "gemma2", "layer_types": ["linear_attention"]}), "'linear_attention'"),
+        (json.dumps({**LATENT_CONFIG, "moe_layer_freq": 2}), "moe_layer_freq = 2"),
+        (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 7}), "query_groups = 7: must divide heads = 64"),
+        (json.dumps({**MOE_CONFIG, "mlp_only_layers": [1]}), "mlp_only_layers"),
+    ],
+)
+def test_a_wrong_config_is_one_sentence(text, message):
+    with pytest.raises(InputError, match=message) as raised:
+        read(text, "config.json")
+    assert "\n" not in str(raised.value)
