@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from support.ranks import cases
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
 
+from optpipe.errors import ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from optpipe_runtime.swap import schedules as swapping
+
+
+def train_with_offers(
+    placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
+) -> tuple[list[int], list[cases.Gradients], str]:
+    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while
+    it trains."""
+    microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
+    modules = cases.own_stages(placement)
+    versions, gradients, complaint = [], [], ""
+    lower = swapping.lower
+
+    def picky(schedule: Schedule, *arguments: Any) -> Any:
+        if schedule.method == refused_by_one.method and rank == 1:
+            raise ScheduleError("not with me")
+        return lower(schedule, *arguments)
+
+    with mock.patch.object(swapping, "lower", picky), Pipeline(modules, placement, cases.loss_fn, microbatches) as pipe:
+        pipe.load(first)
+        try:
+            pipe.load(refused_by_one)
+        except ScheduleError as error:
+            complaint = str(error)
+        offers = {0: refused_by_one, 8: better}
+        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+            if rank == 0 and step in offers:
+                pipe.offer(offers[step])
+            for module in modules.values():
+                module.zero_grad()
+            versions.append(pipe.step(*cases.batch(0, microbatches)).version)
+            gradients.append(cases.numbers(modules))
+            if versions[-1] > 1:
+                break
+        assert pipe.schedule.method == better.method
+    return versions, gradients, complaint
 
 
 def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> None:
@@ -20,7 +61,7 @@ def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> Non
         replace(Schedule.parse(problem, texts), method=name)
         for texts, name in ((ONE_F_ONE_B, "1f1b"), (SPLIT, "split"), (OFFLOADED, "away"))
     )
-    results = ranks(cases.train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
+    results = ranks(train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
     (versions, gradients, complaint), (versions1, gradients1, complaint1) = results
     assert complaint == complaint1 == "rank 1: not with me"
     assert versions == versions1, "every rank swaps at the same step"
@@ -31,9 +72,43 @@ def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> Non
         np.testing.assert_equal(before | after, plain)
 
 
+def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
+    """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
+    rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
+    (inputs, targets), stages = cases.batch(0, m), cases.own_stages(placement)
+
+    def run(*arguments: Any, load: bool = True, **data: Any) -> None:
+        with Pipeline(*arguments) as pipe:
+            if load:
+                pipe.load(schedule)
+            pipe.step(**data)
+
+    fine = (stages, placement, cases.loss_fn, m)
+    told = cases.refusals(
+        lambda: run({}, placement, cases.loss_fn, m),
+        lambda: run(stages, [0, 5], cases.loss_fn, m),
+        lambda: run(list(stages.values()), placement, cases.loss_fn, m),
+        lambda: run(stages, placement, cases.loss_fn, 4.0),
+        lambda: run(*fine, inputs=(), targets=targets),
+        lambda: run(*fine, inputs=inputs[:-1], targets=targets),
+        lambda: run(*fine, inputs=None, targets=targets),
+        lambda: run(*fine, inputs=inputs, targets=targets, load=False),
+        lambda: run(stages, placement, lambda output, target: output, m, inputs=inputs, targets=targets),
+    )
+    with Pipeline(*fine) as pipe:
+        pipe.problem = cases.problem(placement, m, activation_bytes=100 + rank)
+        nothing: Any = None
+        return told + cases.refusals(
+            lambda: pipe.load(schedule),
+            lambda: pipe.profile(inputs, targets),
+            lambda: pipe.load(nothing),
+            lambda: pipe.offer(nothing if rank == 0 else schedule),
+        )
+
+
 def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
-    told = ranks(cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
+    told = ranks(refuse_on_the_way, placement=[0, 1], schedule=schedule)
     for rank, sentences in enumerate(told):
         assert sentences[0] == f"stages has [] on rank {rank}: placement puts [{rank}] there"
         assert sentences[1] == "placement[1] = 5: there are 2 ranks, numbered from 0"

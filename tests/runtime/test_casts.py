@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_stages import BATCH, WIDTH, linear
+from support.ranks.odd_modules import BATCH, WIDTH, linear
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

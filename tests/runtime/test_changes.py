@@ -1,5 +1,5 @@
-"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes parameters: results are those of
-a plain run."""
+"""Between steps a user evaluates, takes batches of another size, freezes parameters, turns autocast on: results are
+those of a plain run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from optpipe_runtime import Pipeline
 
 
 class Turn(NamedTuple):
-    """One step, or one evaluation; `sequences` in a micro-batch, and whether the first stage is frozen."""
+    """One step, or one evaluation; `sequences` in a micro-batch, whether the first stage is frozen, and autocast, by
+    which what passes between the stages has another type."""
 
     train: bool
     sequences: int = 2
     frozen: bool = False
+    autocast: bool = False
 
 
 class Seen(NamedTuple):
@@ -72,7 +74,8 @@ def take_turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
                 inputs if rank == 0 else None,
                 targets if rank == 1 else None,
             )  # the other rank cannot see what has changed
-            report = pipe.step(*ours) if turn.train else pipe.evaluate(*ours)
+            with torch.autocast("cpu", torch.bfloat16, turn.autocast):
+                report = pipe.step(*ours) if turn.train else pipe.evaluate(*ours)
             found.append(seen(report.losses, modules))
     return found
 
@@ -84,7 +87,7 @@ def plainly(microbatches: int, taken: Sequence[Turn]) -> list[Seen]:
         prepared(modules, turn)
         losses = []
         for x, y in zip(*(part.chunk(microbatches) for part in batch(turn, microbatches)), strict=True):
-            with torch.set_grad_enabled(turn.train):
+            with torch.set_grad_enabled(turn.train), torch.autocast("cpu", torch.bfloat16, turn.autocast):
                 loss = mse_loss(modules[1](modules[0](x)), y)
             if turn.train:
                 torch.autograd.backward(loss / microbatches)
@@ -103,8 +106,9 @@ TRAIN, EVALUATE = Turn(train=True), Turn(train=False)
         [EVALUATE, TRAIN, EVALUATE, EVALUATE, TRAIN],
         [TRAIN, Turn(True, sequences=3), TRAIN, Turn(False, sequences=5), TRAIN],
         [Turn(True, frozen=True), TRAIN, Turn(True, frozen=True)],
+        [TRAIN, Turn(True, autocast=True), Turn(False, autocast=True), TRAIN],
     ],
-    ids=["evaluations", "shapes", "freezing"],
+    ids=["evaluations", "shapes", "freezing", "autocast"],
 )
 def test_every_phase_equals_a_plain_run(ranks: Ranks, programs: list[list[str]], turns: list[Turn]) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), programs)

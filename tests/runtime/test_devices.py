@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import profile
+from support.ranks.cases import batch, loss_fn, own_stages
 from support.ranks.worker import Ranks
 from torch import nn
 
 from optpipe.errors import InputError
+from optpipe_runtime import Pipeline
 from optpipe_runtime.arguments import compute_device, require_no_cuda_graphs
 
 
@@ -78,7 +79,12 @@ def test_stages_compiled_without_cuda_graphs_are_not_refused() -> None:
             require_no_cuda_graphs({0: compiled}, CUDA)
 
 
+def transfer_mode(full_duplex: bool | None) -> str:
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2, full_duplex=full_duplex) as pipe:
+        return pipe.profile(*batch(0, 2), activation_budget_bytes=10**9, repeats=1).transfer_mode
+
+
 @pytest.mark.parametrize("given", [None, False, True])
 def test_the_profile_tells_the_default(ranks: Ranks, given: bool | None) -> None:
     mode = "full_duplex" if given else "half_duplex"
-    assert ranks(profile.transfer_mode, full_duplex=given) == [mode] * 2
+    assert ranks(transfer_mode, full_duplex=given) == [mode] * 2

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.examples import examples
-from support.problems.strategies import schedules
-from support.ranks import cases
-from support.ranks.calls import measured
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
@@ -95,15 +88,3 @@ def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -
 def certified(problem: Problem) -> list[int]:
     compiled = Schedule.parse(problem, PROGRAMS).compiled
     return compiled.held.after[compiled.rows.of_device(0)].tolist()
-
-
-@settings(max_examples=examples(10))
-@given(st.data(), st.sampled_from([((0, 1), (None, None)), ((0, 1, 1, 0), (1, 0))]))
-def test_no_op_holds_more_than_certified(ranks: Ranks, data: Any, where: tuple[Any, Any]) -> None:
-    placement, peers = where
-    schedule = data.draw(schedules(measured(ranks, placement, peers)))
-    for (report,), _ in ranks(cases.train, placement=placement, schedules=[schedule]):
-        assert report.excess is None
-        assert all(0 <= time.held_bytes <= time.certified_bytes for time in report.trace)
-        assert max(time.held_bytes for time in report.trace) == report.peak_activation_bytes
-        assert report.trace[-1].held_bytes == 0

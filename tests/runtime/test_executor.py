@@ -3,7 +3,7 @@ same order."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from support.close import joined, require_close
 from support.examples import examples
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.calls import same
+from support.ranks.calls import measured, same, train_as_plain
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 
 from optpipe.model.ops import COMPUTE
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,25 @@ def test_swaps_between_steps_do_not_change_results(ranks: Ranks) -> None:
     assert [report.version for report in reports[0]] == [1, 2, 3, 4]
 
 
-@settings(max_examples=examples(12))
-@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1], [0, 0]]))
-def test_any_valid_schedule_gives_the_same_sums(ranks: Ranks, data: Any, placement: list[int]) -> None:
-    problem = cases.problem(placement, 3, offload_parts=2)
-    schedule = data.draw(schedules(problem))
-    same(ranks, placement, [[program.texts() for program in schedule.programs]], exact=False, offload_parts=2)
+PEERS = [(None, None), (1, None), (1, 0)]
+WHERE = [((0, 0), (None, None)), *product([(0, 1), (0, 1, 1, 0), (1, 0, 1)], PEERS)]
+
+
+@settings(max_examples=examples(80))
+@given(st.data(), st.sampled_from(WHERE))
+def test_any_valid_schedule_gives_the_same_sums_in_the_bytes_that_are_certified(
+    ranks: Ranks, data: Any, where: tuple[tuple[int, ...], tuple[int | None, ...]]
+) -> None:
+    """On the problem that is measured, with evictions where a rank has a peer."""
+    schedule = data.draw(schedules(measured(ranks, *where)))
+    certified = certify(schedule.problem, schedule).device
+    for rank, (report,) in enumerate(train_as_plain(ranks, [schedule], exact=False)):
+        assert report.excess is None
+        assert all(0 <= time.held_bytes <= time.certified_bytes for time in report.trace)
+        if report.trace:
+            assert max(time.held_bytes for time in report.trace) == report.peak_activation_bytes
+            assert report.trace[-1].held_bytes == 0
+            assert 0.3 * certified[rank].bytes < report.peak_activation_bytes <= certified[rank].bytes
 
 
 def test_tied_embeddings_get_the_sum_of_both_gradients(ranks: Ranks) -> None:

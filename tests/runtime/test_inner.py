@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.close import require_close
-from support.ranks import cases, inner, inner_kinds
+from support.ranks import cases, inner
 from support.ranks.cases import Gradients
 from support.ranks.inner import make_stages, mesh, parallel, two_stages
 from support.ranks.microbatches import Sizes, Turn, given, plain_turn
@@ -125,39 +125,11 @@ def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: R
         assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1 kB: 0 B are allocated and ")
 
 
-@pytest.mark.parametrize("validated", [False, True])
-def test_the_norm_counts_plain_parameters_once_or_as_parts(four_ranks: Ranks, validated: bool) -> None:
-    """Parts must be marked: else their gradients differ between peers, and clipping is refused."""
-    for found, expected in four_ranks(inner.plain_parts, marked=True, validated=validated):
-        assert found == pytest.approx(expected, rel=1e-5)
-    for complaint, _ in four_ranks(inner.plain_parts, marked=False, validated=validated):
-        assert complaint.startswith("stage 0: weight has gradients of norms 0.271, 0.265 on its inner peers: average ")
-
-
 def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None:
     """Also where its peer waits for it in a collective of the stage's own. All name the same rank."""
     told = four_ranks.survivors(inner.killed, dying=1)
     assert len(set(told)) == 1
     assert told[0].startswith("rank 0 (inner peer 1) did not answer any more; rank ")
-
-
-@pytest.mark.parametrize("kind", inner_kinds.KINDS)
-def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
-    """Of a context-parallel attention, and of experts, whose activations differ from micro-batch to micro-batch: what a
-    step holds more than the profile found is reported, and changes no gradient."""
-    programs = [SPLIT, OFFLOADED, RECOMPUTED]
-    ranks = four_ranks(inner_kinds.trained, kind=kind, microbatches=4, programs=programs)
-    expected = inner_kinds.plain(kind, 4)
-    for k in range(len(programs)):
-        first, last = ranks[0][k], ranks[2][k]
-        close(first.gradients | last.gradients, expected.gradients)
-        assert np.mean([last.losses, ranks[3][k].losses], axis=0) == pytest.approx(expected.losses, rel=1e-5)
-        for seen in ranks:
-            assert seen[k].norm == pytest.approx(expected.norm, rel=1e-5)
-            for name, grad in seen[k].gradients.items():
-                np.testing.assert_array_equal(grad, seen[0].gradients[name], err_msg=name)
-    assert all(seen[1].host_peak_bytes for seen in ranks)
-    assert bool(ranks[0][0].excess) == (kind == "experts")  # the first stage's first expert gets more than ever before
 
 
 def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:

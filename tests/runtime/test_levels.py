@@ -4,25 +4,95 @@ of all kinds train as in a plain run is in `test_odd_stages` and `test_split_com
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support import problems
-from support.ranks import levels, microbatches
-from support.ranks.odd_stages import BATCH, WIDTH, Of, linear
+from support.ranks import microbatches
+from support.ranks.cases import Gradients, loss_fn, numbers, own_stages, refusals
+from support.ranks.microbatches import Turn, batch
+from support.ranks.odd_modules import BATCH, WIDTH, Of, linear
 from support.ranks.split_stages import CPU, Block, batches, require_as_plain, run, runner
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.levels import LEVELS, Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
+
+PLACEMENT = [0, 1]
+KEEPS = ["cheap", "selective", "full"]
+
+
+class Way(NamedTuple):
+    """What becomes of one activation: the number of its level, None if it is not recomputed; and whether what is kept
+    of it leaves."""
+
+    level: int | None = None
+    leaves: bool = False
+
+
+class Trained(NamedTuple):
+    """One step, on one rank."""
+
+    report: StepReport
+    gradients: Gradients
+    certified_bytes: int
+    certified_host_bytes: int
+
+
+def program(problem: Problem, stage: int, ways: Sequence[Way]) -> list[str]:
+    """All forwards, then all backwards."""
+    first, then = [], []
+    for j, way in enumerate(ways):
+        level = None if way.level is None else problem.stages[stage].all_levels[way.level]
+        leaves = way.leaves and (level is None or level.can_offload)
+        first += [f"{stage}F{j}", *([f"{stage}O{j}", f"{stage}D{j}"] if leaves else [])]
+        again = [] if level is None else [f"{stage}C{j}" + (f".{way.level}" if way.level else "")]
+        then += [*([f"{stage}R{j}"] if leaves else []), *again, f"{stage}B{j}", f"{stage}W{j}"]
+    return first + then
+
+
+def trained(turn: Turn, all_ways: Sequence[Sequence[Way]]) -> tuple[Problem, list[Trained]]:
+    """Profiles micro-batches of these sizes, then runs the same step in each of the ways; the stages have dropout."""
+    rank, modules = dist.get_rank(), own_stages(PLACEMENT, dropout=0.1)
+    inputs, targets = map(Microbatches, batch(turn, 1))
+    steps = []
+    with Pipeline(modules, PLACEMENT, loss_fn, len(turn.sizes), recompute=KEEPS) as pipe:
+        problem = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=1)
+        for ways in all_ways:
+            pipe.load(Schedule.parse(problem, [program(problem, s, ways) for s in range(2)]))
+            for module in modules.values():
+                module.zero_grad()
+            torch.manual_seed(rank)
+            report = pipe.step(inputs, targets)
+            assert pipe.plan is not None
+            certificate = pipe.plan.certificate
+            steps.append(
+                Trained(report, numbers(modules), certificate.device[rank].bytes, certificate.host[rank].bytes)
+            )
+    return problem, steps
+
+
+def refused(schedule: Schedule, given: Sequence[Any]) -> list[str]:
+    """What is told of arguments that are wrong, and of a schedule with a level that a pipeline does not offer."""
+
+    def make(recompute: Any) -> Pipeline:
+        return Pipeline(own_stages(PLACEMENT), PLACEMENT, loss_fn, schedule.problem.microbatches, recompute=recompute)
+
+    told = refusals(*(lambda each=each: make(each) for each in given))  # type: ignore[misc]
+    with make(("full",)) as pipe, make(("cheap",)) as other:
+        return told + refusals(lambda: pipe.load(schedule), lambda: PlannedSteps(other))
+
 
 aten = torch.ops.aten
 ROW = BATCH * 8 * 4  # bytes of one column
@@ -160,11 +230,11 @@ def test_attention_that_is_written_out_is_kept_at_cheap_only(link: Link) -> None
 
 LENGTHS = microbatches.Turn(tuple(microbatches.Sizes(*size) for size in ((2, 9), (1, 16), (3, 4), (2, 12), (1, 5))))
 EQUAL = microbatches.Turn((microbatches.Sizes(2, 12),) * 5)
-KEPT = [levels.Way()] * 5
+KEPT = [Way()] * 5
 WAYS = {
-    **{name: [levels.Way(k)] * 5 for k, name in enumerate(levels.KEEPS)},
-    **{f"{name}, offloaded": [levels.Way(k, leaves=True)] * 5 for k, name in enumerate(levels.KEEPS)},
-    "mixed": [levels.Way(0), levels.Way(), levels.Way(2, leaves=True), levels.Way(1), levels.Way(None, leaves=True)],
+    **{name: [Way(k)] * 5 for k, name in enumerate(KEEPS)},
+    **{f"{name}, offloaded": [Way(k, leaves=True)] * 5 for k, name in enumerate(KEEPS)},
+    "mixed": [Way(0), Way(), Way(2, leaves=True), Way(1), Way(None, leaves=True)],
 }
 
 
@@ -172,16 +242,14 @@ WAYS = {
 def test_with_any_level_a_step_is_the_same_to_the_bit_and_within_its_certificate(
     ranks: Ranks, turn: microbatches.Turn
 ) -> None:
-    for rank, (problem, (kept, *others)) in enumerate(
-        ranks(levels.trained, turn=turn, all_ways=[KEPT, *WAYS.values()])
-    ):
-        assert [level.name for level in problem.stages[rank].all_levels] == levels.KEEPS
+    for rank, (problem, (kept, *others)) in enumerate(ranks(trained, turn=turn, all_ways=[KEPT, *WAYS.values()])):
+        assert [level.name for level in problem.stages[rank].all_levels] == KEEPS
         for name, step in zip(WAYS, others, strict=True):
             assert step.report.losses == kept.report.losses, name
             np.testing.assert_equal(step.gradients, kept.gradients, err_msg=name)
             assert 0.9 * step.certified_bytes < (step.report.peak_activation_bytes or 0) <= step.certified_bytes, name
             assert step.report.host_peak_bytes >= step.certified_host_bytes, name
-            nothing_leaves = name in levels.KEEPS or (rank == 0 and name == "full, offloaded")  # the batch stays
+            nothing_leaves = name in KEEPS or (rank == 0 and name == "full, offloaded")  # the batch stays
             assert (step.certified_host_bytes == 0) == nothing_leaves, name
             assert step.certified_bytes < kept.certified_bytes, name
 
@@ -191,7 +259,7 @@ def test_wrong_levels_are_refused_on_every_rank(ranks: Ranks) -> None:
     level = {"name": "mine", "recompute_ms": 1, "checkpoint_bytes": 10}
     problem = problems.pipeline(2, 1, 10**9, costs | {"levels": [level]})
     schedule = Schedule.parse(problem, [["0F0", "0C0", "0BW0"], ["1F0", "1BW0"]])
-    for told in ranks(levels.refused, schedule=schedule, given=[["all"], "cheap", ["full"] * 2, ["full"] * 9]):
+    for told in ranks(refused, schedule=schedule, given=[["all"], "cheap", ["full"] * 2, ["full"] * 9]):
         assert [text.split(":")[0] for text in told[:4]] == [
             "recompute has 'all'",
             "recompute = 'cheap'",

@@ -9,31 +9,25 @@ from support.ranks import cases, losses
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 
-from optpipe.schedule import Schedule
-
-
-def parsed(*programs: list[list[str]]) -> list[Schedule]:
-    return [Schedule.parse(cases.problem((0, 1), 4), program) for program in programs]
-
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_added_in_backwards_count_as_by_torch(ranks: Ranks, reduction: str) -> None:
     """And gradients of an earlier step stay as they are."""
-    schedules = parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED)
+    schedules = cases.parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED)
     for pairs in ranks(losses.added, schedules=schedules, reduction=reduction):
         for pair in pairs:
             require_close(*pair, rtol=1e-5, atol=1e-8)
 
 
 def test_losses_added_in_backwards_count_alike_in_other_places(ranks: Ranks) -> None:
-    (schedule,) = parsed(ONE_F_ONE_B)
+    (schedule,) = cases.parsed(ONE_F_ONE_B)
     for pair in (*ranks(losses.added_in_torch, schedule=schedule), *ranks(losses.added_on_the_host, schedule=schedule)):
         require_close(*pair, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_losses_added_in_backwards_count_alike_on_replicas(four_ranks: Ranks, how: str) -> None:
-    (schedule,) = parsed(SPLIT)
+    (schedule,) = cases.parsed(SPLIT)
     for pair in four_ranks(losses.added_on_replicas, schedule=schedule, how=how):
         require_close(*pair, rtol=1e-5, atol=1e-8)
 
@@ -41,21 +35,21 @@ def test_losses_added_in_backwards_count_alike_on_replicas(four_ranks: Ranks, ho
 @pytest.mark.parametrize("form", losses.FORMS)
 def test_parameters_of_a_loss_are_the_last_stages(ranks: Ranks, form: str) -> None:
     """Their gradients after a profile, in the norm, after steps that were undone, and with a recomputed stage."""
-    (schedule,) = parsed(RECOMPUTED)
+    (schedule,) = cases.parsed(RECOMPUTED)
     for found in ranks(losses.with_parameters, schedule=schedule, form=form, max_norm=1.0, ahead=False):
         assert found.profile_leaves_none
         assert max(found.norms, found.gradients, found.state) < 1e-5
 
 
 def test_parameters_of_a_loss_are_validated_with_the_others(ranks: Ranks) -> None:
-    (schedule,) = parsed(ONE_F_ONE_B)
+    (schedule,) = cases.parsed(ONE_F_ONE_B)
     found = ranks(losses.with_parameters, schedule=schedule, form="a closure", max_norm=0.5, ahead=True)
     assert max(trained.state for trained in found) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_parameters_of_a_loss_without_replicas_are_refused(four_ranks: Ranks, how: str) -> None:
-    (schedule,) = parsed(ONE_F_ONE_B)
+    (schedule,) = cases.parsed(ONE_F_ONE_B)
     for told in four_ranks(losses.unwrapped, schedule=schedule, how=how):
         assert len(told) == 2
         for sentence in told:

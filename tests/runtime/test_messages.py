@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.calls import same
+from support.ranks.calls import train_as_plain
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -97,7 +97,7 @@ def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
     four_ranks: Ranks, data: Any, placement: list[int]
 ) -> None:
     schedule = data.draw(schedules(cases.problem(placement, 3)))
-    same(four_ranks, placement, [[program.texts() for program in schedule.programs]], exact=False)
+    train_as_plain(four_ranks, [schedule], exact=False)
 
 
 def test_what_messages_may_hold_is_set_aside() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from support.ranks.device import ON_CUDA, close, device
-from support.ranks.odd_stages import AT_B, BATCH, SAVED, STAGES, WIDTH, Of, linear
+from support.ranks.odd_modules import BATCH, WIDTH, Of, linear
+from support.ranks.odd_stages import AT_B, SAVED, STAGES
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.examples import examples
-from support.problems.strategies import schedules
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.worker import Ranks
@@ -29,22 +23,6 @@ BPIPE = [
 
 def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
     same(ranks, [0, 1], [BPIPE], peers=[1, None])
-
-
-@settings(max_examples=examples(15))
-@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from([[1, 0], [1, None]]))
-def test_any_valid_schedule_gives_the_same_sums(
-    ranks: Ranks, data: Any, placement: list[int], peers: list[int | None]
-) -> None:
-    schedule = data.draw(schedules(cases.problem(placement, 3, peers, offload_parts=2)))
-    same(
-        ranks,
-        placement,
-        [[program.texts() for program in schedule.programs]],
-        exact=False,
-        peers=peers,
-        offload_parts=2,
-    )
 
 
 def test_evicted_bytes_are_on_the_peer(ranks: Ranks) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.close import require_close
 from support.ranks import cases, reductions
-from support.ranks import training as rank_training
 from support.ranks.programs import V_SHAPED, programs
 from support.ranks.reductions import Ran, Turn
 from support.ranks.worker import Ranks
@@ -47,7 +46,7 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
             assert ran.reduced(step) == [deeper, shallower]
         assert not before_the_last_op(ran, 0)
     assert all(before_the_last_op(ran, step) == ran.reduced(step)[:1] for ran in results[:2] for step in (1, 2))
-    _, expected, _ = rank_training.plain(4, 6, steps=3)
+    _, expected = cases.plain(4, 6, 3)
     for step in range(3):
         for first, last in ((0, 1), (2, 3)):
             require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
@@ -63,7 +62,7 @@ def test_replicas_start_in_one_order_whatever_they_run(four_ranks: Ranks, how: s
     for rank in (2, 3):
         assert not before_the_last_op(results[rank], 1)
         np.testing.assert_equal(results[rank].parameters, results[rank - 2].parameters)
-    _, expected, _ = rank_training.plain(4, 6, steps=2)
+    _, expected = cases.plain(4, 6, 2)
     require_close(results[0].gradients[1] | results[1].gradients[1], expected[1])
 
 
@@ -130,7 +129,7 @@ def test_a_stage_is_gathered_before_its_own_first_forward(four_ranks: Ranks, own
             assert ran.held[step][f"{deep}F0"] == whole_bytes(shallow) + whole_bytes(deep)
         for peak, certified in ran.gathered:
             assert peak == certified == 2 * (whole_bytes(shallow) + whole_bytes(deep)), "with whole gradients"
-    _, expected, _ = rank_training.plain(4, 6, steps=3)
+    _, expected = cases.plain(4, 6, 3)
     for step in range(3):
         for first, last in ((0, 1), (2, 3)):
             require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_stages import WIDTH, linear
+from support.ranks.odd_modules import WIDTH, linear
 from support.ranks.split_stages import Block, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager

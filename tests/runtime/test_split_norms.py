@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_stages import Scaled, gated
+from support.ranks.odd_modules import Scaled, gated
 from support.ranks.split_stages import batches, runner
 from torch import Tensor
 

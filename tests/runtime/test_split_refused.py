@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.ranks.odd_stages import BATCH, WIDTH, Of, linear, slope
+from support.ranks.odd_modules import BATCH, WIDTH, Of, linear, slope
 from support.ranks.split_stages import CPU, batches, runner
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_stages import BATCH, WIDTH, Delaying, Of, linear
+from support.ranks.odd_modules import BATCH, WIDTH, Delaying, Of, linear
 from support.ranks.split_stages import CPU, batches, require_as_plain, run, runner
 from torch import Tensor, nn
 

@@ -4,22 +4,27 @@ micro-batches."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.close import require_close
 from support.problems.strategies import arranged
 from support.ranks import cases, swaps
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
+from torch.nn.functional import mse_loss
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, Pipeline
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import prepare
-from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.swap.running import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
@@ -70,9 +75,27 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
         assert line.endswith("OutOfMemoryError: too much")
 
 
+def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Schedule) -> tuple[str, bool, list[float]]:
+    """The first schedule of all runs out of memory: the step is undone, and another one can be loaded."""
+    modules = swaps.own_stages(placement)
+    with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe:
+        pipe.load(first)
+        complaint = ""
+        try:
+            with swaps.failing(
+                "forward", 4 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
+            ):  # two are of learning
+                pipe.step(*swaps.batch(0))
+        except OptPipeError as error:
+            complaint = str(error)
+        untouched = all(parameter.grad is None for module in modules.values() for parameter in module.parameters())
+        pipe.load(second)
+        return complaint, untouched, pipe.step(*swaps.batch(0)).losses or []
+
+
 def test_without_an_earlier_schedule_the_step_is_undone_and_an_error_says_so(ranks: Ranks) -> None:
     made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
-    told = ranks(swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
+    told = ranks(nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
     expected = (
         "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and "
         "there is no schedule to go "
@@ -179,11 +202,25 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     assert refusals[0].endswith("its first dimension must be a multiple of the 5 micro-batches")
 
 
+def too_little_on_the_host(
+    placement: Sequence[int], first: Schedule, second: Schedule, pages: int
+) -> tuple[str, list[float], list[str]]:
+    """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
+    limit = pages * PAGE["cpu"]
+    with (
+        Pipeline(swaps.own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe,
+        swaps.heard() as logged,
+    ):
+        pipe.load(first)
+        pipe.step(*swaps.batch(0))
+        pipe.load(second)
+        report = pipe.step(*swaps.batch(0))
+        return pipe.schedule.method, report.losses or [], list(logged)
+
+
 def test_with_too_little_host_memory_the_earlier_schedule_runs_on(ranks: Ranks) -> None:
     few, many = _in_turn(2), _in_turn(12)
-    _, (method, losses, _) = told = ranks(
-        swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2
-    )
+    _, (method, losses, _) = told = ranks(too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2)
     assert method == "2"
     assert losses == swaps.plain(2, 1, 2)[0].losses
     assert any("replaces 12, which ran out of memory: rank 0: host_memory_bytes = " in line for line in told[0][2])

@@ -2,24 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.close import require_close
 from support.problems.units import units
-from support.ranks import cases, inner, reductions, windows
-from support.ranks.reductions import Ran, Turn
+from support.ranks import inner, reductions
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
+from support.ranks.reductions import Ran, Turn, policy
+from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.worker import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
 from optpipe_runtime.features.windows import windows as windows_of
 from optpipe_runtime.lowering.plan import WEIGHT
 from optpipe_solver.systems import generate
+
+
+def plain(stages: int, microbatches: int, steps: int, window: int) -> tuple[list[Gradients], Gradients]:
+    """In one process: gradients of each step, and the parameters after the last one. Sums have the order of windows of
+    so many micro-batches: within a window on each replica, then over the replicas, then over the windows."""
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    every = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.1)
+    found = []
+    for step in range(steps):
+        halves = [part.chunk(2) for part in batch(step, 2 * microbatches)]
+        total: list[Tensor] = []
+        for first in range(0, microbatches, window):
+            of_window = []
+            for inputs, targets in zip(*halves, strict=True):
+                optimizer.zero_grad()
+                pairs = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+                for x, y in pairs[first : first + window]:
+                    for module in modules:
+                        x = module(x)
+                    torch.autograd.backward(loss_fn(x, y) / microbatches)
+                of_window.append([_gradient(p).clone() for p in every])
+            mean = [(a + b) / 2 for a, b in zip(*of_window, strict=True)]
+            total = [a + b for a, b in zip(total, mean, strict=True)] if total else mean
+        for p, gradient in zip(every, total, strict=True):
+            p.grad = gradient
+        found.append(gradients(dict(enumerate(modules))))
+        optimizer.step()
+    return found, parameters(dict(enumerate(modules)))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.grad
+
+
+def refused(schedule: Schedule) -> list[str]:
+    """What is told to who asks for windows where there can be none."""
+    here, m = place(), schedule.problem.microbatches
+    placement = [stage.device for stage in schedule.problem.stages]
+
+    def attempt(how: str, whole: int) -> None:
+        modules = here.stages(placement, how)
+        Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole).close()
+
+    return refusals(lambda: attempt("ddp", 1), lambda: attempt("replicate", 1), lambda: attempt("fsdp", 0))
+
+
+def of_inner_peers(program: Sequence[str], steps: int, mixed: bool = False) -> list[inner.Seen]:
+    """Two replicas, of two tensor-parallel ranks with both stages. `mixed`: parameters are gathered in bfloat16."""
+    ranks = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "pipe", "tensor"))
+    replica, m = (ranks.get_coordinate() or (0,))[0], 4
+    modules = {
+        s: wrapped(inner.parallel(module, ranks["tensor"]), "fsdp", ranks["replica"], **policy(mixed))
+        for s, module in enumerate(inner.make_stages())
+    }
+    optimizer, found = sgd(*modules.values()), []
+    groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
+    with Pipeline(modules, [0, 0], loss_fn, m, whole_gradients=1, **groups) as pipe:
+        pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), activation_budget_bytes=10**9, repeats=1)
+        pipe.problem = problem((0, 0), m)
+        pipe.load(Schedule.parse(pipe.problem, [program]))
+        for step in range(steps):
+            data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
+            found.append(inner.step_of(pipe, modules, data, trace=True)[0])
+            optimizer.step()
+    return found
+
 
 STAGES, MICROBATCHES, WINDOW = 6, 4, 2
 PROBLEM = units(2, MICROBATCHES, v=3)
@@ -35,13 +110,8 @@ def chronos() -> Schedule:
     return generate("chronos", PROBLEM)
 
 
-@cache
-def plain() -> tuple[list[cases.Gradients], cases.Gradients]:
-    return windows.plain(STAGES, MICROBATCHES, 3, WINDOW)
-
-
 def whole_bytes(s: int) -> int:
-    return sum(parameter.nbytes for parameter in cases.make_stages(STAGES)[s].parameters())
+    return sum(parameter.nbytes for parameter in make_stages(STAGES)[s].parameters())
 
 
 def certified(rank: int, whole: int) -> int:
@@ -64,7 +134,7 @@ def trained(ranks: Ranks, own: list[list[Schedule]], turns: list[Turn], whole: i
     )
 
 
-def whole(results: list[Ran], replica: int, step: int) -> cases.Gradients:
+def whole(results: list[Ran], replica: int, step: int) -> Gradients:
     return results[2 * replica].gradients[step] | results[2 * replica + 1].gradients[step]
 
 
@@ -73,7 +143,7 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
     were it later, this never ended."""
     turns = [Turn(load=0), Turn(awaits=[("2B1", "ended 4")]), Turn(awaits=[("3B1", "ended 5")])]
     results = trained(four_ranks, [[zero2()]] * 2, turns, 2)
-    expected, parameters = plain()
+    expected, last = plain(STAGES, MICROBATCHES, 3, WINDOW)
     for rank, ran in enumerate(results):
         for step in range(3):
             own = [s for s in reversed(range(STAGES)) if s % 2 == rank % 2]
@@ -83,13 +153,13 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
         for step in range(3):
             np.testing.assert_equal(whole(results, replica, step), expected[step])
         both = results[2 * replica].parameters | results[2 * replica + 1].parameters
-        np.testing.assert_equal(both, parameters)
+        np.testing.assert_equal(both, last)
 
 
 def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None:
     """Sums have another order, so numbers are equal to rounding. One whole gradient at a time, and a step that must be
     undone on one replica, because its shapes have changed."""
-    turns = [Turn(load=0), Turn(length=cases.LENGTH // 2), Turn(length=cases.LENGTH // 2), Turn()]
+    turns = [Turn(load=0), Turn(length=LENGTH // 2), Turn(length=LENGTH // 2), Turn()]
     found, once = (trained(four_ranks, [[zero2()]] * 2, turns, count, max_norm=0.1) for count in (1, None))
     for rank, (ran, expected) in enumerate(zip(found, once, strict=True)):
         for step in range(len(turns)):
@@ -124,7 +194,7 @@ def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) ->
         assert counts[3] == sum(1 for _ in _windows(chronos(), rank % 2, 2)) + 3
         assert ran.gathered[1] == (certified(rank, 3),) * 2
         assert ran.gathered[4] == (certified(rank, 2),) * 2
-    expected = windows.plain(STAGES, MICROBATCHES, len(turns), MICROBATCHES)[0]
+    expected = plain(STAGES, MICROBATCHES, len(turns), MICROBATCHES)[0]
     for replica in (0, 1):
         for step in range(len(turns)):
             require_close(whole(results, replica, step), expected[step])
@@ -135,7 +205,7 @@ def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
     it reduces, beside the ops of the other stage, is exchanged before."""
     order = ["0F0", "1F0", "0F1", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
     program = order + [op[:-1] + str(int(op[-1]) + 2) for op in order]
-    ranks = four_ranks(windows.of_inner_peers, program=program, steps=2)
+    ranks = four_ranks(of_inner_peers, program=program, steps=2)
     parameters, gradients = zip(*(inner.part_bytes(stage) for stage in inner.make_stages()), strict=True)
     most = sum(parameters) + max(gradients)
     for step, expected in enumerate(inner.plain(8, 2)):
@@ -151,7 +221,7 @@ def test_gradients_of_b_and_of_w_are_reduced_in_one_type(four_ranks: Ranks) -> N
     program = [f"{s}{kind}{j}" for j in range(4) for s, kind in zip((0, 1, 1, 1, 0, 0), "FFBWBW", strict=True)]
     expected = inner.plain(8, 1)[0]
     largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
-    for (seen,) in four_ranks(windows.of_inner_peers, program=program, steps=1, mixed=True):
+    for (seen,) in four_ranks(of_inner_peers, program=program, steps=1, mixed=True):
         require_close(seen.gradients, expected.gradients, rtol=1e-7, atol=0.02 * largest)
         peak, most = seen.gathered
         assert peak <= most
@@ -162,7 +232,7 @@ def _windows(schedule: Schedule, rank: int, count: int) -> frozenset[Op]:
 
 
 def test_stages_that_cannot_be_reduced_in_windows_are_refused(four_ranks: Ranks) -> None:
-    (told, *others) = four_ranks(windows.refused, schedule=zero2())
+    (told, *others) = four_ranks(refused, schedule=zero2())
     assert told == [
         "whole_gradients = 1: stage 0 is not sharded over replicas, so its gradients stay whole: use fully_shard",
         "whole_gradients = 1: stage 0 is not sharded over replicas, so its gradients stay whole: use fully_shard",

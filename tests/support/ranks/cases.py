@@ -6,18 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe.errors import OptPipeError, ScheduleError
+from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.swap import schedules as swapping
 from support import problems
 from support.ranks.device import device
 
@@ -76,6 +74,12 @@ def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | N
     devices = [{"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)]
     stages = [{"device": rank} | costs(rank) | stage for rank in placement]
     return Problem.from_dict({"microbatches": microbatches, "p2p_ms": 0.1, "devices": devices, "stages": stages})
+
+
+def parsed(*programs: list[list[str]]) -> list[Schedule]:
+    """On two ranks with a stage each."""
+    m = sum(text.startswith("0F") for program in programs[0] for text in program)
+    return [Schedule.parse(problem((0, 1), m), program) for program in programs]
 
 
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
@@ -202,106 +206,6 @@ def train(
             gradients.append(numbers(modules))
             optimizer.step()
     return reports, gradients
-
-
-def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tuple[str, list[StepReport], Gradients]:
-    """Profiles, then trains a step with every micro-batch offloaded, one with all recomputed, one with all kept. Also
-    returns what .grad was after profiling."""
-    modules = own_stages(placement, dropout=0.1)
-    for module in modules.values():
-        for parameter in module.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    inputs, targets = batch(0, microbatches)
-    with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
-        problem = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3, **options)
-        untouched = numbers(modules)
-        reports = []
-        for parts, recompute in ((problem.stages[0].offload_parts, False), (0, True), (0, False)):
-            programs = [one_at_a_time(s, microbatches, parts, recompute) for s in range(len(placement))]
-            pipe.load(Schedule.parse(problem, programs))
-            reports.append(pipe.step(inputs, targets))
-            assert reports[-1].peak_activation_bytes is not None, "the first step by a schedule is counted"
-            assert pipe.step(inputs, targets).peak_activation_bytes is None, "the second is not"
-            assert pipe.step(inputs, targets, trace=True).peak_activation_bytes == reports[-1].peak_activation_bytes
-    return problem.to_json(), reports, untouched
-
-
-def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = False) -> list[str]:
-    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a
-    recompute."""
-    away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
-    first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
-    again = [[f"{stage}C{j}"] if recompute else away[j][2 * parts :] for j in range(microbatches)]
-    return first + [op for j in range(microbatches) for op in (*again[j], f"{stage}B{j}", f"{stage}W{j}")]
-
-
-def train_with_offers(
-    placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
-) -> tuple[list[int], list[Gradients], str]:
-    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while
-    it trains."""
-    microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
-    modules = own_stages(placement)
-    versions, gradients, complaint = [], [], ""
-    lower = swapping.lower
-
-    def picky(schedule: Schedule, *arguments: Any) -> Any:
-        if schedule.method == refused_by_one.method and rank == 1:
-            raise ScheduleError("not with me")
-        return lower(schedule, *arguments)
-
-    with mock.patch.object(swapping, "lower", picky), Pipeline(modules, placement, loss_fn, microbatches) as pipe:
-        pipe.load(first)
-        try:
-            pipe.load(refused_by_one)
-        except ScheduleError as error:
-            complaint = str(error)
-        offers = {0: refused_by_one, 8: better}
-        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
-            if rank == 0 and step in offers:
-                pipe.offer(offers[step])
-            for module in modules.values():
-                module.zero_grad()
-            versions.append(pipe.step(*batch(0, microbatches)).version)
-            gradients.append(numbers(modules))
-            if versions[-1] > 1:
-                break
-        assert pipe.schedule.method == better.method
-    return versions, gradients, complaint
-
-
-def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
-    """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
-    rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
-    (inputs, targets), stages = batch(0, m), own_stages(placement)
-
-    def run(*arguments: Any, load: bool = True, **data: Any) -> None:
-        with Pipeline(*arguments) as pipe:
-            if load:
-                pipe.load(schedule)
-            pipe.step(**data)
-
-    fine = (stages, placement, loss_fn, m)
-    told = refusals(
-        lambda: run({}, placement, loss_fn, m),
-        lambda: run(stages, [0, 5], loss_fn, m),
-        lambda: run(list(stages.values()), placement, loss_fn, m),
-        lambda: run(stages, placement, loss_fn, 4.0),
-        lambda: run(*fine, inputs=(), targets=targets),
-        lambda: run(*fine, inputs=inputs[:-1], targets=targets),
-        lambda: run(*fine, inputs=None, targets=targets),
-        lambda: run(*fine, inputs=inputs, targets=targets, load=False),
-        lambda: run(stages, placement, lambda output, target: output, m, inputs=inputs, targets=targets),
-    )
-    with Pipeline(*fine) as pipe:
-        pipe.problem = problem(placement, m, activation_bytes=100 + rank)
-        nothing: Any = None
-        return told + refusals(
-            lambda: pipe.load(schedule),
-            lambda: pipe.profile(inputs, targets),
-            lambda: pipe.load(nothing),
-            lambda: pipe.offer(nothing if rank == 0 else schedule),
-        )
 
 
 def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:

@@ -3,31 +3,22 @@ plain run that they must equal."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe.errors import InputError, OptPipeError
-from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.steps import CostModel, StepMemoryError, StepRules, StepScheduler, assign, pack
+from optpipe.steps import StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
-from optpipe_runtime.execute.executor import Executor
-from optpipe_runtime.lowering.prepare import one_at_a_time
-from optpipe_runtime.steps.planned import tokens_and_squares
 from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
 from support.ranks.device import device
 from support.ranks.replicas import gradients, place
-from support.ranks.swaps import failing, heard
-from support.service.following import until
 
 
 class Sizes(NamedTuple):
@@ -266,146 +257,3 @@ def planning(
 
 def given_here(turn: Turn, seed: int) -> dict[str, Any]:
     return given(turn, seed, [dist.get_rank()], dist.get_rank(), 2)
-
-
-class Streamed(NamedTuple):
-    """Of a training whose service keeps its rules: its losses, and on the rank that plans from how many other rules the
-    search for each step started, and the first ones that the service had."""
-
-    losses: list[list[float]]
-    starts: list[int]
-    rules: StepRules | None
-
-
-def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
-    """Planned steps on two ranks; after the first one they wait until the service has answered."""
-    losses, rules = [], None
-    with (
-        planning(budget, url) as (train, modules),
-        patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
-    ):
-        optimizer = sgd(*modules.values())
-        for seed, turn in enumerate(taken):
-            optimizer.zero_grad()
-            losses.append(train.step(**given_here(turn, seed)).losses or [])
-            optimizer.step()
-            if train._planner and (stream := train._planner.stream):
-                until(lambda stream=stream: stream._stream)
-                rules = rules or stream.rules
-        starts = [len(call.kwargs["starts"]) for call in plan.call_args_list]
-    return Streamed(losses, starts, rules)
-
-
-class Spread(NamedTuple):
-    """Of the rank with the first stage: the problem of a step, before and after it, and how it is spread; of the other
-    one, why it cannot tell."""
-
-    planned: Problem | None = None
-    problem: Problem | None = None
-    assigned: Sequence[Sequence[int]] = ()
-    packed: Sequence[Sequence[int]] = ()
-    refused: str = ""
-
-
-def spread(turn: Turn, budget: int) -> Spread:
-    """A planned step; then its micro-batches, or each of them as a document, on two replicas."""
-    each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
-    with planning(budget) as (train, _):
-        train.step(**given_here(turn, 0))
-        try:
-            problem = train.problem(each)
-        except InputError as error:
-            return Spread(refused=str(error))
-        packing = pack(each, 2, {"tokens": 64}, train.problem, train.costs, 2)
-        return Spread(train.schedule.problem, problem, assign(problem, 2).microbatches, packing.documents)
-
-
-class Scarce(NamedTuple):
-    """What came of a step by which rank 1 ran out of memory: the losses, what was said, and how the last one ran."""
-
-    losses: list[float]
-    gradients: Gradients
-    told: str
-    logged: list[str]
-    programs: tuple[str, ...]
-
-
-def scarce(turn: Turn, budget: int, times: int) -> Scarce:
-    """Planned steps on two ranks, of which one runs out of memory so many times; then once more, if it was refused."""
-    told, left, real = "", [times if dist.get_rank() == 1 else 0], Executor.run
-
-    def run(*arguments: Any, **options: Any) -> StepReport:
-        left[0] -= 1
-        with failing("forward", 2, torch.OutOfMemoryError("too much")) if left[0] >= 0 else nullcontext():
-            return real(*arguments, **options)
-
-    with planning(budget) as (train, modules), patch.object(Executor, "run", run), heard() as logged:
-        try:
-            report = train.step(**given_here(turn, 0))
-        except OptPipeError as error:
-            told = str(error)
-            assert not numbers(modules), "it is undone"
-            report = train.step(**given_here(turn, 0))
-        programs = tuple(" ".join(map(str, program.ops())) for program in train.schedule.programs)
-        return Scarce(report.losses or [], numbers(modules), told, list(logged), programs)
-
-
-def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
-    """Losses of planned steps on two ranks, whose last stage has its optimizer on the host."""
-    hosts = {1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)}
-    with planning(budget, host_optimizers=hosts) as (train, modules):
-        on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
-        for seed, turn in enumerate(taken):
-            on_device.zero_grad()
-            losses.append(train.step(**given_here(turn, seed)).losses or [])
-            on_device.step()
-    return losses
-
-
-def uneven(planned: bool) -> str:
-    """What a rank is told whose loader has a batch more than that of rank 1, which has gone."""
-    batches = [given_here(FIRST, seed) for seed in range(4 - dist.get_rank())]
-    try:
-        with planning(10**6) as (train, _):
-            if planned:
-                for inputs, targets in train.ahead([(each["inputs"], each["targets"]) for each in batches]):
-                    train.step(inputs, targets)
-            else:
-                pipe = train._pipe
-                pipe.load(one_at_a_time(pipe.layout.unmeasured()))
-                for each in batches:
-                    pipe.step(**each)
-    except OptPipeError as error:
-        return str(error)
-    os._exit(0)
-
-
-def misused() -> list[str]:
-    """Planned steps on two ranks, wrongly used: what each rank is told."""
-    number, told = dist.get_rank(), []
-    turns = [Turn((Sizes(1, 4), Sizes(2, 7))), Turn((Sizes(1, 5), Sizes(2, 9))), Turn((Sizes(1, 6), Sizes(1, 4)))]
-    batches = [[Microbatches(part) for part in batch(turn, seed)] for seed, turn in enumerate(turns)]
-
-    def train(announced: Sequence[int], run: Sequence[int], stages: int = 2, features: Any = None) -> None:
-        costs = CostModel(("tokens", "squares"), stages) if number == 0 else None
-        modules = {number: make_stages(2)[number]}
-        given = features or tokens_and_squares
-        with (
-            Pipeline(modules, [0, 1], loss_fn, 2) as pipe,
-            PlannedSteps(pipe, given, activation_budget_bytes=10**6, costs=costs) as steps,
-        ):
-            for k in announced:
-                steps.announce(*batches[k])
-            for k in run:
-                steps.step(*batches[k])
-
-    for wrong in (
-        lambda: train([0, 1], [0, 2]),
-        lambda: train([0, 1][: number + 1], [0, 1]),
-        lambda: train([0], [0], stages=3),
-        lambda: train([0], [0], features=lambda tokens: {"tokens": float("nan")}),
-    ):
-        with pytest.raises(OptPipeError) as caught:
-            wrong()
-        told.append(str(caught.value))
-    return told

@@ -11,7 +11,7 @@ from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.levels import FULL, LEVELS
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.odd_stages import BATCH, WIDTH, linear
+from support.ranks.odd_modules import BATCH, WIDTH, linear
 
 CPU = torch.device("cpu")
 RECOMPUTED = {"C": FULL, "K": LEVELS["cheap"]}

@@ -22,7 +22,6 @@ from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
-from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, plain_training, sgd
 
@@ -172,24 +171,6 @@ def heard(name: str = "optpipe.runtime") -> Iterator[list[str]]:
         logger.setLevel(logging.NOTSET)
 
 
-def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Schedule) -> tuple[str, bool, list[float]]:
-    """The first schedule of all runs out of memory: the step is undone, and another one can be loaded."""
-    modules = own_stages(placement)
-    with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe:
-        pipe.load(first)
-        complaint = ""
-        try:
-            with failing(
-                "forward", 4 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
-            ):  # two are of learning
-                pipe.step(*batch(0))
-        except OptPipeError as error:
-            complaint = str(error)
-        untouched = all(parameter.grad is None for module in modules.values() for parameter in module.parameters())
-        pipe.load(second)
-        return complaint, untouched, pipe.step(*batch(0)).losses or []
-
-
 def paced(
     placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
@@ -266,22 +247,6 @@ def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedu
             while pipe.preparing:
                 step()
     return Cut(steps, counts, list(logged))
-
-
-def too_little_on_the_host(
-    placement: Sequence[int], first: Schedule, second: Schedule, pages: int
-) -> tuple[str, list[float], list[str]]:
-    """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
-    limit = pages * PAGE["cpu"]
-    with (
-        Pipeline(own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe,
-        heard() as logged,
-    ):
-        pipe.load(first)
-        pipe.step(*batch(0))
-        pipe.load(second)
-        report = pipe.step(*batch(0))
-        return pipe.schedule.method, report.losses or [], list(logged)
 
 
 def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[int], list[str], list[bool]]:

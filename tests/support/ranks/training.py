@@ -1,10 +1,9 @@
-"""What the ranks run in `test_training`: clipping, optimizers, scaled losses, autocast, checkpoints."""
+"""What the ranks run in `test_training`: clipping, scaled losses, checkpoints."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,35 +15,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from support.ranks.cases import (
-    WIDTH,
-    WORDS,
     Gradients,
     batch,
-    batches,
     loss_fn,
     make_stages,
     own_stages,
-    plain_step,
-    plain_training,
 )
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
-
-
-def plain(
-    stages: int,
-    microbatches: int,
-    steps: int,
-    replica: int | None = None,
-    max_norm: float = math.inf,
-    norm_type: float = 2.0,
-) -> tuple[list[list[float]], list[Gradients], list[float]]:
-    """The same in one process: over the whole batch, or a replica's half of it. Losses, gradients, and the norms that
-    clipping saw."""
-    data = batches(steps, microbatches if replica is None else 2 * microbatches)
-    if replica is not None:
-        data = [(inputs.chunk(2)[replica], targets.chunk(2)[replica]) for inputs, targets in data]
-    trained = plain_training(make_stages(stages), data, microbatches, max_norm=max_norm, norm_type=norm_type)
-    return [step.losses for step in trained], [step.clipped for step in trained], [step.norm for step in trained]
 
 
 def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) -> list[Seen]:
@@ -61,95 +38,6 @@ def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) ->
             seen.append(Seen(report.losses, gradients(modules), norm))
             optimizer.step()
     return seen
-
-
-def autocast(schedule: Schedule, states: Sequence[bool]) -> tuple[list[list[float] | None], Gradients]:
-    """A step with autocast or without, one after the other, gradients added up, in which what passes between stages has
-    another type."""
-    m, rank = schedule.problem.microbatches, dist.get_rank()
-    modules, losses = {rank: perceptrons()[rank]}, []
-    with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
-        pipe.load(schedule)
-        for step, enabled in enumerate(states):
-            with torch.autocast("cpu", torch.bfloat16, enabled):
-                losses += [pipe.step(*batch(step, m)).losses, pipe.evaluate(*batch(step, m)).losses]
-    return losses, gradients(modules)
-
-
-def plain_autocast(microbatches: int, states: Sequence[bool]) -> tuple[list[list[float]], Gradients]:
-    torch.set_num_threads(1)
-    modules = dict(enumerate(perceptrons()))
-    losses: list[list[float]] = []
-    for step, enabled in enumerate(states):
-        losses.append([])
-        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled):
-                loss = loss_fn(modules[1](modules[0](x)), y)
-            torch.autograd.backward(loss / microbatches)
-            losses[-1].append(loss.item())
-        losses.append(losses[-1])
-    return losses, gradients(modules)
-
-
-def perceptrons() -> list[nn.Module]:
-    torch.manual_seed(2)
-    return [
-        nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WORDS)),
-    ]
-
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1),
-    "adamw fused": lambda own: torch.optim.AdamW(own, lr=1e-2, fused=True),
-    "adamw foreach": lambda own: torch.optim.AdamW(own, lr=1e-2, foreach=True),
-    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True),
-    "adafactor": lambda own: torch.optim.Adafactor(own, lr=1e-2),
-}
-
-
-class Habits(NamedTuple):
-    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to
-    zero."""
-
-    optimizer: str
-    accumulate: int = 1
-    to_none: bool = True
-
-
-def optimized(habits: Habits, modules: dict[int, nn.Module], steps: int, run: Callable[[int], Any]) -> Gradients:
-    """Trains by `run(step)` and returns the parameters."""
-    optimizer = OPTIMIZERS[habits.optimizer]([p for module in modules.values() for p in module.parameters()])
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    for step in range(steps):
-        run(step)
-        if (step + 1) % habits.accumulate == 0:
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=habits.to_none)
-    return parameters(modules)
-
-
-def habitual(schedule: Schedule, all_habits: Sequence[Habits], steps: int) -> list[Gradients]:
-    m = schedule.problem.microbatches
-    found = []
-    for habits in all_habits:
-        modules = own_stages([0, 1])
-        with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
-            pipe.load(schedule)
-            found.append(optimized(habits, modules, steps, lambda step: pipe.step(*batch(step, m))))
-    return found
-
-
-def plainly(habits: Habits, microbatches: int, steps: int) -> Gradients:
-    torch.set_num_threads(1)
-    modules = dict(enumerate(make_stages(2)))
-    return optimized(
-        habits,
-        modules,
-        steps,
-        lambda step: plain_step(modules.values(), *batch(step, microbatches), microbatches),
-    )
 
 
 def scaled(schedule: Schedule, overflow: int) -> tuple[list[float], list[list[float] | None], Gradients]:
