@@ -3,7 +3,8 @@
 import { OUTWARD } from "/page/picture/data.js";
 import { element } from "/page/picture/panel.js";
 import { hit } from "/page/picture/pointer.js";
-import { opName } from "/page/picture/words.js";
+import { ms, opName, percent } from "/page/picture/words.js";
+import { notice } from "./parts.js";
 /** @import { Schedule } from "/page/picture/data.js" */
 /** @import { Shown } from "/page/picture/picture.js" */
 
@@ -49,6 +50,21 @@ export function target(schedule, program, row, time) {
     last = i;
   }
   return { device, from, to: last + 1 };
+}
+
+/** What a judged schedule is worth beside the one that was made, which takes `made` ms.
+ * @param {{wrong: string[], figure: any}} reply @param {number} made @param {boolean} untouched nothing was moved yet */
+export function verdictOn({ wrong, figure }, made, untouched) {
+  const takes = figure ? figure.schedules[0].makespan_ms : null;
+  const off = takes === null ? 0 : takes / made - 1;
+  const than = Math.abs(off) < 1e-9 ? "as long as it was" : `${percent(Math.abs(off))} ${off > 0 ? "longer" : "shorter"} than it was`;
+  const hint = untouched ? " Drag an op along its device, or choose one and press Alt and an arrow key." : "";
+  if (!wrong.length) return notice("good", `Valid: ${ms(takes)}, ${than}.${hint}`);
+  const told = wrong.slice(0, 4).map((text) => text.split("\n")[0]);
+  if (wrong.length > 4) told.push(`and ${wrong.length - 4} more`);
+  const list = element("ul", "", ...told.map((text) => element("li", "", text)));
+  const said = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
+  return element("div", "notice wrong", element("strong", "", said), list);
 }
 
 /** Listens for moves in a picture of one schedule, until the signal.

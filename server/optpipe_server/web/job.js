@@ -51,12 +51,12 @@ export async function showJob(place, id, other, signal) {
   place.replaceChildren(head, said, figures, searched, schedule, element("div", "cards", adoptions, card("Log", log)));
   signal.addEventListener("abort", () => state.shown?.close());
 
+  const chosenSeq = (/** @type {Job} */ { best }) => (which.value === BEST ? (best?.seq ?? null) : Number(which.value));
   /** Draws what is chosen, unless it is drawn. */
   async function draw() {
     const { job, incumbents } = state;
     if (!job) return;
-    const best = job.best?.seq ?? null;
-    const seq = which.value === BEST ? best : Number(which.value);
+    const seq = chosenSeq(job);
     const another = state.others.find(({ id }) => beside.value === OTHER + id);
     const before = beside.value && !another && Number(beside.value) !== seq ? beside.value : "";
     const address = seq === null ? "" : `${url}/figure?seq=${seq}${before && `&before=${before}`}`;
@@ -111,8 +111,7 @@ export async function showJob(place, id, other, signal) {
     const ofProblem = (/** @type {{problem_version: number}} */ each) => each.problem_version === job.problem_version;
     const since = Date.parse(job.created_at);
     const until = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - since) / 1000;
-    const seq = which.value === BEST ? (job.best?.seq ?? null) : Number(which.value);
-    await drawConvergence(curve, incumbents.filter(ofProblem), bounds.filter(ofProblem), until, since, seq);
+    await drawConvergence(curve, incumbents.filter(ofProblem), bounds.filter(ofProblem), until, since, chosenSeq(job));
   };
   onThemeChange(redrawCurve, signal);
   new ResizeObserver(redrawCurve).observe(curve);

@@ -1,4 +1,5 @@
 // The workbench's sliders, and the problem that they say.
+import { card, element } from "/page/picture/panel.js";
 import { ms } from "/page/picture/words.js";
 
 const NO_LINK = 3;
@@ -29,6 +30,33 @@ export function valuesOf(query) {
     values[key] = Number.isFinite(given) ? Math.min(max, Math.max(min, given)) : value;
   }
   return values;
+}
+
+/** @param {Record<string, number>} values which the reader changes
+ * @param {boolean} own whether each schedule has the stages that it is for @param {(own: boolean) => void} changed */
+export function sliderCard(values, own, changed) {
+  const made = card("Pipeline");
+  made.classList.add("sliders");
+  const box = element("input", { type: "checkbox" });
+  box.checked = own;
+  box.addEventListener("change", () => changed(box.checked));
+  for (const { key, name, min, max, step, text } of SLIDERS) {
+    const slider = element("input", { type: "range", min, max, step, value: values[key] });
+    const output = element("span", { class: "value", "aria-hidden": "true" }); // the slider says it
+    const tell = () => {
+      output.textContent = text(values[key]);
+      slider.setAttribute("aria-valuetext", output.textContent ?? "");
+    };
+    tell();
+    slider.addEventListener("input", () => {
+      values[key] = Number(slider.value);
+      tell();
+      changed(box.checked);
+    });
+    made.append(element("label", "slider", element("span", "", name), output, slider));
+  }
+  made.append(element("label", "check", box, element("span", "", "Each schedule on stages that it is for")));
+  return made;
 }
 
 /** The problem that the sliders say. Chunks divide a device's work, so that makespans can be compared.

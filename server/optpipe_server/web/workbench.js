@@ -6,10 +6,10 @@ import { show } from "/page/picture/picture.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { follow, getFigure, pause, post } from "./api.js";
-import { after, edit } from "./edit.js";
+import { after, edit, verdictOn } from "./edit.js";
 import { choice, fault, field, fill, link, notice, onlyLast, refill, title, trying } from "./parts.js";
 import { missing, sketches } from "./sketches.js";
-import { problemOf, SLIDERS, valuesOf } from "./sliders.js";
+import { problemOf, sliderCard, SLIDERS, valuesOf } from "./sliders.js";
 /** @import { Move } from "./edit.js" */
 /** @import { Row } from "./sketches.js" */
 /** @import { Document, Schedule } from "/page/picture/data.js" */
@@ -66,41 +66,13 @@ export async function showWorkbench(place, query, signal) {
   place.replaceChildren(
     title("Workbench", element("div", "actions", search)),
     failed,
-    element("div", "bench", sliderCard(), element("div", "stacked", schedules, large)),
+    element("div", "bench", sliderCard(values, own, changed), element("div", "stacked", schedules, large)),
   );
   signal.addEventListener("abort", () => {
     edited?.listening.abort();
     shown?.close();
   });
   onThemeChange(() => fillOverview(), signal);
-
-  function sliderCard() {
-    const made = card("Pipeline");
-    made.classList.add("sliders");
-    for (const { key, name, min, max, step, text } of SLIDERS) {
-      const slider = element("input", { type: "range", min, max, step, value: values[key] });
-      const output = element("span", { class: "value", "aria-hidden": "true" }); // the slider says it
-      const tell = () => {
-        output.textContent = text(values[key]);
-        slider.setAttribute("aria-valuetext", output.textContent ?? "");
-      };
-      tell();
-      slider.addEventListener("input", () => {
-        values[key] = Number(slider.value);
-        tell();
-        changed();
-      });
-      made.append(element("label", "slider", element("span", "", name), output, slider));
-    }
-    const box = element("input", { type: "checkbox" });
-    box.checked = own;
-    box.addEventListener("change", () => {
-      own = box.checked;
-      changed();
-    });
-    made.append(element("label", "check", box, element("span", "", "Each schedule on stages that it is for")));
-    return made;
-  }
 
   function address() {
     const said = new URLSearchParams();
@@ -114,8 +86,10 @@ export async function showWorkbench(place, query, signal) {
   }
 
   const asking = onlyLast(signal);
-  /** The problem is another one. */
-  function changed() {
+  /** The problem is another one, or which stages a schedule has.
+   * @param {boolean} now whether each schedule has the stages that it is for */
+  function changed(now) {
+    own = now;
     moves = [];
     editing = false;
     editSwitch.setAttribute("aria-pressed", "false");
@@ -258,7 +232,7 @@ export async function showWorkbench(place, query, signal) {
     try {
       const reply = await post("/v1/figure", { problem, schedule }, own);
       if (own.aborted || edited !== current) return;
-      tellVerdict(reply, current.made, stay);
+      verdict.replaceChildren(verdictOn(reply, current.made, stay && !moves.length));
       if (stay && reply.figure) {
         const found = read(JSON.stringify(reply.figure));
         current.schedule = found.schedules[0];
@@ -273,24 +247,6 @@ export async function showWorkbench(place, query, signal) {
     } catch (error) {
       if (!own.aborted) verdict.replaceChildren(fault(error));
     }
-  }
-
-  /** @param {{wrong: string[], figure: any}} reply @param {number} made the makespan of the schedule as it was made
-   * @param {boolean} stay */
-  function tellVerdict({ wrong, figure }, made, stay) {
-    const takes = figure ? figure.schedules[0].makespan_ms : null;
-    const off = takes === null ? 0 : takes / made - 1;
-    const than = Math.abs(off) < 1e-9 ? "as long as it was" : `${percent(Math.abs(off))} ${off > 0 ? "longer" : "shorter"} than it was`;
-    const hint = moves.length || !stay ? "" : " Drag an op along its device, or choose one and press Alt and an arrow key.";
-    if (!wrong.length) {
-      verdict.replaceChildren(notice("good", `Valid: ${ms(takes)}, ${than}.${hint}`));
-      return;
-    }
-    const told = wrong.slice(0, 4).map((text) => text.split("\n")[0]);
-    if (wrong.length > 4) told.push(`and ${wrong.length - 4} more`);
-    const list = element("ul", "", ...told.map((text) => element("li", "", text)));
-    const said = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
-    verdict.replaceChildren(element("div", "notice wrong", element("strong", "", said), list));
   }
 
   /** A search is a job; what it finds stands beside the others as it comes. */
