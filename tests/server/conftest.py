@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from support.service import running, settings_in, use_fake_solver
+from support.service import PLAIN, client_of, running, settings_in, use_fake_solver
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
@@ -23,9 +22,6 @@ Serving = Callable[[Settings], httpx.Client]
 Shared = tuple[str, Server]
 
 _tenants = count()
-
-# `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
-PLAIN: dict[str, Any] = {"timeout": 240, "trust_env": False, "verify": False}
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +46,7 @@ def serving() -> Iterator[Serving]:
     with ExitStack() as stack:
 
         def start(settings: Settings) -> httpx.Client:
-            url, _ = stack.enter_context(running(settings))
-            return stack.enter_context(httpx.Client(base_url=url, **PLAIN))
+            return stack.enter_context(client_of(settings))[0]
 
         yield start
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.ports import free_port
 from support.problems.chain import chain
-from support.service import events, running, settings_in
+from support.service import client_of, events, settings_in
 from support.service.postgres import Postgres
 from support.service.rest import submit
 from support.service.serve_process import serve_process
@@ -87,10 +87,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
     url = server.url("service")
     Database(url).close()
-    with (
-        running(settings_in(tmp_path, url)) as (address, _),
-        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
-    ):
+    with client_of(settings_in(tmp_path, url)) as (client, _):
         taken = {until_taken(client)}
         server.run("alter database service set default_transaction_read_only = on")
         server.stop()  # as a server that comes back as the copy of another
@@ -122,10 +119,7 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
 def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
     url = server.url("service")
     Database(url).close()
-    with (
-        running(settings_in(tmp_path, url)) as (address, _),
-        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
-    ):
+    with client_of(settings_in(tmp_path, url)) as (client, _):
         job = submit(client, method="hang")
         seen: list[dict[str, Any]] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support.problems.chain import chain
-from support.service import events, running
+from support.service import client_of, events
 from support.service.databases import on_sqlite, shared_on_sqlite
 from support.service.rest import submit, until_over
 
@@ -86,10 +86,7 @@ def test_a_purged_job_ends_the_streams(client: httpx.Client) -> None:
 
 @on_sqlite
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
-    with (
-        running(replace(settings, ping_s=600.0)) as (url, server),
-        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
-    ):
+    with client_of(replace(settings, ping_s=600.0)) as (client, server):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response:
             stream = events(response)
@@ -103,7 +100,7 @@ def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fa
 def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings, fake_solver: None) -> None:
     replies: list[httpx.Response] = []
     slow = replace(settings, first_schedule_s=600.0)
-    with running(slow) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(slow) as (client, server):
         server.config.timeout_graceful_shutdown = 600
         body = {"problem": chain().to_dict(), "method": "asleep"}
         waiting = threading.Thread(target=lambda: replies.append(client.post("/v1/jobs", json=body)))
@@ -117,7 +114,7 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
     assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), (
         "it is stored, and searched when the service is back"
     )
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(settings) as (client, _):
         assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
 

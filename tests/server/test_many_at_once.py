@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from support.fakes.service import document
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service import events, running
+from support.service import client_of, events
 from support.service.databases import on_sqlite
 from support.service.work import until
 
@@ -24,10 +23,7 @@ JOBS = 8
 
 def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_solver: None) -> None:
     problems = [chain(m=1 + n % 3, memory=3, forward=1.0 + n) for n in range(JOBS)]
-    with (
-        running(replace(settings, solves=2, first_schedule_s=60.0)) as (url, server),
-        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
-    ):
+    with client_of(replace(settings, solves=2, first_schedule_s=60.0)) as (client, server):
 
         def one(n: int) -> tuple[dict[str, object], list[int]]:
             job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "plain"}).json()
@@ -55,10 +51,7 @@ def test_large_problems_do_not_delay_small_ones(
     monkeypatch.setattr(service, "MOST_LARGE", 2)
     monkeypatch.setattr(service, "FIRST_SCHEDULES_AT_ONCE", 3)
     limit_s = 20.0
-    with (
-        running(replace(settings, solves=0, first_schedule_s=limit_s)) as (url, server),
-        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
-    ):
+    with client_of(replace(settings, solves=0, first_schedule_s=limit_s)) as (client, server):
 
         def one(m: int, method: str, **more: Any) -> Any:
             return client.post("/v1/jobs", json={"problem": chain(m=m).to_dict(), "method": method, **more})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -11,7 +12,8 @@ import httpx
 from support.problems.chain import chain, gpipe
 from support.service.rest import submit, until_cached, until_over, until_running
 
-from optpipe.schedule import ScheduleFile, certify
+from optpipe import export_schedule
+from optpipe.schedule import Schedule, ScheduleFile, certify
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -154,6 +156,34 @@ def test_timeline_and_trace(client: httpx.Client) -> None:
     trace = client.get(f"{job['url']}/trace?seq=2").json()
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(file["ops"])
     assert client.get(f"{job['url']}/trace?seq=3").status_code == 404
+
+
+def test_an_export_has_the_rows_for_pytorch(client: httpx.Client) -> None:
+    address = f"{until_over(client, submit(client))['url']}/export"
+    reply = client.get(address, params={"to": "torch-comms", "seq": 2})
+    assert reply.headers["content-type"].startswith("text/csv"), reply.text
+    assert reply.text == export_schedule(gpipe(chain()), "torch-comms")
+    assert client.get(address, params={"to": "torch-csv"}).text == export_schedule(gpipe(chain()), "torch-csv")
+    assert client.get(address, params={"to": "torch-csv", "seq": 3}).status_code == 404
+    refused = client.get(address, params={"to": "torch"})
+    assert (refused.status_code, "torch-csv" in refused.json()["detail"]) == (422, True)
+
+
+def test_an_export_that_does_not_fit_is_refused_or_asked_for(client: httpx.Client) -> None:
+    """Without its offloads the schedule needs memory for two micro-batches, and there is memory for one."""
+    problem = chain(memory=1)
+    programs = [[f"{s}{op}" for op in ("F0", "O0", "D0", "F1", "BW1", "R0", "BW0")] for s in range(2)]
+    offloads = Schedule.parse(problem, programs)
+    given = json.loads(ScheduleFile.from_schedule(offloads).to_json())
+    job = submit(client, problem, method="silent", warm_start=given)
+    asked = {"to": "torch-csv", "without_offload": True}
+    refused = client.get(f"{job['url']}/export", params=asked)
+    assert (refused.status_code, refused.headers["content-type"]) == (409, "application/problem+json")
+    assert refused.json()["detail"].startswith(
+        "It does not fit without offloads: device 0 needs 2 kB during 0F1 and has 1"
+    )
+    reply = client.get(f"{job['url']}/export", params=asked | {"despite_memory": True})
+    assert reply.text == export_schedule(offloads, "torch-csv", without_offload=True)
 
 
 def test_the_log_tells_what_happened(client: httpx.Client) -> None:

@@ -10,10 +10,9 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 from support.problems.chain import chain
-from support.service import running, settings_in
+from support.service import client_of, settings_in
 from support.service.jobs import A, submit
 from typer.testing import CliRunner
 
@@ -61,7 +60,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_file_that_is_gone_stops_acceptance_until_it_is_back(settings: Settings, loss: str) -> None:
     file = file_of(settings)
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(settings) as (client, _):
         kept = [client.post("/v1/jobs", json=BODY).json()["id"]]
         assert client.get("/readyz").status_code == 200
         LOSSES[loss](file)
@@ -70,12 +69,12 @@ def test_a_file_that_is_gone_stops_acceptance_until_it_is_back(settings: Setting
         back(file)
         assert client.get("/readyz").status_code == 200
         kept.append(client.post("/v1/jobs", json=BODY).json()["id"])
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(settings) as (client, _):
         assert [job["id"] for job in client.get("/v1/jobs").json()["jobs"]] == kept[::-1]
 
 
 def test_a_disk_without_room_is_not_ready(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(settings) as (client, _):
         monkeypatch.setattr(sqlite_file, "LEAST_FREE_MIB", 2**40)
         reply = client.get("/readyz")
         assert (reply.status_code, "MiB left" in reply.json()["detail"]) == (503, True)
@@ -133,7 +132,7 @@ def test_a_page_that_is_damaged_while_the_service_runs_is_told(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = file_of(settings)
-    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_of(settings) as (client, server):
         job = client.post("/v1/jobs", json=BODY).json()
         with closing(sqlite3.connect(file, timeout=60)) as db:
             db.execute("pragma wal_checkpoint(truncate)")

@@ -17,7 +17,7 @@ from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe_server.database.engine import now
 from optpipe_server.database.refusals import NO_JOB, MissingError
-from optpipe_server.database.tables import Level, Source, bounds, incumbents, jobs, log, problems
+from optpipe_server.database.tables import Level, Source, State, bounds, incumbents, jobs, log, problems
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
@@ -89,6 +89,11 @@ def add_bound(db: Connection, job_id: str, problem_version: int, lower_bound_ms:
 def update_job(db: Connection, job: Row[Any], **values: Any) -> None:
     """Update a job that this transaction holds, and its version, which clients wait for."""
     db.execute(update(jobs).where(jobs.c.id == job.id).values(version=jobs.c.version + 1, **values))
+
+
+def end_values(state: State, reason: str | None) -> dict[str, Any]:
+    """Return the columns of a job that is over, which no worker has any more."""
+    return {"state": state, "reason": reason, "ended_at": now(), "worker": None, "lease_until": None}
 
 
 def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from optpipe_server.database.incumbents import (
     add_log_line,
     append,
     best_values,
+    end_values,
     incumbent_values,
     locked,
     problem_text,
@@ -147,7 +148,7 @@ class Jobs(JobQueries):
         with self._database.write() as db:
             job = locked(db, tenant, job_id)
             if job.state == "queued":
-                update_job(db, job, state="cancelled", cancel_requested=True, reason=CANCELLED, ended_at=now())
+                update_job(db, job, cancel_requested=True, **end_values("cancelled", CANCELLED))
                 add_log_line(db, job_id, job.attempt, "cancelled while waiting")
             elif job.state == "running" and not job.cancel_requested:
                 update_job(db, job, cancel_requested=True)

@@ -26,6 +26,7 @@ from optpipe_server.database.incumbents import (
     add_bound,
     add_log_line,
     append,
+    end_values,
     incumbent_values,
     last_figures,
     problem_and_last_incumbent,
@@ -207,16 +208,8 @@ class Leases:
             elif state != "cancelled":
                 state = "done"
             reason = storable_text(result.reason) if result.reason else None
-            over = {
-                "state": state,
-                "reason": reason,
-                "spent_s": spent_s,
-                "ended_at": now(),
-                "worker": None,
-                "lease_until": None,
-            }
-            stands = best is not None and (result.value_ms is None or raises(result.value_ms, best))
-            if stands:
+            over = {**end_values(state, reason), "spent_s": spent_s}
+            if best is not None and (result.value_ms is None or raises(result.value_ms, best)):  # that one stands
                 update_job(db, job, **over)
             else:
                 update_best(db, job, result, **over)
@@ -228,7 +221,7 @@ class Leases:
         with self._locked(claim) as (db, job):
             add_log_line(db, claim.job_id, claim.attempt, f"given back by {self._worker}")
             if job.cancel_requested:
-                update_job(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), worker=None, lease_until=None)
+                update_job(db, job, **end_values("cancelled", CANCELLED))
             else:
                 update_job(db, job, state="queued", spent_s=_spent(job, claim, spent_s), worker=None, lease_until=None)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from sqlalchemy import delete, func, or_, select, tuple_, update
 
 from optpipe_cache import Retention
-from optpipe_server.database.engine import Database, clock_s, now
-from optpipe_server.database.incumbents import add_log_line, update_job
+from optpipe_server.database.engine import Database, clock_s
+from optpipe_server.database.incumbents import add_log_line, end_values, update_job
 from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.tables import jobs, schedules
 
@@ -41,17 +40,15 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
         ).all():
             reaped.append(job.id)
             add_log_line(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
-            values: dict[str, Any] = {"worker": None, "lease_until": None, "losses": job.losses + 1}
+            losses = job.losses + 1
             if job.cancel_requested:
-                update_job(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), **values)
-            elif job.losses < MOST_LOSSES:
-                update_job(db, job, state="queued", **values)
+                values = end_values("cancelled", CANCELLED)
+            elif losses <= MOST_LOSSES:
+                values = {"state": "queued", "worker": None, "lease_until": None}
             else:
-                reason = f"its worker was lost {job.losses + 1} times"
-                add_log_line(db, job.id, job.attempt, reason, "error")
-                update_job(
-                    db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values
-                )
+                values = end_values("done" if job.status in FOUND else "failed", f"its worker was lost {losses} times")
+                add_log_line(db, job.id, job.attempt, values["reason"], "error")
+            update_job(db, job, losses=losses, **values)
     return reaped
 
 

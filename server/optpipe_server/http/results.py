@@ -156,16 +156,21 @@ def device_uses(certificate: Certificate) -> list[dict[str, Any]]:
     ]
 
 
-class Timeline(Record):
-    """When every op runs, by nominal times."""
+class Times(Record):
+    """When ops run, by nominal times."""
 
-    seq: int
-    problem_sha256: schemas.Hash
     makespan_ms: float
     span_ms: float
     bubble: float  # share of the makespan in which devices do not compute
     ops: list[TimedOp]
     devices: list[DeviceUse]
+
+
+class Timeline(Times):
+    """Of an incumbent."""
+
+    seq: int
+    problem_sha256: schemas.Hash
 
 
 @router.get("/timeline", dependencies=[READ], response_model=Timeline)
@@ -181,8 +186,7 @@ async def show_timeline(job: Job, context: Context, seq: WhichSeq = None) -> Res
 
 
 def times(schedule: Schedule, most_ops: int | None = None) -> dict[str, Any]:
-    """Return the fields of a `Timeline` that follow from its schedule, with the first `most_ops`. Raises
-    `ScheduleError`."""
+    """Return the `Times` of a schedule as plain data, with the first `most_ops`. Raises `ScheduleError`."""
     return {
         "makespan_ms": schedule.makespan_ms,
         "span_ms": schedule.span_ms,

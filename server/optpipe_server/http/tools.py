@@ -16,7 +16,7 @@ from optpipe.measured.measurements import Given
 from optpipe.model.ops import MARKS
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
-from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check
+from optpipe.schedule import Schedule, ScheduleFile, certify, check
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe_server.http.auth import READ
@@ -31,7 +31,7 @@ from optpipe_server.http.bodies import (
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.results import DeviceUse, device_uses, times
+from optpipe_server.http.results import DeviceUse, Times, device_uses, times
 from optpipe_server.http.schemas import FromRow
 
 router = guarded_router("/v1", "tools")
@@ -91,15 +91,10 @@ def _document(schedule: Schedule, **known: Any) -> dict[str, Any]:
     return ScheduleFile.from_schedule(schedule, with_ops=False, **known).model_dump(mode="json", exclude_none=True)
 
 
-class Simulation(Record):
-    """A schedule by nominal times, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
+class Simulation(Times):
+    """Of a schedule, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
 
-    makespan_ms: float
-    span_ms: float
-    bubble: float  # share of the makespan in which devices do not compute
-    ops: list[TimedOp]
     ops_total: int
-    devices: list[DeviceUse]
 
 
 @router.post("/simulate", dependencies=[READ], response_model=Simulation)

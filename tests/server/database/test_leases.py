@@ -51,26 +51,6 @@ def test_the_queue_tells_how_many_come_before(database: Database) -> None:
         assert ahead == (order.index(tenant) if waiting else 0), tenant
 
 
-def test_tenants_take_turns(database: Database) -> None:
-    for tenant in "aabb":
-        submit(database, tenant)
-    served = []
-    for _ in range(4):
-        leases, claim = claimed(database)
-        leases.finish(claim, "done", found(SLOW), 1.0)
-        served.append(claim.tenant)
-    assert served == ["a", "b", "a", "b"]
-
-
-def test_the_tenant_with_the_fewest_running_jobs_comes_first(database: Database) -> None:
-    for tenant in "aabb":
-        submit(database, tenant)
-    claimed(database)  # a job of a
-    leases, claim = claimed(database)
-    leases.finish(claim, "done", found(SLOW), 1.0)
-    assert claimed(database)[1].tenant == "b", "though its last turn was later"
-
-
 def test_workers_that_claim_at_once_share_alike(database: Database) -> None:
     for tenant in "aaaaaaaaaaaabbbcccc":
         submit(database, tenant, priority=100 if tenant == "a" else 0)

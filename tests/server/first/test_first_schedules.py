@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,12 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.process.protocol import End, Frame, Incumbent, Request
 from optpipe.schedule import Schedule, check
-from optpipe_server import warm_process
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.warm_process import WarmProcess
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
@@ -293,25 +290,3 @@ def test_close_ends_all_waits(alone, monkeypatch):
         alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 4
     assert alone.start().best.schedule is None  # and who comes later
-
-
-def test_a_process_that_still_loads_goes_on_unless_it_never_gets_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"PYTHONPATH": Path(__file__).parents[2], "FIRST_GATE": tmp_path / "gate"}.items():
-        monkeypatch.setenv(name, str(value))
-    told: list[Frame] = []
-    request = Request(problem=TIGHT, method="good")
-    with closing(WarmProcess(FAKE)) as process:
-        child = process.ensure_running()
-        assert not process.ask(request, time.monotonic() + 0.1, told.append)
-        (tmp_path / "gate").touch()
-        assert process.ask(request, time.monotonic() + SOON_S, told.append)
-        assert process.ensure_running() is child
-        assert [type(frame) for frame in told] == [Incumbent, End]
-    (tmp_path / "gate").unlink()
-    monkeypatch.setattr(warm_process, "LOADING_S", 0.0)
-    with closing(WarmProcess(FAKE)) as process:
-        child = process.ensure_running()
-        assert not process.ask(request, time.monotonic() + 0.1, told.append)
-        assert process.ensure_running() is not child

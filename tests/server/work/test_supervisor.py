@@ -1,4 +1,4 @@
-"""What happens to a supervisor's jobs: solved, cancelled, changed, extended, crashed, given back."""
+"""What happens to a supervisor's jobs: solved, cancelled, changed, extended, crashed, given back, lost; the metrics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import update
 from support.problems.chain import gpipe, one_by_one
 from support.processes import over
 from support.service.databases import on_sqlite
@@ -17,12 +19,17 @@ from support.service.work import LIMIT_S, Work, problem, sound, until
 
 from optpipe import Result, anytime
 from optpipe.process.niceness import NICER
-from optpipe_server import metrics
-from optpipe_server.database import InitialResult
+from optpipe_server.database import InitialResult, Leases, reap
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError, StaleError
+from optpipe_server.database.tables import jobs
+from optpipe_server.metrics import REGISTRY
 from optpipe_server.settings import LOCAL
-from optpipe_server.work import solve
+from optpipe_server.work import Reaper, rounds, solve
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"optpipe_{name}", labels) or 0.0
 
 
 def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
@@ -100,7 +107,7 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
     schedule = gpipe(problem())
     near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
     reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=InitialResult(near))
-    before = [metrics.REGISTRY.get_sample_value(f"optpipe_gap_{figure}") for figure in ("count", "sum")]
+    before = counted("gap_count"), counted("gap_sum")
     with work.supervisor() as supervisor:
         for job_id in (reached, given):
             job = work.ended(job_id)
@@ -108,9 +115,8 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
             assert 0 < job.gap < 0.1
         until(lambda: not supervisor.running())
     assert work.job(given).last_seq == 1
-    counted = [metrics.REGISTRY.get_sample_value(f"optpipe_gap_{figure}") for figure in ("count", "sum")]
-    gaps = work.job(reached).gap + work.job(given).gap
-    assert [now - then for now, then in zip(counted, before, strict=True)] == [2, pytest.approx(gaps)]
+    assert counted("gap_count") == before[0] + 2
+    assert counted("gap_sum") == pytest.approx(before[1] + work.job(reached).gap + work.job(given).gap)
 
 
 @on_sqlite
@@ -130,7 +136,7 @@ def test_a_bound_that_rises_is_told_while_the_search_goes_on(work: Work) -> None
 
 def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     crashed, at_once = work.submit("crash later"), work.submit("crash")
-    before = metrics.CRASHES._value.get()
+    before = counted("solver_crashes_total")
     with work.supervisor():
         job = work.ended(crashed)
         assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 2, 2, 1)
@@ -138,12 +144,12 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
         assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 2, 2, 0)
         assert job.reason.endswith("ended with exit code 1: boom")
     assert sum("exit code -6" in line for line in work.lines(crashed)) == 3  # and why it ended
-    assert metrics.CRASHES._value.get() - before == 4
+    assert counted("solver_crashes_total") == before + 4
 
 
 def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> None:
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
-    before = metrics.REJECTED._value.get()
+    before = counted("rejected_schedules_total")
     ids = {method: local.submit(method) for method in methods}
     with local.supervisor():
         ends = {method: local.ended(job_id) for method, job_id in ids.items()}
@@ -160,7 +166,7 @@ def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> No
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
     # Once per attempt, and once in the line that tells why the job ended.
     assert sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3
-    assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
+    assert counted("rejected_schedules_total") == before + 9  # `worse` writes two that are no better
     sound(local.database)
 
 
@@ -231,3 +237,55 @@ def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeyp
     with work.supervisor(solves=1):
         job = work.ended(first)
     assert (job.state, job.attempt, job.losses, len(refused)) == ("done", 2, 0, 1)
+
+
+def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:
+    lost, reaped = counted("lost_leases_total"), counted("reaped_jobs_total")
+    held = work.submit("hang")
+    with work.supervisor():
+        work.found(held)
+        with work.database.write() as db:  # as another worker's claim, after this one's lease
+            db.execute(update(jobs).where(jobs.c.id == held).values(worker="another", attempt=jobs.c.attempt + 1))
+        until(lambda: counted("lost_leases_total") == lost + 1)
+    reaper = Reaper(work.database, every_s=0.05)
+    with work.database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
+    reaper.start()
+    until(lambda: counted("reaped_jobs_total") == reaped + 1)
+    reaper.stop()
+
+
+@on_sqlite
+def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its thread no job of a lost worker would go on."""
+    failures = [ValueError("unheard of")]
+
+    def in_the_end(*asked: Any) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return reap(*asked)
+
+    reaper = Reaper(work.database, every_s=0.05)
+    reaper.start()
+    monkeypatch.setattr(rounds, "reap", in_the_end)
+    until(lambda: not failures)
+    lost = work.submit("hang")
+    assert Leases(work.database, "lost", 0.1).claim() is not None
+    until(lambda: work.job(lost).state == "queued")
+    reaper.stop()
+
+
+@on_sqlite
+def test_a_machine_that_slept_goes_on(work: Work) -> None:
+    """All leases have expired by then, and a process must not take its own jobs as abandoned."""
+    held = work.submit("hang")
+    with work.supervisor(heartbeat_s=60.0) as supervisor:
+        work.found(held)
+        with work.database.write() as db:
+            db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
+        reaper = Reaper(work.database, supervisor.held, 0.01)
+        reaper.start()
+        until(lambda: supervisor.held() == [held])
+        time.sleep(0.5)
+        reaper.stop()
+        assert (work.job(held).state, work.job(held).attempt, work.job(held).losses) == ("running", 1, 0)

@@ -18,6 +18,9 @@ import optpipe_server.first_schedules
 from optpipe_server import Settings
 from optpipe_server.http.server import Server, listen, make_server
 
+# `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
+PLAIN: dict[str, Any] = {"timeout": 240, "trust_env": False, "verify": False}
+
 
 @contextmanager
 def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
@@ -40,6 +43,13 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
+
+
+@contextmanager
+def client_of(settings: Settings) -> Iterator[tuple[httpx.Client, Server]]:
+    """Yield a client of a new server, and the server."""
+    with running(settings) as (url, server), httpx.Client(base_url=url, **PLAIN) as client:
+        yield client, server
 
 
 @contextmanager
