@@ -4,7 +4,7 @@
 
 - `mode`: while `Splitting` is active it sees every call of torch, and hands ops with parameters to `layers` (linear
   layers and layer norms, a node each) or to `graph` (any other op, by its own graph);
-- `hooked`: the same in less host time, for modules that `calls` has seen the stage call;
+- `hooked`: the same in less host time, by a `weight_hook`, for modules that `calls` has seen the stage call;
 - `weight_grads`: for a user's own autograd function;
 - `modules`: for modules with a queue of their own, as TransformerEngine's.
 
@@ -13,17 +13,10 @@ and those of ops that stay in a compiled region. `layers` also keeps the casts o
 """
 
 from optpipe_runtime.stage.split.backward import SplitBackward
-from optpipe_runtime.stage.split.calls import Calls
 from optpipe_runtime.stage.split.mode import would_hold
-from optpipe_runtime.stage.split.queue import (
-    WeightQueue,
-    computed_at_once,
-    main_grad,
-    weight_grads,
-)
+from optpipe_runtime.stage.split.queue import WeightQueue, computed_at_once, main_grad, weight_grads
 
 __all__ = [
-    "Calls",
     "SplitBackward",
     "WeightQueue",
     "computed_at_once",
