@@ -48,7 +48,7 @@ def _compiled() -> None:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two for the whole session: processes that run functions of `support.ranks`."""
-    from support.ranks.pools import pool  # it loads torch
+    from support.ranks.worker import pool  # it loads torch
 
     yield from pool(2, tmp_path_factory)
 

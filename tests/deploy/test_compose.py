@@ -17,10 +17,10 @@ from support.deploy.deployment import (
     SERVICES,
     image_environment,
     image_packages,
-    installed,
     instructions,
     interpolated,
 )
+from support.packages import with_what_they_need
 
 
 @pytest.fixture(params=SERVICES)
@@ -138,5 +138,5 @@ def test_the_image_is_made_of_files_that_are_sent_to_the_build() -> None:
 
 def test_the_image_has_no_torch() -> None:
     assert {"fastapi", "psycopg", "sqlalchemy", "ortools", "numba"} <= image_packages()
-    assert "torch" in installed("optpipe", frozenset({"runtime"}))  # what would be found
+    assert "torch" in with_what_they_need("optpipe[runtime]")  # what would be found
     assert [package for package in image_packages() if re.match("torch|nvidia|triton|pixeltable", package)] == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from support.ports import free_port
-from support.ranks import waiting
+from support.ranks import scripts
 from support.ranks.scripts import torchrun_on
 from support.service.following import until
 from support.service.serve_process import serve_process
@@ -128,7 +128,7 @@ def test_killing_the_service_does_not_stop_the_training(ranks, tmp_path, gate, s
 
         killer = threading.Thread(target=kill_it)
         killer.start()
-        told, _ = ranks(waiting.for_data, plan=plan, url=url)
+        told, _ = ranks(scripts.train_on_slow_data, plan=plan, url=url)
         killer.join()
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
     assert sum(step.live for step in told.steps) == plan.most_live_steps, "the search never ended"
@@ -157,7 +157,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ra
         killer = threading.Thread(target=kill_and_start_again)
         killer.start()
         plan = replace(SMALL, options={"time_limit_s": 3600.0})  # which counts while it is away, too
-        told, _ = ranks(waiting.for_data, plan=plan, url=url)
+        told, _ = ranks(scripts.train_on_slow_data, plan=plan, url=url)
         killer.join()
         jobs = ask(url, "/v1/jobs")["jobs"]
         log, adoptions = (ask(url, f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.ranks import worker
-from support.ranks.pools import pool
 from support.service.following import set_waits
 
 from optpipe_runtime.memory.link import Link
@@ -16,12 +15,12 @@ from optpipe_runtime.memory.link import Link
 
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
-    yield from pool(3, tmp_path_factory)
+    yield from worker.pool(3, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
-    yield from pool(4, tmp_path_factory)
+    yield from worker.pool(4, tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -35,8 +35,7 @@ def train_with_offers(
             raise ScheduleError("not with me")
         return lower(schedule, *arguments)
 
-    with mock.patch.object(swapping, "lower", picky), Pipeline(modules, placement, cases.loss_fn, microbatches) as pipe:
-        pipe.load(first)
+    with mock.patch.object(swapping, "lower", picky), cases.pipeline(modules, first) as pipe:
         try:
             pipe.load(refused_by_one)
         except ScheduleError as error:
@@ -129,8 +128,7 @@ def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None
 def without_host_memory(first: Schedule, away: Schedule) -> tuple[list[str], list[int]]:
     """Rank 0, which lacks host memory, loads and offers `away`: what `load` says, and the versions that ran."""
     rank = dist.get_rank()
-    with Pipeline(cases.own_stages([0, 1]), [0, 1], cases.loss_fn, 4, host_memory_bytes=None if rank else 1000) as pipe:
-        pipe.load(first)
+    with cases.pipeline(cases.own_stages([0, 1]), first, host_memory_bytes=None if rank else 1000) as pipe:
         pipe.step(*cases.batch(0, 4))
         told = cases.refusals(lambda: pipe.load(away))
         if rank == 0:

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.ranks import cases
-from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers, pipeline
 from support.ranks.programs import ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline
 
 
 class Turn(NamedTuple):
@@ -65,8 +64,7 @@ def seen(losses: list[float] | None, modules: dict[int, nn.Module]) -> Seen:
 def take_turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
     rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
     modules, found = {rank: stages()[rank]}, []
-    with Pipeline(modules, [0, 1], mse_loss, m) as pipe:
-        pipe.load(schedule)
+    with pipeline(modules, schedule, mse_loss) as pipe:
         for turn in taken:
             prepared(modules, turn)
             inputs, targets = batch(turn, m)

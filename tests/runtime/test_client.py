@@ -9,14 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from support.ports import free_port
-from support.problems.chain import chain, gpipe, one_by_one
+from support.problems.chain import chain, one_by_one
 from support.service import running, settings_in, use_fake_solver
 from support.service.following import news, until, warnings
 
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
-from optpipe_server.database import Database
-from optpipe_server.database.keys import Keys
 from optpipe_server.database.tables import OPEN
 
 SLOWER = chain(scale=1.5)
@@ -42,33 +40,6 @@ def jobs_at(url: str) -> list[dict[str, Any]]:
     """The newest first."""
     found: list[dict[str, Any]] = seen(f"{url}/v1/jobs")["jobs"]
     return found
-
-
-def test_better_schedules_are_offered_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    with running(settings) as (url, _), ScheduleClient(url, chain(), method="slow") as client:
-        offers = [until(client.poll)]
-        if offers[0].version == 1:  # else the second came before anything was polled
-            assert (offers[0].seq, offers[0].schedule.method) == (1, "naive")
-            offers.append(until(client.poll))
-            assert offers[1].makespan_ms < offers[0].makespan_ms
-        assert (offers[-1].version, offers[-1].seq, offers[-1].schedule.method) == (2, 2, "gpipe")
-        assert offers[-1].makespan_ms == gpipe(chain()).makespan_ms
-        assert offers[-1].schedule.problem == chain()
-        until(lambda: client.ended)
-        assert client.poll() is None
-    assert news(caplog) == [f"the solver service at {url} has finished its search"]
-    assert warnings(caplog) == []
-
-
-def test_a_key_gives_access(settings: Settings) -> None:
-    database = Database(settings.database)
-    key = Keys(database).create("us", ["submit", "read"])
-    database.close()
-    with running(settings) as (url, _):
-        with ScheduleClient(url, chain(), key=key) as client:
-            client.adopted(offer := until(client.poll), 5, 4.5)
-        [adopted] = seen(f"{url}/v1/jobs/{offer.job}/incumbents", key)["incumbents"][:1]
-        assert adopted["adoption"].items() >= {"step": 5, "measured_iteration_ms": 4.5}.items()
 
 
 # The service comes and goes

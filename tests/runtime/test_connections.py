@@ -22,8 +22,7 @@ def again(schedule: Schedule, times: int) -> list[int]:
     there."""
     rank, x, found = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
     for _ in range(times // 2):
-        with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as pipe:
-            pipe.load(schedule)
+        with cases.pipeline({rank: nn.Linear(WIDTH, WIDTH)}, schedule, mse_loss) as pipe:
             pipe.step(x, x)
             with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as other:
                 other.load(schedule)
@@ -53,8 +52,7 @@ class Takes(nn.Module):
 def views(schedule: Schedule) -> list[float] | None:
     """Losses by what the second rank receives."""
     rank, x = torch.distributed.get_rank(), torch.ones(2, WIDTH)
-    with Pipeline({rank: [Views, Takes][rank]()}, [0, 1], mse_loss, 2) as pipe:
-        pipe.load(schedule)
+    with cases.pipeline({rank: [Views, Takes][rank]()}, schedule, mse_loss) as pipe:
         return pipe.step(x, torch.cat([x, -2 * x, -3 * x], -1)).losses
 
 
@@ -62,8 +60,7 @@ def apart(schedule: Schedule) -> list[str]:
     """What each rank is told where rank 1 calls `step` and rank 0 another method, each time by a new pipeline."""
     rank, x, told = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
     for method in ("evaluate", "clip_grad_norm_", "gather", "load"):
-        with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as pipe:
-            pipe.load(schedule)
+        with cases.pipeline({rank: nn.Linear(WIDTH, WIDTH)}, schedule, mse_loss) as pipe:
             pipe.step(x, x)
             try:
                 pipe.step(x, x) if rank else getattr(pipe, method)(*[x, x] if method == "evaluate" else [1.0])

@@ -7,13 +7,13 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import packages_distributions, requires, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.packages import with_what_they_need
 from support.ranks.bench_gpu import ON_CUDA
 
 ROOT = Path(__file__).parents[2]
@@ -93,23 +93,6 @@ def gpu_needs() -> list[str]:
     found = re.search(r"^GPU_NEEDS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found
     return found[1].split()
-
-
-def with_what_they_need(*packages: str) -> set[str]:
-    """The packages named, and all that they require here, extras only where they are asked for."""
-    found, waiting = set(), [Requirement(package) for package in packages]
-    while waiting:
-        wanted = waiting.pop()
-        if (asked := (canonicalize_name(wanted.name), frozenset(wanted.extras))) in found:
-            continue
-        found.add(asked)
-        after = map(Requirement, requires(wanted.name) or ())
-        waiting += [
-            r
-            for r in after
-            if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in wanted.extras or [""])
-        ]
-    return {name for name, _ in found}
 
 
 def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:

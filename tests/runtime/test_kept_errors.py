@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 from support.ranks import cases
-from support.ranks.cases import batch, loss_fn, own_stages, problem
+from support.ranks.cases import batch, loss_fn, own_stages, pipeline, problem
 from support.ranks.worker import Ranks
 from torch import nn
 
@@ -53,8 +53,7 @@ def _in_a_row(world: int, modules: dict[int, nn.Module], fail: Callable[[Pipelin
         except Exception as error:
             kept.append(error)
         pipe.close()
-        with Pipeline(_own(world), placement, loss_fn, 1) as pipe:
-            pipe.load(schedule)
+        with pipeline(_own(world), schedule) as pipe:
             return str(kept[0]), pipe.step(*batch(0, 1)).losses
     finally:
         gc.enable()

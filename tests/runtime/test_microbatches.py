@@ -121,7 +121,7 @@ def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
     """Planned steps on two ranks; after the first one they wait until the service has answered."""
     losses, rules = [], None
     with (
-        planning(budget, url) as (train, modules),
+        planning(budget, url=url) as (train, modules),
         patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
     ):
         optimizer = sgd(*modules.values())

@@ -88,13 +88,6 @@ def test_whatever_happens_between_steps(ranks: Ranks, seed: int) -> None:
     assert 4 < clipped(waited[0].norms, 0.6) < len(waited[0].norms), waited[0].norms
 
 
-def test_offers_are_taken_meanwhile(ranks: Ranks) -> None:
-    made = schedules()[:3]
-    first, second = ranks(ours.offered, schedules=made, steps=0, validated=True)
-    assert first == [None] * len(second)
-    assert second == ranks(ours.offered, schedules=made[:1], steps=len(second), validated=False)[1]
-
-
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "inner"])
 def test_with_replicas_and_with_inner_peers(four_ranks: Ranks, how: str) -> None:
     """Inner peers meet before each step, so none runs again."""

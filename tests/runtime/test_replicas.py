@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.close import require_close
 from support.ranks import cases, replicas
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, sgd
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, pipeline, sgd
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.replicas import Seen, gradients, odd_stages, place, wrapped
 from support.ranks.worker import Ranks
@@ -86,8 +86,7 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
     here, m = place(), first.problem.microbatches
     modules = here.stages([0, 1], "fsdp")
     versions, found, made = [], [], []
-    with Pipeline(modules, [0, 1], loss_fn, m, group=here.group) as pipe:
-        pipe.load(first)
+    with pipeline(modules, first, group=here.group) as pipe:
         if dist.get_rank() == 0:
             pipe.offer(better)
         for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
@@ -121,8 +120,7 @@ def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
         return done
 
     module.register_comm_hook(None, hook)
-    with Pipeline({here.number: module}, [0, 1], loss_fn, m, group=here.group) as pipe:
-        pipe.load(schedule)
+    with pipeline({here.number: module}, schedule, group=here.group) as pipe:
         for step in range(steps):
             pipe.step(*here.batch(step, m))
     assert all(bool((p.grad == 1).all()) for p in module.parameters())
@@ -164,8 +162,7 @@ def bereft(schedule: Schedule, how: str) -> str:
         return loss_fn(output, target)
 
     try:
-        with Pipeline(stages, [0, 0], loss, m, group=[dist.new_group([r]) for r in range(2)][rank]) as pipe:
-            pipe.load(schedule)
+        with pipeline(stages, schedule, loss, group=[dist.new_group([r]) for r in range(2)][rank]) as pipe:
             for step in range(3):
                 pipe.step(*(part.chunk(2)[rank] for part in batch(step, 2 * m)))
     except OptPipeError as error:
@@ -180,8 +177,7 @@ def refused(schedule: Schedule) -> list[str]:
 
     def attempt(module: nn.Module, **data: Tensor) -> None:
         try:
-            with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
-                pipe.load(schedule)
+            with pipeline({number: module}, schedule, group=group) as pipe:
                 pipe.step(**data)
         except InputError as error:
             told.append(str(error))

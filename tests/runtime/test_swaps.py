@@ -20,6 +20,7 @@ from support.ranks.worker import Ranks
 from torch.nn.functional import mse_loss
 
 from optpipe.errors import OptPipeError
+from optpipe.model.ops import Op
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 from optpipe_runtime.lowering.plan import Plan
@@ -54,32 +55,36 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
         problem = problem.replace(
             devices=[d.model_copy(update={"link": "a" if k < 2 else None}) for k, d in enumerate(problem.devices)]
         )
+    first = replace(arranged(problem, chance.choice), method="first")
+    troubles, places = [], []
     for op, kinds in OPS.items():
-        first, bad = (replace(arranged(problem, chance.choice), method=name) for name in ("first", "bad"))
-        calls = [
-            (rank, o)
-            for rank, program in enumerate(bad.programs)
-            for o in program.ops()
-            if o.kind.name in kinds.split()
-        ]
+        calls: list[tuple[int, Op]] = []
+        while not calls:
+            bad = replace(arranged(problem, chance.choice), method=op)
+            each = ((rank, o) for rank, program in enumerate(bad.programs) for o in program.ops())
+            calls = [(rank, o) for rank, o in each if o.kind.name in kinds.split()]
         rank, where = chance.choice(calls)
         nth = [o for owner, o in calls if owner == rank].index(where) + 1
-        outcomes = pool(swaps.undone, placement=placement, first=first, bad=bad, rank=rank, op=op, nth=nth)
+        troubles.append(swaps.Trouble(bad, rank, op, nth))
+        places.append(where)
+    by_rank = pool(swaps.undone, placement=placement, first=first, troubles=troubles)
+    for k, (trouble, where, *outcomes) in enumerate(zip(troubles, places, *by_rank, strict=True)):
         for outcome in outcomes:
-            assert (outcome.method, outcome.version) == ("first", 3)
+            assert (outcome.method, outcome.version) == ("first", 2 * k + 3)
             assert outcome.found.losses == outcome.expected.losses
-            np.testing.assert_equal(outcome.found.gradients, outcome.expected.gradients, err_msg=op)
+            np.testing.assert_equal(outcome.found.gradients, outcome.expected.gradients, err_msg=trouble.op)
         line = outcomes[0].logged[-1]
-        why = f"which ran out of memory: rank {rank} was at {where}: "
-        assert line.startswith(f"step 2: schedule first (predicted {first.makespan_ms:.1f} ms) replaces bad, {why}")
+        why = f"which ran out of memory: rank {trouble.rank} was at {where}: "
+        assert line.startswith(
+            f"step {k + 2}: schedule first (predicted {first.makespan_ms:.1f} ms) replaces {trouble.op}, {why}"
+        )
         assert line.endswith("OutOfMemoryError: too much")
 
 
 def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Schedule) -> tuple[str, bool, list[float]]:
     """The first schedule of all runs out of memory: the step is undone, and another one can be loaded."""
     modules = swaps.own_stages(placement)
-    with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe:
-        pipe.load(first)
+    with cases.pipeline(modules, first, mse_loss) as pipe:
         complaint = ""
         try:
             with swaps.failing(

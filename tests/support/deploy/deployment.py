@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import yaml
-from packaging.requirements import Requirement
+
+from support.packages import with_what_they_need
 
 ROOT = Path(__file__).parents[3]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -49,40 +48,7 @@ def image_environment() -> dict[str, str]:
     return dict(setting.split("=", 1) for words in instructions("ENV") for setting in words)
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-def needs_of(package: str, extras: frozenset[str]) -> list[Requirement]:
-    """The requirements of a package: ours by pyproject.toml, others by what is installed here."""
-    if package == "optpipe":
-        texts = PROJECT["dependencies"] + [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
-        return [Requirement(text) for text in texts]
-    try:
-        asked = [Requirement(text) for text in requires(package) or []]
-    except PackageNotFoundError:  # of another platform
-        return []
-    return [
-        need
-        for need in asked
-        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras | {""})
-    ]
-
-
-def installed(name: str, extras: frozenset[str]) -> set[str]:
-    """All packages that pip installs with a package."""
-    found, open_ = set[tuple[str, frozenset[str]]](), {(name, extras)}
-    while open_:
-        package, wanted = open_.pop()
-        found.add((package, wanted))
-        asked = {
-            (re.sub(r"[-_.]+", "-", need.name).lower(), frozenset(need.extras)) for need in needs_of(package, wanted)
-        }
-        open_ |= asked - found
-    return {package for package, _extras in found}
-
-
 def image_packages() -> set[str]:
     """All packages that the image has."""
     [words] = [words for words in build_commands() if "install" in words]
-    asked = Requirement(words[-1].replace(".[", "optpipe["))
-    return installed(asked.name, frozenset(asked.extras))
+    return with_what_they_need(words[-1].replace(".[", "optpipe["))

@@ -167,9 +167,25 @@ def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[flo
     return [step.losses for step in trained], [step.gradients for step in trained]
 
 
+def own(stages: Sequence[nn.Module], placement: Sequence[int], group: Any = None) -> dict[int, nn.Module]:
+    """Those of a model's stages that this rank has, by its number in the group."""
+    rank = torch.distributed.get_rank(group)
+    return {s: module for s, module in enumerate(stages) if placement[s] == rank}
+
+
 def own_stages(placement: Sequence[int], dropout: float = 0.0) -> dict[int, nn.Module]:
-    rank = torch.distributed.get_rank()
-    return {s: module for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == rank}
+    return own(make_stages(len(placement), dropout), placement)
+
+
+def pipeline(
+    modules: dict[int, nn.Module], schedule: Schedule, loss: Callable[..., Tensor] = loss_fn, **options: Any
+) -> Pipeline:
+    """A pipeline of this rank's stages with the layout of a schedule, which is loaded."""
+    layout = Layout.from_problem(schedule.problem)
+    ways = {"peers": layout.peers or None, "links": layout.links or None, "full_duplex": layout.full_duplex}
+    pipe = Pipeline(modules, layout.placement, loss, layout.microbatches, **ways | options)
+    pipe.load(schedule)
+    return pipe
 
 
 def refusals(*calls: Callable[[], object]) -> list[str]:
@@ -187,22 +203,15 @@ def train(
     placement: Sequence[int], schedules: Sequence[Schedule], recompute: Sequence[str] = ("full",)
 ) -> tuple[list[StepReport], list[Gradients]]:
     """One step with each schedule, swapped between the steps."""
-    microbatches = schedules[0].problem.microbatches
     modules = own_stages(placement)
     optimizer = sgd(*modules.values())
     reports, gradients = [], []
-    with Pipeline(
-        modules,
-        placement,
-        loss_fn,
-        microbatches,
-        peers=Layout.from_problem(schedules[0].problem).peers or None,
-        recompute=recompute,
-    ) as pipe:
+    with pipeline(modules, schedules[0], recompute=recompute) as pipe:
         for step, schedule in enumerate(schedules):
-            pipe.load(schedule)
+            if step:
+                pipe.load(schedule)
             optimizer.zero_grad()
-            reports.append(pipe.step(*batch(step, microbatches), trace=True))
+            reports.append(pipe.step(*batch(step, schedule.problem.microbatches), trace=True))
             gradients.append(numbers(modules))
             optimizer.step()
     return reports, gradients
@@ -218,10 +227,8 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
     rank = torch.distributed.get_rank()
     ours = embedding.weight if rank == placement[0] else head.weight
     found = []
-    own = {s: modules[s] for s in range(len(placement)) if placement[s] == rank}
-    with Pipeline(own, placement, loss_fn, m) as pipe:
+    with pipeline(own(modules, placement), schedule) as pipe:
         pipe.tie(ours)
-        pipe.load(schedule)
         for step in range(2):
             pipe.step(*batch(step, m))
             found.append({"tied": ours.grad.numpy().copy()})
@@ -276,9 +283,7 @@ def first_of(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def with_branches(placement: Sequence[int], schedule: Schedule) -> tuple[StepReport, Gradients]:
-    m, rank = schedule.problem.microbatches, torch.distributed.get_rank()
-    modules = {s: module for s, module in enumerate(branches()) if placement[s] == rank}
-    with Pipeline(modules, placement, first_of, m) as pipe:
-        pipe.load(schedule)
+    m, modules = schedule.problem.microbatches, own(branches(), placement)
+    with pipeline(modules, schedule, first_of) as pipe:
         report = pipe.step(torch.ones(2 * m, WIDTH), torch.zeros(2 * m, WIDTH))
     return report, numbers(modules)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, refusals
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, pipeline, refusals
 
 
 class Trouble(NamedTuple):
@@ -108,8 +108,7 @@ def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -
     if trouble.kill:
         return Told(error, note, later, None, {})
     modules = own_stages(placement)
-    with Pipeline(modules, placement, loss_fn, m) as pipe:
-        pipe.load(schedule)
+    with pipeline(modules, schedule) as pipe:
         report = pipe.step(*batch(0, m))
     return Told(error, note, later, report.losses, numbers(modules))
 
@@ -119,8 +118,7 @@ def interrupted(placement: Sequence[int], schedule: Schedule) -> str:
     rank, m, store = dist.get_rank(), schedule.problem.microbatches, dist.distributed_c10d._get_default_store()
     modules: dict[int, nn.Module] = dict(own_stages(placement))
     try:
-        with Pipeline(modules, placement, loss_fn, m) as pipe:
-            pipe.load(schedule)
+        with pipeline(modules, schedule) as pipe:
             pipe.step(*batch(0, m))
             modules[rank].zero_grad()  # a rank that accumulates waits until the others have begun the step
             if rank == 0:
@@ -142,8 +140,7 @@ def leaving(placement: Sequence[int], schedule: Schedule) -> str:
     """Rank 1 leaves its `with` by an error of its own, between two steps."""
     m = schedule.problem.microbatches
     try:
-        with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
-            pipe.load(schedule)
+        with pipeline(own_stages(placement), schedule) as pipe:
             pipe.step(*batch(0, m))
             if dist.get_rank() == 1:
                 raise KeyError("data")

@@ -126,8 +126,7 @@ def freed(schedule: Schedule) -> tuple[int, int, list[bool]]:
     stage does, which `test_released` compares with the process), and whether the host's pages are locked."""
     module, x = wide(2)
     stage_bytes: dict[str, int] = {}
-    with Pipeline({0: module}, [0], mse_loss, 2) as pipe:
-        pipe.load(schedule)
+    with cases.pipeline({0: module}, schedule, mse_loss) as pipe:
         report = [pipe.step(x, torch.zeros_like(x), trace=True) for _ in range(2)][-1]
         locked = [page.is_pinned() for page in pipe._rank.pool.take(1)] if ON_CUDA else [True]
     for before, after in zip(report.trace, report.trace[1:], strict=False):

@@ -17,7 +17,7 @@ from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage import runner
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, pipeline
 
 COPY_S = 0.003  # what a copy lasts at least
 
@@ -70,12 +70,8 @@ def train(
             slow: Any = Slow(engine, lambda start, end: seen.append(Transfer(layout.link(rank), inward, start, end)))
             return super()._start(slow, copies)
 
-    ways = {"peers": layout.peers or None, "links": layout.links or None, "full_duplex": layout.full_duplex}
     losses, gradients = [], []
-    with (
-        mock.patch.object(runner, "OnHost", SlowOnHost),
-        Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways) as pipe,
-    ):
+    with mock.patch.object(runner, "OnHost", SlowOnHost), pipeline(modules, schedules[0]) as pipe:
         for token, _ in pipe._rank.link._shared if alone else ():
             token._pass = lambda transfer, other: None  # type: ignore[method-assign]
         for schedule in schedules:

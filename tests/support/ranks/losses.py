@@ -16,7 +16,7 @@ from torch.nn import functional
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, torch_schedule
-from support.ranks.cases import Gradients
+from support.ranks.cases import Gradients, pipeline
 from support.ranks.replicas import gradients, mesh, place, wrapped
 
 WIDTH, CLASSES = 16, 7
@@ -79,8 +79,7 @@ def added(schedules: Sequence[Schedule], reduction: str) -> list[tuple[Gradients
     for schedule in schedules:
         theirs, ours = experts()[rank], experts()[rank]
         step, total = by_torch(theirs, m, loss, scale=reduction == "mean"), Gradients()
-        with Pipeline({rank: ours}, [0, 1], loss, m, scale_grads=reduction == "mean") as pipe:
-            pipe.load(schedule)
+        with pipeline({rank: ours}, schedule, loss, scale_grads=reduction == "mean") as pipe:
             for k in range(2):
                 pipe.step(*data(k, m))
                 theirs.zero_grad()
@@ -109,8 +108,7 @@ def added_on_the_host(schedule: Schedule) -> tuple[Gradients, Gradients]:
     by_torch(theirs, m, functional.mse_loss, scale=True)(*data(0, m))
     sgd(theirs.parameters()).step()
     hosted = {s: lambda named: sgd([parameter for _, parameter in named]) for s in range(2)}
-    with Pipeline({rank: ours}, [0, 1], functional.mse_loss, m, host_optimizers=hosted) as pipe:
-        pipe.load(schedule)
+    with pipeline({rank: ours}, schedule, functional.mse_loss, host_optimizers=hosted) as pipe:
         pipe.step(*data(0, m))
         pipe.synchronize()
     return _parameters(ours), _parameters(theirs)
@@ -123,8 +121,7 @@ def added_on_replicas(schedule: Schedule, how: str) -> tuple[Gradients, Gradient
     by_torch(theirs, m, functional.mse_loss, scale=True, group=here.group)(*data(0, m, 2, here.replica))
     for parameter in theirs.parameters():
         dist.all_reduce(parameter.grad, group=mesh()["replica"].get_group())
-    with Pipeline({here.number: ours}, [0, 1], functional.mse_loss, m, group=here.group) as pipe:
-        pipe.load(schedule)
+    with pipeline({here.number: ours}, schedule, functional.mse_loss, group=here.group) as pipe:
         pipe.step(*data(0, m, 2, here.replica))
     mean = {name: grad / 2 for name, grad in gradients({here.number: theirs}).items()}
     return gradients({here.number: ours}), mean
@@ -269,8 +266,7 @@ def unwrapped(schedule: Schedule, how: str) -> list[str]:
         modules = {here.number: wrapped(stage, how) if both else stage}
         loss = head if both else wrapped(head, how)
         try:
-            with Pipeline(modules, [0, 1], loss, m, group=here.group) as pipe:
-                pipe.load(schedule)
+            with pipeline(modules, schedule, loss, group=here.group) as pipe:
                 pipe.step(torch.randn(2 * m, WIDTH), torch.randint(0, CLASSES, (2 * m,)))
         except InputError as error:
             told.append(str(error))

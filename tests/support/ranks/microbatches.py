@@ -16,7 +16,8 @@ from optpipe.schedule import Schedule
 from optpipe.steps import StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
-from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, sgd
+from optpipe_runtime.steps import planned as planned_steps
+from support.ranks.cases import WORDS, Gradients, loss_fn, make_stages, numbers, own_stages, sgd
 from support.ranks.device import device
 from support.ranks.replicas import gradients, place
 
@@ -184,11 +185,29 @@ class Planned(NamedTuple):
     norm: float | None = None  # of the gradients of the step before
 
 
+@contextmanager
+def planning(
+    budget: int,
+    placement: Sequence[int] = (0, 1),
+    modules: dict[int, nn.Module] | None = None,
+    url: str | None = None,
+    **options: Any,
+) -> Iterator[tuple[PlannedSteps, dict[int, nn.Module]]]:
+    """Planned steps of a pipeline of four micro-batches, and this rank's stages. Each time is measured once: no result
+    depends on it."""
+    modules = modules or own_stages(placement)
+    with (
+        patch.object(planned_steps, "REPEATS", 1),
+        Pipeline(modules, placement, loss_fn, 4, **options) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
+    ):
+        yield train, modules
+
+
 def planned(
     placement: Sequence[int],
     taken: Sequence[Turn],
     budget: int,
-    host_memory_bytes: int | None = None,
     how: str = "alone",
     max_norm: float = 0.0,
 ) -> list[Planned]:
@@ -197,19 +216,10 @@ def planned(
     here = place() if how != "alone" else None
     number = here.number if here else dist.get_rank()
     turns = list(taken[here.replica :: 2]) if here else list(taken)
-    modules = (
-        here.stages(placement, how)
-        if here
-        else {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
-    )
-    optimizer, seen = sgd(*modules.values()), []
-    batches = [given(turn, seed, list(modules), number, len(placement)) for seed, turn in enumerate(turns)]
-    with (
-        Pipeline(
-            modules, placement, loss_fn, 4, group=here and here.group, host_memory_bytes=host_memory_bytes
-        ) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget) as train,
-    ):
+    wrapped, seen = here and here.stages(placement, how), []
+    with planning(budget, placement, wrapped, group=here and here.group) as (train, modules):
+        pipe, optimizer = train._pipe, sgd(*modules.values())
+        batches = [given(turn, seed, list(modules), number, len(placement)) for seed, turn in enumerate(turns)]
         if max_norm:
             pipe.post_validate(optimizer, max_norm)
         steps = train.ahead([(each["inputs"], each["targets"]) for each in batches])
@@ -239,20 +249,6 @@ def planned(
             for module in modules.values():
                 module.train()
     return seen
-
-
-@contextmanager
-def planning(
-    budget: int, url: str | None = None, **options: Any
-) -> Iterator[tuple[PlannedSteps, dict[int, nn.Module]]]:
-    """Planned steps of two stages on two ranks, of four micro-batches each, and this rank's stage."""
-    number = dist.get_rank()
-    modules: dict[int, nn.Module] = {number: make_stages(2)[number]}
-    with (
-        Pipeline(modules, [0, 1], loss_fn, 4, **options) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
-    ):
-        yield train, modules
 
 
 def given_here(turn: Turn, seed: int) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.features.post_validation import feature as post_validation
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients
+from support.ranks.cases import LENGTH, WIDTH, Gradients, pipeline
 from support.ranks.replicas import mesh, parameters, whole, wrapped
-from support.ranks.swaps import WAIT, failing, heard
+from support.ranks.swaps import failing, heard
 
 OPTIMIZERS = {
     "adamw": lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1),
@@ -162,29 +162,6 @@ def trained(
         return Ran(losses, norms, rates, parameters(modules) | buffers, state, methods, list(logged), len(runs))
 
 
-def offered(schedules: Sequence[Schedule], steps: int, validated: bool) -> list[list[float] | None]:
-    """Trains so many steps, and on until each schedule has been taken."""
-    rank, m, losses = dist.get_rank(), schedules[0].problem.microbatches, []
-    module = stages(2, alone=True)[rank]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    offers = list(schedules[1:])
-    with calm(0), Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
-        pipe.load(schedules[0])
-        if validated:
-            pipe.post_validate(optimizer, 0.6)
-        while len(losses) < steps or offers:
-            assert len(losses) < WAIT
-            if offers and rank == 0 and not pipe.preparing:
-                pipe.offer(offers[0])
-            losses.append(pipe.step(*batch(len(losses), 2, m, 0)).losses)
-            optimizer.step() if validated else clipping(pipe, optimizer, 0.6)
-            optimizer.zero_grad()
-            if offers and pipe.schedule is not None and pipe.schedule.method == offers[0].method:
-                offers.pop(0)
-    return losses
-
-
 def clipping(pipe: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float | None) -> float:
     """An update as users make it that wait: returns its norm. Leaves the gradients as they were."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -240,8 +217,7 @@ def ahead(schedule: Schedule, steps: int, validated: bool) -> list[float | None]
             store.wait([f"{run} {begun[0] + 1}"])
         real_weight(self, microbatch)
 
-    with Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
-        pipe.load(schedule)
+    with pipeline({rank: module}, schedule, mse_loss) as pipe:
         pipe.step(*batch(0, 2, m, 0))
         if validated:
             pipe.post_validate(optimizer, 1e3)
@@ -265,8 +241,7 @@ def mistaken(schedule: Schedule, what: str) -> list[str]:
     module = stages(2, alone=True)[rank]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     given: Mapping[str, tuple[Any, Any]] = {"max_norm": (optimizer, -1.0), "differs": (optimizer, 1.0 + rank)}
-    with Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
-        pipe.load(schedule)
+    with pipeline({rank: module}, schedule, mse_loss) as pipe:
         try:
             pipe.post_validate(*given.get(what, (optimizer, 1.0)))
             pipe.step(*batch(0, 2, m, 0))

@@ -7,15 +7,17 @@ import io
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 
 import pytest
 import torch.distributed as dist
 
-from support.ranks import waiting
+from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, train
 from support.ranks.worker import Ranks
 
+LIVE_S = 0.5  # before each step beside a search
 TRAINING_S = 840.0  # of a whole training, on a busy machine
 
 
@@ -40,10 +42,31 @@ def torchrun_on(ranks: Ranks) -> Callable[..., None]:
 
 
 def _main(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    with _as_script(arguments) as patch, waiting.slow_data():
+    with _as_script(arguments) as patch, slow_data():
         for name, value in environment.items():
             patch.setenv(name, value)
         import_module(module).main()
+
+
+def train_on_slow_data(plan: DemoSettings, url: str) -> DemoResult:
+    """The demo's training, beside a search that takes its time."""
+    with slow_data():
+        return train(plan, url)
+
+
+@contextlib.contextmanager
+def slow_data() -> Iterator[None]:
+    """As if the demo's data came slowly while the search runs: training leaves the cores to it."""
+    step = Training.step
+
+    def slow(self: Training, live: bool) -> None:
+        if live:
+            time.sleep(LIVE_S)
+        step(self, live)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "step", slow)
+        yield
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from torch.nn.functional import mse_loss
 
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime import Pipeline, StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, plain_training, sgd
+from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, pipeline, plain_training, sgd
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -66,11 +66,8 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
     steps nobody knows whether the offer is there yet."""
     modules, found = own_stages(placement), []
     optimizer = sgd(*modules.values())
-    problem = schedules[0].problem
     half = len(schedules) // 2
-    with Pipeline(
-        modules, placement, mse_loss, problem.microbatches, peers=Layout.from_problem(problem).peers or None
-    ) as pipe:
+    with pipeline(modules, schedules[0], mse_loss) as pipe:
 
         def step() -> None:
             optimizer.zero_grad()
@@ -78,7 +75,8 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
             found.append(Step(report.losses or [], numbers(modules), pipe.schedule.method))
             optimizer.step()
 
-        for schedule in schedules[:half]:
+        step()
+        for schedule in schedules[1:half]:
             pipe.load(schedule)
             step()
         for schedule in schedules[half:]:
@@ -107,6 +105,15 @@ def failing(op: str, nth: int, error: BaseException) -> AbstractContextManager[o
     return mock.patch.object(StageRunner, op, call)
 
 
+class Trouble(NamedTuple):
+    """A schedule that runs out of memory in the `nth` call of an op of `StageRunner` on one rank."""
+
+    schedule: Schedule
+    rank: int
+    op: str
+    nth: int
+
+
 class Undone(NamedTuple):
     """How a step came out that was undone and repeated, and the same step without."""
 
@@ -117,30 +124,29 @@ class Undone(NamedTuple):
     logged: list[str]
 
 
-def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, op: str, nth: int) -> Undone:
-    """A step by `first`; the same again, from the same state, by `bad`, which runs out of memory on one rank. Gradients
+def undone(placement: Sequence[int], first: Schedule, troubles: Sequence[Trouble]) -> list[Undone]:
+    """A step by `first`; then each time the same, from the same state, by a schedule that runs out of memory. Gradients
     add to ones."""
-    problem = first.problem
-    modules = own_stages(placement, moody=True)
+    modules, found = own_stages(placement, moody=True), []
     state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
-    ways = {"peers": Layout.from_problem(problem).peers or None, "links": [device.link for device in problem.devices]}
-    steps = []
-    with Pipeline(modules, placement, _doubling, problem.microbatches, **ways) as pipe, heard() as logged:
-        pipe.load(first)
-        for schedule in (None, bad):
+    with pipeline(modules, first, _doubling) as pipe, heard() as logged:
+
+        def step() -> tuple[Step, int]:
             for s, module in modules.items():
                 module.load_state_dict(state[s])
                 for parameter in module.parameters():
                     parameter.grad = torch.ones_like(parameter)
             torch.manual_seed(7)
-            if schedule is None:
-                steps.append(_seen(pipe, pipe.step(*batch(0)), modules))
-                continue
+            report = pipe.step(*batch(0))
+            return _seen(pipe, report, modules), report.version
+
+        expected, _ = step()
+        for schedule, rank, op, nth in troubles:
             pipe.load(schedule)
             with failing(op, nth if pipe.number == rank else 0, torch.OutOfMemoryError("too much")):
-                report = pipe.step(*batch(0))
-            steps.append(_seen(pipe, report, modules))
-        return Undone(pipe.schedule.method, report.version, *steps, list(logged))
+                seen, version = step()
+            found.append(Undone(pipe.schedule.method, version, expected, seen, list(logged)))
+    return found
 
 
 def _doubling(output: Tensor, target: Tensor) -> Tensor:

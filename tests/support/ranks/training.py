@@ -20,6 +20,7 @@ from support.ranks.cases import (
     loss_fn,
     make_stages,
     own_stages,
+    pipeline,
 )
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 
@@ -90,8 +91,7 @@ def checkpointed(
         random = {f"random.{number}": torch.get_rng_state()} if dropout else {}
         return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict(), **random}
 
-    with Pipeline(modules, placement, loss_fn, m, group=group) as pipe:
-        pipe.load(schedule)
+    with pipeline(modules, schedule, group=group) as pipe:
         if resume:
             state = states()
             dcp.load(state, checkpoint_id=folder)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -149,3 +149,10 @@ class Ranks:
             process.join()
             process.close()
             connection.close()
+
+
+def pool(count: int, folders: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Ranks that live as long as a fixture."""
+    started = Ranks(STARTER, count, folders.mktemp("ranks"))
+    yield started
+    started.close()
