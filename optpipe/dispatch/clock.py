@@ -36,9 +36,10 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     """
     reset(figures, rules, state)
     links = len(figures.stages_on_link)
-    recomputed, sent = _count_leaving(state)
+    recomputed, offloaded = _count_relieved(state)
     late_ms = stop_ms * (1.0 + ROUNDING)
-    to_start, some_leave = 3 * state.forwards_left.sum() + recomputed, recomputed + sent > 0
+    to_start = 3 * state.forwards_left.sum() + recomputed
+    has_relief = recomputed + offloaded > 0
     while True:
         at = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
         now = state.look_at[at]
@@ -50,10 +51,10 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         d = at - links
         if state.running[d]:
             end_op(state, d)
-            if some_leave:  # reloads come before forwards: links are looked at first, then this device again
+            if has_relief:  # reloads come before forwards: links are looked at first, then this device again
                 look_at_links(figures, state, d, now)
                 continue
-        reserved = bytes_to_keep_free(figures, rules, state, d, now) if some_leave else 0
+        reserved = bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
         k, s = choose_op(figures, rules, state, d, now, reserved)
         if k == NONE:
             continue
@@ -70,16 +71,16 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
 
 
 @compiled_phase
-def _count_leaving(state: State) -> tuple[int, int]:
-    """How many activations are computed again, and how many leave."""
-    recomputed, sent = 0, 0
+def _count_relieved(state: State) -> tuple[int, int]:
+    """How many activations are to be computed again, and how many, or their checkpoints, are to be offloaded."""
+    recomputed, offloaded = 0, 0
     for variant in state.variant.flat:
         if variant > 0:
             recomputed += 1
     for parts in state.parts_to_leave.flat:
         if parts > 0:
-            sent += 1
-    return recomputed, sent
+            offloaded += 1
+    return recomputed, offloaded
 
 
 @compiled

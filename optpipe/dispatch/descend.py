@@ -68,7 +68,7 @@ def descend(
 def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -> None:
     """Change rules of some devices in a row, at one stage of each or at all: how many micro-batches are in flight, how
     long a device waits, or which activations leave and when they come back."""
-    devices, chunks = len(figures.memory), int(choices.visits.max()) + 1
+    devices, chunks = len(figures.memory), int(choices.chunk.max()) + 1
     relief_possible = choices.parts.max() > 0 or choices.levels.max() > 0
     while True:
         if choices.order_is_free and draw(progress) < 0.5:
@@ -81,13 +81,13 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
             first, end = 0, devices
         chunk = below(chunks + 1, progress) + ALL_CHUNKS
         other = below(chunks + 1, progress) + ALL_CHUNKS
-        chosen = _mask(figures, choices, first, end, chunk)
+        chosen = _stages_of_chunk(figures, choices, first, end, chunk)
         if relief_possible and draw(progress) < 0.6:
             _change_relief(choices, rules, chosen, progress)
         elif draw(progress) < 0.5:
             if ALL_CHUNKS in (chunk, other) or chunk == other:
                 other = NO_CHUNK
-            _change_in_flight(rules, chosen, _mask(figures, choices, first, end, other), progress)
+            _change_in_flight(rules, chosen, _stages_of_chunk(figures, choices, first, end, other), progress)
         else:
             _change_waiting(choices, rules, chosen, progress)
         if draw(progress) < 0.7:
@@ -95,11 +95,11 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
 
 
 @compiled_part
-def _mask(figures: Figures, choices: Choices, first: int, end: int, chunk: int) -> Flags:
+def _stages_of_chunk(figures: Figures, choices: Choices, first: int, end: int, chunk: int) -> Flags:
     """(S,) which stages are of a chunk and lie on the devices from the first one on, before `end`."""
     mask = np.zeros(len(figures.device), dtype=np.bool_)
     for s in range(len(mask)):
-        mask[s] = first <= figures.device[s] < end and chunk in (ALL_CHUNKS, choices.visits[s])
+        mask[s] = first <= figures.device[s] < end and chunk in (ALL_CHUNKS, choices.chunk[s])
     return mask
 
 
@@ -126,13 +126,13 @@ def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Flo
 @compiled_part
 def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
-    levels, sends = choices.levels.max(), choices.parts[0].max() > 0
-    if sends and levels > 0:
-        sends = draw(progress) < 0.5
-    level, carries = NO_LEVEL, False
-    if not sends:
+    levels, offloads = choices.levels.max(), choices.parts[0].max() > 0
+    if offloads and levels > 0:
+        offloads = draw(progress) < 0.5
+    level, with_checkpoint = NO_LEVEL, False
+    if not offloads:
         level = below(levels, progress) if levels > 1 else 0
-        carries = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
+        with_checkpoint = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
     what = draw(progress)
     if what < 0.2:
         factor = (0.0, 1.0, 1.5, 4.0 * draw(progress))[below(4, progress)]
@@ -140,31 +140,33 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
             if chosen[s]:
                 rules.lead_ms[s] = factor * choices.carry_ms[s]  # as many times what bringing it back takes
     elif what < 0.4:
-        _spread_evenly(choices, rules, chosen, level, carries, progress)
+        _spread_evenly(choices, rules, chosen, level, with_checkpoint, progress)
     elif what < 0.6:
         _swap_neighbours(rules, chosen, progress)
     else:
-        _change_some(choices, rules, chosen, level, carries, progress)
+        _change_some(choices, rules, chosen, level, with_checkpoint, progress)
 
 
 @compiled_part
-def _most(choices: Choices, s: int, level: int) -> int:
+def _most_parts(choices: Choices, s: int, level: int) -> int:
     """In how many parts an activation can leave, or whether it can be computed again."""
     return int(choices.parts[0, s] if level == NO_LEVEL else min(choices.levels[s], 1))
 
 
 @compiled_part
-def _relief(choices: Choices, s: int, level: int, carries: bool, count: int) -> int:
+def _relief_number(choices: Choices, s: int, level: int, with_checkpoint: bool, count: int) -> int:
     """The number in `Rules.leaves` where so many parts leave, or where it is computed again if that is not 0: by this
-    level or the stage's last one, while all of the checkpoint leaves where it `carries` that."""
+    level or the stage's last one, while all of the checkpoint leaves if `with_checkpoint`."""
     if level == NO_LEVEL or count == 0:
         return count
     chosen = min(level, choices.levels[s] - 1)
-    return int(_recomputed(chosen, choices.parts[1 + chosen, s] if carries else 0))
+    return int(_recomputed(chosen, choices.parts[1 + chosen, s] if with_checkpoint else 0))
 
 
 @compiled_part
-def _spread_evenly(choices: Choices, rules: Rules, chosen: Flags, level: int, carries: bool, progress: Floats) -> None:
+def _spread_evenly(
+    choices: Choices, rules: Rules, chosen: Flags, level: int, with_checkpoint: bool, progress: Floats
+) -> None:
     """A share of the chosen stages' activations leaves or is computed again, evenly spread over micro-batches."""
     share, eighths = draw(progress), (1.0 + below(7, progress)) / 8.0
     share = (0.0, 1.0, share, eighths)[below(4, progress)]
@@ -172,8 +174,8 @@ def _spread_evenly(choices: Choices, rules: Rules, chosen: Flags, level: int, ca
     for s in range(len(chosen)):
         if chosen[s]:
             for j in range(rules.leaves.shape[1]):
-                count = int(_evenly_at(share * _most(choices, s, level), phase, j))
-                rules.leaves[s, j] = _relief(choices, s, level, carries, count)
+                count = int(_evenly_at(share * _most_parts(choices, s, level), phase, j))
+                rules.leaves[s, j] = _relief_number(choices, s, level, with_checkpoint, count)
 
 
 @compiled_part
@@ -211,16 +213,18 @@ def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
 
 
 @compiled_part
-def _change_some(choices: Choices, rules: Rules, chosen: Flags, level: int, carries: bool, progress: Floats) -> None:
+def _change_some(
+    choices: Choices, rules: Rules, chosen: Flags, level: int, with_checkpoint: bool, progress: Floats
+) -> None:
     """Some micro-batches in a row leave or are computed again, or no longer do."""
     microbatches = rules.leaves.shape[1]
     first = below(microbatches, progress)
     end = min(microbatches, first + 1 + int(_exponential(progress)))
     for s in range(len(chosen)):
-        count = below(_most(choices, s, level) + 1, progress)
+        count = below(_most_parts(choices, s, level) + 1, progress)
         if chosen[s]:
             for j in range(first, end):
-                rules.leaves[s, j] = _relief(choices, s, level, carries, count)
+                rules.leaves[s, j] = _relief_number(choices, s, level, with_checkpoint, count)
 
 
 @compiled_part

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from optpipe.dispatch.memory_shares import stage_order, visits
+from optpipe.dispatch.memory_shares import chunks_of_stages, stage_order
 from optpipe.evaluate.effects import Effects
 from optpipe.lift import grain
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
@@ -127,8 +127,8 @@ class Choices(NamedTuple):
         (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot.
     levels
         (S,) by how many levels an activation can be computed again.
-    visits
-        (S,) how many stages before each one are on its device.
+    chunk
+        (S,) which chunk of its device each stage is, from 0.
     carry_ms
         (S,) how long it takes to have all of the largest activation back.
     patience_ms
@@ -139,7 +139,7 @@ class Choices(NamedTuple):
 
     parts: Ints
     levels: Ints
-    visits: Ints
+    chunk: Ints
     carry_ms: Floats
     patience_ms: Floats
     order_is_free: bool
@@ -154,7 +154,7 @@ class Choices(NamedTuple):
             Choices(
                 parts,
                 levels,
-                visits=visits(costs.device[order]),
+                chunk=chunks_of_stages(costs.device[order]),
                 carry_ms=np.maximum(carry_ms(costs, order), least_ms),
                 patience_ms=np.maximum(costs.ms[: Kind.B + 1, order].max(axis=-1), instant_ms(problem)),
                 order_is_free=bool(costs.alike.max() > 0 and not problem.fixed_order),

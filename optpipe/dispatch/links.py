@@ -9,7 +9,9 @@ from optpipe.dispatch.state import (
     BACK,
     FORWARD,
     MICROBATCH,
+    OFFLOAD,
     OUT,
+    RELOAD,
     STAGE,
     WAY,
     State,
@@ -87,7 +89,7 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
 def _start_reload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
     j = state.next_to_return[s]
     variant, column = state.variant[s, j], state.column[j]
-    end = now + figures.ms[variant, 4 + BACK, s, column]
+    end = now + figures.ms[variant, RELOAD, s, column]
     part = state.parts_back[s, j]
     state.parts_back[s, j] += 1
     state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
@@ -148,7 +150,7 @@ def _would_return_late(figures: Figures, state: State, s: int, j: int, now: floa
     variant, column = state.variant[s, j], state.column[j]
     to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
     to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
-    takes = to_send * figures.ms[variant, 4 + OUT, s, column] + to_fetch * figures.ms[variant, 4 + BACK, s, column]
+    takes = to_send * figures.ms[variant, OFFLOAD, s, column] + to_fetch * figures.ms[variant, RELOAD, s, column]
     return bool(needed_ms(figures, state, s, j) < now + takes)
 
 
@@ -160,7 +162,7 @@ def _start_offload(figures: Figures, state: State, link: int, s: int, now: float
     state.activation_ready[s, j] = np.inf
     variant, column = state.variant[s, j], state.column[j]
     state.hosted[figures.device[s]] += figures.part_bytes[variant, s, part, column]
-    _carry(state, link, OUT, s, j, part, now, now + figures.ms[variant, 4 + OUT, s, column])
+    _carry(state, link, OUT, s, j, part, now, now + figures.ms[variant, OFFLOAD, s, column])
 
 
 @compiled_phase

@@ -7,9 +7,8 @@ import numpy as np
 from optpipe.model.arrays import Ints
 from optpipe.model.problem import Problem
 
-# Activations for which there is no memory but that would be in flight (a device that waits frees them late), and places
-# that go from a device's first stage to each of its others.
-CHOICES = tuple((more, extra) for more in (0, 1, 2) for extra in (0, 1))
+BEYOND_MEMORY = (0, 1, 2)  # micro-batches in flight for which there is no room: a device that waits frees them late
+GIVEN_UP = (0, 1)  # micro-batches in flight that a device's first stage leaves to each of its other stages
 
 
 def stage_order(problem: Problem) -> Ints:
@@ -25,23 +24,28 @@ def stages_to_end(problem: Problem) -> Ints:
     return left[stage_order(problem)]
 
 
-def visits(device: Ints) -> Ints:
-    """(S,) how many stages before each one are on its device."""
+def chunks_of_stages(device: Ints) -> Ints:
+    """(S,) which chunk of its device each stage is, from 0, if stage s is on `device[s]`."""
     return np.array([(device[:s] == d).sum() for s, d in enumerate(device)], dtype=np.int64)
 
 
-def memory_shares(problem: Problem, more: int, extra: int) -> Ints:
-    """(S,) micro-batches in flight, in `stage_order`.
+def memory_shares(problem: Problem) -> list[Ints]:
+    """Each (S,) micro-batches in flight by one way to share memory, in `stage_order`."""
+    return [_share_memory(problem, beyond, given_up) for beyond in BEYOND_MEMORY for given_up in GIVEN_UP]
+
+
+def _share_memory(problem: Problem, beyond: int, given_up: int) -> Ints:
+    """(S,) micro-batches in flight.
 
     Stages share by how far they are from the end of their route: their activations are held for about so long. The
     device's first stage has what the others leave.
     """
     order, remain, costs = stage_order(problem), stages_to_end(problem), problem.costs
     device, activation = costs.device[order], costs.activation[order].mean(axis=1)
-    again = visits(device) > 0
+    is_later_chunk = chunks_of_stages(device) > 0
     together = np.bincount(device, remain)[device]
     fit = np.minimum(costs.activation_budget[device] / np.maximum(activation, 1), problem.microbatches).astype(np.int64)
-    others = np.where(again, np.maximum(np.rint(remain / together * (fit + more)), 1) + extra, 0)
-    first = fit + more - np.bincount(device, others)[device]
-    shares: Ints = np.maximum(np.where(again, others, first), 1).astype(np.int64)
+    later = np.where(is_later_chunk, np.maximum(np.rint(remain / together * (fit + beyond)), 1) + given_up, 0)
+    first = fit + beyond - np.bincount(device, later)[device]
+    shares: Ints = np.maximum(np.where(is_later_chunk, later, first), 1).astype(np.int64)
     return shares

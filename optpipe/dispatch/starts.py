@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optpipe.dispatch.figures import Choices, carry_ms
-from optpipe.dispatch.memory_shares import CHOICES, memory_shares, stage_order, stages_to_end
+from optpipe.dispatch.memory_shares import memory_shares, stage_order, stages_to_end
 from optpipe.dispatch.simulate import Simulator
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
@@ -38,19 +38,28 @@ def first_rules(simulator: Simulator) -> Iterator[Rules]:
     activations leave. Others share each device's memory among its stages.
     """
     problem, choices = simulator.problem, simulator.choices
-    shares = [memory_shares(problem, *choice) for choice in CHOICES]
+    shares = np.unique(memory_shares(problem), axis=0)[::-1]
     to_the_end, as_memory_admits = stages_to_end(problem), np.full(simulator.stages, problem.microbatches)
-    limits = [as_memory_admits, to_the_end, to_the_end + 1, 2 * to_the_end - 1, *np.unique(shares, axis=0)[::-1]]
+    limits = [as_memory_admits, to_the_end, to_the_end + 1, 2 * to_the_end - 1, *shares]
     all_stay = np.zeros((simulator.stages, problem.microbatches), dtype=np.int64)
-    reliefs = [(spread(simulator, relief, share), share) for share in SHARES for relief in _reliefs(choices)]
-    leaves = [(what, lead) for what, share in reliefs for lead in (LEADS if share == 1 else LEADS[:1])]
-    waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
-    orders = list(entry_orders(problem))
+    reliefs = [
+        (spread(simulator, relief, share), lead)
+        for share in SHARES
+        for relief in _reliefs(choices)
+        for lead in (LEADS if share == 1 else LEADS[:1])
+    ]
+    waits, orders = first_waits(choices), list(entry_orders(problem))
     for in_flight in limits:
-        for what_leaves, lead in (*leaves, (all_stay, 1.0)):
-            for wait_ms in waits if what_leaves is all_stay else waits[:1]:
+        for relief, lead in (*reliefs, (all_stay, 1.0)):
+            for wait_ms in waits if relief is all_stay else waits[:1]:
                 for order in orders:
-                    yield Rules(in_flight, wait_ms, what_leaves, lead * choices.carry_ms, order)
+                    yield Rules(in_flight, wait_ms, relief, lead * choices.carry_ms, order)
+
+
+def first_waits(choices: Choices) -> list[Floats]:
+    """Each (2, S) as `Rules.wait_ms`: `WAITS`; nothing waits where micro-batches are alike or their order is fixed."""
+    waits = WAITS if choices.order_is_free else WAITS[:1]
+    return [np.array(shares)[:, None] * choices.patience_ms for shares in waits]
 
 
 def entry_orders(problem: Problem) -> Iterator[Ints]:
@@ -106,15 +115,15 @@ def spread(simulator: Simulator, relief: Ints, share: float) -> Ints:
     return np.where(relief[:, None] < 0, relief[:, None] * counts, counts)
 
 
-def evenly(each: Any, phase: float, microbatches: int) -> Ints:
-    """(..., m) how many parts of each micro-batch's activation leave if a fractional number is to leave on average."""
-    counts: Ints = evenly_at(each, phase, np.arange(microbatches)).astype(np.int64)
+def evenly(mean: Any, phase: float, microbatches: int) -> Ints:
+    """(..., m) how many parts of each micro-batch's activation leave if `mean`, a fraction, are to leave on average."""
+    counts: Ints = evenly_at(mean, phase, np.arange(microbatches)).astype(np.int64)
     return counts
 
 
-def evenly_at(each: Any, phase: float, j: Any) -> Any:
+def evenly_at(mean: Any, phase: float, j: Any) -> Any:
     """How many parts of micro-batch j's activation leave by `evenly`; of arrays, or of numbers where it is compiled."""
-    return np.floor(each * (j + 1) + phase) - np.floor(each * j + phase)
+    return np.floor(mean * (j + 1) + phase) - np.floor(mean * j + phase)
 
 
 def followed_rules(schedule: Schedule) -> Rules:

@@ -11,7 +11,7 @@ from optpipe.evaluate.jit import compiled_part, compiled_phase
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
 from optpipe.model.rules import Rules, level_of, parts_of
 
-FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # rows by kind of compute op
+FORWARD, BACKWARD, WEIGHT, RECOMPUTE, OFFLOAD, RELOAD = range(6)  # rows by kind of op, of a part's O and R
 OUT, BACK = range(2)  # rows by way of a transfer
 WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
 

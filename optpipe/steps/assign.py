@@ -12,8 +12,8 @@ from math import inf
 import numpy as np
 
 from optpipe.dispatch.figures import Choices, Figures, in_rows
-from optpipe.dispatch.memory_shares import CHOICES, memory_shares
-from optpipe.dispatch.starts import WAITS, whole_reliefs
+from optpipe.dispatch.memory_shares import memory_shares
+from optpipe.dispatch.starts import first_waits, whole_reliefs
 from optpipe.dispatch.state import new_state
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.arrays import Floats, Ints
@@ -140,13 +140,12 @@ def _shortest_rules(batch: Problem, order: Ints, counts: Ints) -> tuple[Rules, F
     figures, choices, stages = Figures.from_problem(batch), Choices.from_problem(batch), len(batch.stages)
     most = order.shape[1]
     state = new_state(figures, most)
-    waits = [np.array(each)[:, None] * choices.patience_ms for each in WAITS[: None if choices.order_is_free else 1]]
-    shares = [memory_shares(batch, *choice).clip(1, most) for choice in CHOICES]
+    shares = [in_flight.clip(1, most) for in_flight in memory_shares(batch)]
     shares += [np.minimum(shares[0], stages - np.arange(stages)), np.ones(stages, np.int64)]
     all_rules = [
         in_rows(Rules(in_flight, wait_ms, np.repeat(leaves[:, None], most, axis=1), choices.carry_ms, order[0]))
         for leaves in (np.zeros(stages, np.int64), *whole_reliefs(choices))
-        for wait_ms in waits
+        for wait_ms in first_waits(choices)
         for in_flight in shares
     ]
 

@@ -51,7 +51,7 @@ def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER)
     Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
     handcrafted ZB-H1 and ZB-H2 where these fit.
     """
-    yield from _by_rules(problem, "zb-auto", ("zb-h1", "zb-h2"), objective, deadline, some_leave=False)
+    yield from _by_rules(problem, "zb-auto", ("zb-h1", "zb-h2"), objective, deadline, with_relief=False)
 
 
 def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
@@ -62,7 +62,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
     and how early a reload starts are searched by simulation. It is never worse than PO-H and PO-F (Wan et al. 2025)
     where these apply to the stages and fit.
     """
-    yield from _by_rules(problem, "adaoffload", ("po-h", "po-f"), objective, deadline, some_leave=True)
+    yield from _by_rules(problem, "adaoffload", ("po-h", "po-f"), objective, deadline, with_relief=True)
 
 
 STREAMS: dict[str, Stream] = {
@@ -73,7 +73,7 @@ STREAMS: dict[str, Stream] = {
 
 
 def _by_rules(
-    problem: Problem, method: str, published: Sequence[str], objective: Objective, deadline: float, some_leave: bool
+    problem: Problem, method: str, published: Sequence[str], objective: Objective, deadline: float, with_relief: bool
 ) -> Iterator[Schedule]:
     """Yield the shortest schedule so far for each that is simulated, from the first that fits on.
 
@@ -81,7 +81,7 @@ def _by_rules(
     """
     best: Schedule | None = None
     lengths, failures, began = {NEVER}, 0, monotonic()
-    for simulator, step in _steps(problem, objective, some_leave):
+    for simulator, step in _steps(problem, objective, with_relief):
         before, is_first = best, best is None
         failures += step.listed is None  # a start is none: the best may be yet to come
         if step.ms not in lengths or (step.ms < NEVER and problem.overlap_factor is not None):  # pairs tell them apart
@@ -102,12 +102,12 @@ def _by_rules(
         yield one_at_a_time(problem, method)
 
 
-def _steps(problem: Problem, objective: Objective, some_leave: bool) -> Iterator[tuple[Simulator, Step]]:
+def _steps(problem: Problem, objective: Objective, with_relief: bool) -> Iterator[tuple[Simulator, Step]]:
     """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
     fuses = problem.overlap_factor is not None or needs_fused(problem).any()
     problems = [problem, with_fused_backwards(problem)] if fuses else [problem]
     simulators = [Simulator(each, is_compiled=False) for each in problems]
-    for simulator in () if some_leave else simulators:
+    for simulator in () if with_relief else simulators:
         choices = simulator.choices
         simulator.choices = choices._replace(parts=0 * choices.parts, levels=0 * choices.levels)
     searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]

@@ -110,7 +110,7 @@ class PlainListScheduler:
 
     def run(self) -> bool:
         """Returns whether all compute ops have started."""
-        some_leave = any(each.to_leave or each.variant for row in self.activations for each in row)
+        has_relief = any(each.to_leave or each.variant for row in self.activations for each in row)
         while (place := min((*self.links, *self.devices), key=lambda each: each.look_at)).look_at < inf:
             now = place.look_at
             if isinstance(place, Link):
@@ -120,7 +120,7 @@ class PlainListScheduler:
             assert isinstance(place, Device)
             if place.busy:
                 self.end_op(place)
-                if some_leave:
+                if has_relief:
                     for link in self.links_of(place):
                         link.look_soon(max(now, link.free_at))
                     continue
