@@ -9,7 +9,7 @@ from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import one_level, without_evictions
 from optpipe_solver.bounds.paths import shortest_paths
-from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search
+from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search, several_stages_state
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import Passes, several_stages_device
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
@@ -56,7 +56,7 @@ def device_bounds(
     schedule fits, the bounds end without it.
 
     To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage_state`),
-    what can follow (`one_stage_moves`) and its bound (`one_stage_bound`).
+    what can follow (`one_stage_moves`) and its bound (`one_stage_bound`); else the files of `several_stages`.
     """
     problem = one_level(without_evictions(problem))
     passes = _passes(problem)[d]
@@ -67,7 +67,8 @@ def device_bounds(
         must_equal = one_stage_state.must_equal(microbatches)
     else:
         device = several_stages_device(problem, passes, microbatches, objective)
-        expand, must_equal = partial(several_stages_search.expand, device), several_stages_search.must_equal(device)
+        expand = partial(several_stages_search.expand, device)
+        must_equal = several_stages_state.must_equal(device)
     begins_ms = float(shortest_paths(problem).arrives[d]) if objective == "makespan" else 0.0
     states = no_states(most_states, must_equal)
     while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):

@@ -1,19 +1,27 @@
 """Best-first search over what a device with several stages can do, where all activations stay on it. Compiled; tests
 compare it with a plain one.
 
-States are only those moments at which compute is free. Each is a row of numbers; `State` names the columns after the
-first ones.
+States are only those moments at which compute is free.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from optpipe.evaluate.jit import compiled, compiled_part, compiled_part_in_place
-from optpipe.model.arrays import Flags, Floats
+from optpipe.evaluate.jit import compiled, compiled_part_in_place
 from optpipe_solver.relax.several_stages import SeveralStages
+from optpipe_solver.relax.several_stages_bound import end_bound
+from optpipe_solver.relax.several_stages_state import (
+    READY,
+    STARTED,
+    STEP,
+    UNDER_WAY,
+    State,
+    bytes_held,
+    empty_state,
+    is_complete,
+    width,
+)
 from optpipe_solver.relax.states import (
     IS_COMPLETE,
     IS_FULL,
@@ -28,55 +36,6 @@ from optpipe_solver.relax.states import (
     remove_best,
 )
 
-MOST_UNDER_WAY = 128  # micro-batches that a state tells apart
-
-# Columns of a state after NOW: micro-batches that have started, and how many of them are between two steps.
-STARTED, UNDER_WAY, WAITING = 1, 2, 3
-# Columns of `State.microbatches`: when its next step may start, and which step that is.
-READY, STEP = 0, 1
-WIDTH = 2
-
-
-class State(NamedTuple):
-    """A state as named arrays over one row of numbers.
-
-    Attributes
-    ----------
-    row
-        All columns.
-    waiting
-        (groups,) weight gradients that wait.
-    microbatches
-        (most, 2) those under way, in the order of their steps, then of READY.
-    """
-
-    row: Floats
-    waiting: Floats
-    microbatches: Floats
-
-
-@compiled_part
-def _empty_state(columns: int, device: SeveralStages) -> State:
-    row = np.zeros(columns)
-    first = WAITING + len(device.weights.ms)
-    microbatches = row[first:].reshape((columns - first) // WIDTH, WIDTH)
-    return State(row, row[WAITING:first], microbatches)
-
-
-@compiled_part_in_place
-def _width(state: State) -> int:
-    """How many columns the state uses."""
-    return len(state.row) - WIDTH * (len(state.microbatches) - int(state.row[UNDER_WAY]))
-
-
-def must_equal(device: SeveralStages) -> Flags:
-    """Return the mask of the columns that must be equal for one state to dominate another."""
-    first = WAITING + len(device.weights.ms)
-    mask = np.zeros(first + WIDTH * min(device.microbatches, MOST_UNDER_WAY), dtype=bool)
-    mask[[STARTED, UNDER_WAY]] = True
-    mask[first:].reshape(-1, WIDTH)[:, STEP] = True
-    return mask
-
 
 @compiled
 def expand(device: SeveralStages, states: States, pops: int) -> float:
@@ -90,14 +49,14 @@ def expand(device: SeveralStages, states: States, pops: int) -> float:
     The least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
     """
     columns = len(states.must_equal)
-    state, following = _empty_state(columns, device), _empty_state(columns, device)
+    state, following = empty_state(columns, device), empty_state(columns, device)
     if states.tally[ROWS] == 0:
-        add_unless_dominated(state.row, _width(state), False, _end_bound(state, device), states)
+        add_unless_dominated(state.row, width(state), False, end_bound(state, device), states)
     for _ in range(pops):
         if is_over(states):
             break
         least = read_best(states, state.row)
-        if _is_complete(state, device):
+        if is_complete(state, device):
             states.tally[IS_COMPLETE] = 1
             break
         remove_best(states)
@@ -111,19 +70,9 @@ def expand(device: SeveralStages, states: States, pops: int) -> float:
 
 
 @compiled_part_in_place
-def _is_complete(state: State, device: SeveralStages) -> bool:
-    if state.row[STARTED] < device.microbatches or state.row[UNDER_WAY] > 0.0:
-        return False
-    waiting = 0.0
-    for g in range(len(state.waiting)):
-        waiting += state.waiting[g]
-    return bool(waiting == 0.0)
-
-
-@compiled_part_in_place
 def _add_successors(state: State, following: State, device: SeveralStages, states: States, least: float) -> None:
     """Add what follows from a state if compute waits, runs a weight gradient of a group, or a step."""
-    held, groups = _bytes_held(state, device), len(state.waiting)
+    held, groups = bytes_held(state, device), len(state.waiting)
     for choice in range(-1 - groups, len(device.step_ms)):
         copy_columns(state.row, following.row)
         waits = choice < -groups
@@ -135,21 +84,10 @@ def _add_successors(state: State, following: State, device: SeveralStages, state
             is_possible = _run_weight_gradient(following, choice + groups, device)
         if is_possible:
             _forget_the_past(following)
-            end = max(least, _end_bound(following, device))
-            add_unless_dominated(following.row, _width(following), waits, end, states)
+            end = max(least, end_bound(following, device))
+            add_unless_dominated(following.row, width(following), waits, end, states)
             if states.tally[IS_FULL]:
                 return
-
-
-@compiled_part_in_place
-def _bytes_held(state: State, device: SeveralStages) -> int:
-    """The bytes that are held between ops."""
-    held = 0
-    for i in range(int(state.row[UNDER_WAY])):
-        held += device.memory.held[int(state.microbatches[i, STEP])]
-    for g in range(len(state.waiting)):
-        held += device.weights.waiting_bytes[g] * int(state.waiting[g])
-    return held
 
 
 @compiled_part_in_place
@@ -233,75 +171,3 @@ def _forget_the_past(state: State) -> None:
     now, microbatches = state.row[NOW], state.microbatches
     for i in range(int(state.row[UNDER_WAY])):
         microbatches[i, READY] = max(microbatches[i, READY], now)
-
-
-# The least end
-
-
-class Remaining(NamedTuple):
-    """What is left to do in a state: ms of steps and of weight gradients; input gradients to start."""
-
-    steps_ms: float
-    weight_ms: float
-    backwards: float
-
-
-@compiled_part_in_place
-def _end_bound(state: State, device: SeveralStages) -> float:
-    """No schedule that begins like this ends sooner: by compute, by the way of each micro-batch, by memory."""
-    now, remaining = state.row[NOW], _remaining(state, device)
-    end = max(_end_by_paths(state, device), now + remaining.steps_ms + remaining.weight_ms)
-    if remaining.backwards == 0.0:
-        return float(end)
-    end = max(end, now + remaining.steps_ms + device.gap_ms[-1])
-    for measure in range(len(device.shares.between)):
-        end = max(end, now + _memory_needed(state, remaining, measure, device))
-    return float(end)
-
-
-@compiled_part_in_place
-def _remaining(state: State, device: SeveralStages) -> Remaining:
-    steps, to_come, weights = len(device.step_ms), device.microbatches - state.row[STARTED], device.weights
-    half = steps // 2
-    steps_ms, weight_ms, backwards = to_come * device.work_ms[0], 0.0, to_come * half
-    for i in range(int(state.row[UNDER_WAY])):
-        step = int(state.microbatches[i, STEP])
-        steps_ms += device.work_ms[step]
-        backwards += steps - max(step, half)
-        for later in range(max(step, half), steps):
-            weight_ms += weights.ms[weights.group[later]] if weights.group[later] >= 0 else 0.0
-    for step in range(half, steps):
-        weight_ms += to_come * weights.ms[weights.group[step]] if weights.group[step] >= 0 else 0.0
-    for g in range(len(weights.ms)):
-        weight_ms += state.waiting[g] * weights.ms[g]
-    return Remaining(steps_ms, weight_ms, backwards)
-
-
-@compiled_part_in_place
-def _end_by_paths(state: State, device: SeveralStages) -> float:
-    """The least end by the way of each micro-batch alone."""
-    now, to_come = state.row[NOW], device.microbatches - state.row[STARTED]
-    end = now + (to_come - 1.0) * device.step_ms[0] + device.rest_ms[0] if to_come else now
-    for i in range(int(state.row[UNDER_WAY])):
-        end = max(end, state.microbatches[i, READY] + device.rest_ms[int(state.microbatches[i, STEP])])
-    return float(end)
-
-
-@compiled_part_in_place
-def _memory_needed(state: State, remaining: Remaining, measure: int, device: SeveralStages) -> float:
-    """ms of all the memory that are needed from now on, by this measure."""
-    now, shares = state.row[NOW], device.shares
-    area, weight_counts = (device.microbatches - state.row[STARTED]) * shares.area[measure, 0], False
-    for i in range(int(state.row[UNDER_WAY])):
-        step = int(state.microbatches[i, STEP])
-        area += (state.microbatches[i, READY] - now) * shares.between[measure, step] + shares.area[measure, step]
-    for g in range(len(state.waiting)):
-        area += state.waiting[g] * device.weights.ms[g] * shares.weight[measure, g]
-        weight_counts = weight_counts or shares.weight[measure, g] > 0.0
-    if not weight_counts:
-        n = 1.0  # while the n-th last input gradient runs, n activations are there at most, its own included
-        while n < remaining.backwards and n * shares.alone[measure] < 1.0:
-            area += device.shortest_backward_ms * (1.0 - n * shares.alone[measure])
-            n += 1.0
-        area += device.gap_ms[-1]
-    return float(area)
