@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, permutations
 
 import numpy as np
@@ -14,6 +15,7 @@ from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.model.records import StageCosts
+from optpipe.process.protocol import Request
 from optpipe_solver import plan
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -67,6 +69,29 @@ def _figures(costs: StageCosts, microbatches: int) -> Floats:
     """(4, m) what tells layers apart."""
     figures = costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes
     return np.array([np.broadcast_to(figure, microbatches) for figure in figures], dtype=float)
+
+
+def improve_partitions(request: Request, starts: Sequence[Placement], deadline: float) -> list[Placement]:
+    """Descend from each partition, then go on with the best third, until their share of the time is over.
+
+    With one thread the time is counted in work, else by the clock; a moment of `time.monotonic` ends it in any case.
+
+    Returns
+    -------
+    The best partition of each descent.
+    """
+    descents = [PartitionDescent(request.problem, request.objective, start, request.seed) for start in starts]
+    for count in (len(descents), -(-len(descents) // 3)):
+        for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:
+            seconds = plan.PARTITIONS_SHARE / 2 / count * request.time_limit_s
+            until, ops = time.monotonic() + seconds, 0
+            for handled in descent.steps:
+                ops += handled
+                now = time.monotonic()
+                is_over = ops > seconds * plan.OPS_PER_S if request.threads == 1 else now > until
+                if is_over or now > deadline:
+                    break
+    return [descent.placement for descent in descents]
 
 
 class PartitionDescent:

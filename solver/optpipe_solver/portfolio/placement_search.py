@@ -24,7 +24,7 @@ from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.candidates import Candidate, Candidates
 from optpipe_solver.portfolio.engine_processes import ENGINE
-from optpipe_solver.portfolio.partitions import PartitionDescent, mismatch, partition_of_stages
+from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit
 from optpipe_solver.systems import SYSTEMS, parse
@@ -132,20 +132,16 @@ class PlacementSearch:
         self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, given)
 
     def _improve_partitions(self) -> None:
-        """Descend from the even partition for every number and shape of chunks, and from the given one; go on with the
-        best third of them, and look at the partitions that come out."""
+        """Descend from the even partition for every number and shape of chunks, and from the given one; look at the
+        partitions that come out."""
         if not self.candidates.has_layers:
             return
         self._use(plan.PARTITIONS_SHARE + plan.FIRST_LOOK_SHARE)
-        problem, request = self.request.problem, self.request
         starts = [c.placement for c in self.candidates.all if c.placement and not c.is_bidirectional]
-        if (given := partition_of_stages(problem)) is not None:
+        if (given := partition_of_stages(self.request.problem)) is not None:
             starts.append(given)
-        descents = [PartitionDescent(problem, request.objective, start, request.seed) for start in starts]
-        for count in (len(descents), -(-len(descents) // 3)):
-            for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:
-                self._descend(descent, plan.PARTITIONS_SHARE / 2 / count * request.time_limit_s)
-        self._look_at(self.candidates.add_new([descent.placement for descent in descents]), plan.FIRST_LOOK_SHARE)
+        better = improve_partitions(self.request, starts, self.deadline - plan.ENGINE_END_S)
+        self._look_at(self.candidates.add_new(better), plan.FIRST_LOOK_SHARE)
 
     def _search_in_rules(self) -> None:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
@@ -255,15 +251,6 @@ class PlacementSearch:
         rules = (heuristics.by_simple_rules() for heuristics in with_rules)
         for _ in chain(*rules, *(heuristics.published() for heuristics in searches)):
             if self.left_s < self.request.time_limit_s / 2:
-                return
-
-    def _descend(self, descent: PartitionDescent, seconds: float) -> None:
-        """Go on with a descent for so long: with one thread by the work that is counted, else by the clock."""
-        until, ops = time.monotonic() + seconds, 0
-        for handled in descent.steps:
-            ops += handled
-            is_over = ops > seconds * plan.OPS_PER_S if self.one_thread else time.monotonic() > until
-            if is_over or self.left_s < plan.ENGINE_END_S:
                 return
 
     def _search(
