@@ -15,10 +15,11 @@ from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.answer import Plan
+from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.doubt import Difference, difference
 from optpipe_solver.planner.parts import parts
-from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
 from optpipe_solver.planner.today import Running
 

@@ -25,7 +25,7 @@ from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe_solver.planner import settings
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.systems import generate
 
 pytestmark = [pytest.mark.stacks, pytest.mark.filterwarnings("ignore")]  # of what their imports lack here

@@ -20,10 +20,12 @@ from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner import settings
-from optpipe_solver.planner.candidates import Candidate, Question, candidates
+from optpipe_solver.planner.answer import Plan
+from optpipe_solver.planner.candidate import Candidate
+from optpipe_solver.planner.candidates import Question, candidates
 from optpipe_solver.planner.doubt import difference
 from optpipe_solver.planner.parts import parts
-from optpipe_solver.planner.search import Plan, PlanSearch, published
+from optpipe_solver.planner.search import PlanSearch, published
 from optpipe_solver.systems import generate
 
 SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import NEVER, shorter
-from optpipe.model.figures import one_for_all
-from optpipe.model.placement import NAMES, Shape, even_cuts
-from optpipe.model.problem import MAX_MICROBATCHES, Problem
+from optpipe.model.placement import Shape, even_cuts
+from optpipe.model.problem import MAX_MICROBATCHES
 from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts
-from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
-from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 from optpipe.transformer.work import LEVELS
 from optpipe_solver import plan
-from optpipe_solver.bounds.least_memory import least_memory
+from optpipe_solver.planner.candidate import ROOMY, Candidate
 
-ROOMY = 2**50  # bytes, more than any GPU needs
 Stack = Literal["optpipe", "torch", "megatron"]
 
 
@@ -74,152 +67,6 @@ class Question(Document):
             f"embedding and head of {self.model.name or 'the model'} are tied, which torchtitan and NeMo AutoModel "
             "refuse in a pipeline: only pp 1 is planned for them; stacks optpipe and megatron have pipelines for it"
         )
-
-
-@dataclass(eq=False)
-class Candidate:
-    """One way to train the model, with what is known of it. Times are those of an iteration, in ms.
-
-    Attributes
-    ----------
-    bound_ms
-        No iteration without evictions is shorter; `NEVER` if memory admits none.
-    schedule
-        The best one so far.
-    start
-        The best one that evicts nothing: where a search may begin, as no search evicts.
-    lengths
-        By method: the shortest iteration with a schedule that fits, and the most that a GPU then holds, in bytes.
-    """
-
-    estimate: Estimate
-    cannot: tuple[str, ...] = ()
-    bound_ms: float = 0.0
-    schedule: Schedule | None = None
-    start: Schedule | None = None
-    lengths: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The busiest device has all its work to do, then gradients to reduce and weights to update."""
-        self.bound_ms = self.with_step_end(self.estimate.run.microbatches * max(self.estimate.busy_ms))
-
-    def with_step_end(self, makespan_ms: float) -> float:
-        """The iteration of so long a schedule: after it gradients are reduced and weights updated."""
-        return makespan_ms + self.estimate.after_ms
-
-    @property
-    def iteration_ms(self) -> float:
-        """By the best schedule so far; `NEVER` without one."""
-        return self.with_step_end(self.schedule.makespan_ms) if self.schedule else NEVER
-
-    @property
-    def least_ms(self) -> float:
-        """The iteration if there is a schedule, else the bound."""
-        return self.iteration_ms if self.schedule else self.bound_ms
-
-    @property
-    def division(self) -> tuple[int, ...]:
-        """The degrees of parallelism: tp, pp, dp, ep, cp."""
-        parallelism = self.estimate.parallelism
-        return parallelism.tp, parallelism.pp, parallelism.dp, parallelism.ep, parallelism.cp
-
-    @property
-    def state_bytes(self) -> int:
-        """What the fullest GPU holds without any activation."""
-        return self.estimate.gpu.memory_bytes - min(memory.budget for memory in self.estimate.devices)
-
-    @property
-    def needed_bytes(self) -> int:
-        """What the fullest GPU needs for one micro-batch at a time, however it is relieved."""
-        ample = self.estimate.with_memory(ROOMY)
-        least = zip(least_memory(self._allowed(ample.problem)), ample.devices, strict=True)
-        return max(ROOMY - memory.budget + activations for activations, memory in least)
-
-    @property
-    def has_room_for_1f1b(self) -> bool:
-        """Whether pp micro-batches fit into every device, one stage a device."""
-        estimated = self.estimate
-        if estimated.parallelism.chunks > 1:
-            return False
-        pp, layers = estimated.parallelism.pp, estimated.layers
-        held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in estimated.stages]
-        return all(pp * size < memory.budget for size, memory in zip(held, estimated.devices, strict=True))
-
-    @cached_property
-    def problem(self) -> Problem:
-        """What is to be scheduled. Raises InputError if a device has no room for activations."""
-        return self._allowed(self.estimate.problem)
-
-    @cached_property
-    def evicting(self) -> Problem:
-        """The problem where stage s may evict to the device of stage p - 1 - s, as BPipe does (Kim et al. 2023).
-
-        An eviction crosses the links between stages. Where devices have several stages, nothing is evicted.
-        """
-        p = self.estimate.parallelism.pp
-        if self.estimate.parallelism.chunks > 1:
-            return self.problem
-        peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
-        stages = []
-        for stage in self.problem.stages:
-            ms = self.estimate.clock.links.transfer_ms(one_for_all(stage.activation_bytes))
-            eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
-            stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
-        pairs = zip(self.problem.devices, peers, strict=True)
-        return self.problem.replace(
-            devices=tuple(device.model_copy(update={"peer": peer}) for device, peer in pairs), stages=tuple(stages)
-        )
-
-    def _allowed(self, problem: Problem) -> Problem:
-        """The problem without what a schedule may not use."""
-        if not self.cannot:
-            return problem
-        without = dict.fromkeys(self.cannot)
-        stages, layers = (
-            tuple(costs.model_copy(update=without) for costs in those)
-            for those in (problem.stages, problem.layers or ())
-        )
-        return problem.model_copy(update={"stages": stages, "layers": layers})
-
-    def used_bytes(self, schedule: Schedule) -> list[int]:
-        """What each GPU holds at its fullest, state, workspace and reserve included."""
-        whole = self.estimate.gpu.memory_bytes
-        peaks = zip(schedule.compiled.certificate.device, self.estimate.devices, strict=True)
-        return [whole - memory.budget + peak.bytes for peak, memory in peaks]
-
-    def peak_ranges(self, schedule: Schedule) -> list[tuple[int, int]]:
-        """The least and the most that each GPU may hold, with fragments and buffers as they were measured elsewhere."""
-        reserved = self.estimate.gpu.reserved_bytes
-        least, most = MEASURED_PEAKS
-        sums = [used - reserved for used in self.used_bytes(schedule)]
-        return [(reserved + round(least * each), reserved + round(most * each)) for each in sums]
-
-    def take(self, schedule: Schedule) -> bool:
-        """Keep what fits. Returns whether it is the best so far."""
-        if schedule.compiled.complaints:
-            return False
-        better = self.with_step_end(schedule.makespan_ms) < self.iteration_ms
-        point = self.with_step_end(schedule.makespan_ms), max(self.used_bytes(schedule))
-        self.lengths[schedule.method] = min(self.lengths.get(schedule.method, point), point)
-        if better:
-            self.schedule = schedule
-        evicts = any(stage.can_evict for stage in schedule.problem.stages)
-        if not evicts and (self.start is None or shorter(schedule.makespan_ms, self.start.makespan_ms)):
-            self.start = schedule
-        return better
-
-    def __str__(self) -> str:
-        """Text such as `tp 8, pp 4, dp 2, 2 chunks V-shaped, 64 × 1 sequences, recompute cheap`."""
-        parallelism, run = self.estimate.parallelism, self.estimate.run
-        words = [f"tp {parallelism.tp}", f"pp {parallelism.pp}", f"dp {parallelism.dp}"]
-        words += [f"cp {parallelism.cp}"] if parallelism.cp > 1 else []
-        words += [f"ep {parallelism.ep}"] if parallelism.ep > 1 else []
-        words += [f"ZeRO {parallelism.zero}"] if parallelism.zero > 1 else []
-        words += [f"{parallelism.chunks} chunks {NAMES[parallelism.shape]}"] if parallelism.chunks > 1 else []
-        words += [f"{run.microbatches} × {run.microbatch_size} sequence{'s' * (run.microbatch_size > 1)}"]
-        words += [f"recompute {run.recompute}"] if run.recompute != "none" else []
-        words += ["layers balanced by time"] if parallelism.layers else []
-        return ", ".join(words)
 
 
 def candidates(question: Question) -> list[Candidate]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.gpu import Gpu
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.candidate import Candidate
 
 
 class Difference(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.candidate import Candidate
 
 NAMES = {
     "matmuls": "matmuls",

@@ -25,11 +25,12 @@ from optpipe_solver import plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.planner.candidates import Candidate, Question, Stack, candidates
-from optpipe_solver.planner.today import Running, Today, running
+from optpipe_solver.planner.answer import Plan, why_none
+from optpipe_solver.planner.candidate import Candidate
+from optpipe_solver.planner.candidates import Question, Stack, candidates
+from optpipe_solver.planner.today import Today, running
 from optpipe_solver.systems import SYSTEMS, generate
 
-GB = 1e9
 MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
 Phase = Literal["bounds", "published schedules", "list scheduling", "searches"]
 
@@ -37,83 +38,6 @@ Phase = Literal["bounds", "published schedules", "list scheduling", "searches"]
 # Searches a candidate's schedule, from one that is known, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a search found.
-
-    Attributes
-    ----------
-    ranked
-        All candidates, the shortest iteration first, then the lowest bounds.
-    too_large
-        How many of them have no room for one micro-batch, or for any schedule of the stack.
-    looked_at
-        How many were given schedules, whether they fit or not.
-    solved
-        How many were searched.
-    gap
-        Candidates that could be shorter by no more than this share were ruled out.
-    time_s
-        How long the search took.
-    notes
-        Why searches of candidates failed.
-    today
-        What runs today, if that was told.
-    """
-
-    question: Question
-    ranked: tuple[Candidate, ...]
-    too_large: int
-    looked_at: int
-    solved: int
-    gap: float
-    time_s: float
-    notes: tuple[str, ...]
-    today: Running | None = None
-
-    @property
-    def best(self) -> Candidate:
-        return self.ranked[0]
-
-    @property
-    def ruled_out(self) -> int:
-        """How many candidates were left without a schedule because of their bounds."""
-        return sum(c.schedule is None and self._limit_ms <= c.bound_ms < NEVER for c in self.ranked)
-
-    @property
-    def left_open(self) -> int:
-        """How many other candidates could still be shorter by more than the gap: there was no time for them."""
-        return sum(c is not self.best and c.bound_ms < self._limit_ms for c in self.ranked)
-
-    @property
-    def _limit_ms(self) -> float:
-        return self.best.iteration_ms * (1 - self.gap)
-
-    @property
-    def lower_bound_ms(self) -> float:
-        """No candidate has a shorter iteration."""
-        return min(min(c.bound_ms for c in self.ranked), self.best.iteration_ms)
-
-    @property
-    def other_divisions(self) -> list[Candidate]:
-        """The best candidate of each other division that fits: those with a schedule first, then by their bounds."""
-        best: dict[tuple[int, ...], Candidate] = {}
-        for candidate in self.ranked:
-            if candidate.bound_ms < NEVER and candidate.division != self.best.division:
-                best.setdefault(candidate.division, candidate)
-        return list(best.values())
-
-    @property
-    def frontier(self) -> list[tuple[int, float, Candidate, str]]:
-        """Of all schedules seen those that none beats in memory and time: bytes of a GPU, ms, candidate and method."""
-        seen = [(held, ms, n, m) for n, c in enumerate(self.ranked) for m, (ms, held) in c.lengths.items()]
-        best: list[tuple[int, float, Candidate, str]] = []
-        for held, ms, n, method in sorted(seen):
-            if not best or shorter(ms, best[-1][1]):
-                best.append((held, ms, self.ranked[n], method))
-        return best
 
 
 @dataclass
@@ -179,7 +103,7 @@ class PlanSearch:
             self._list()
             self._search()
         if self.best is None:
-            raise InputError(self._why_none())
+            raise InputError(why_none(self.question, self.candidates, self.options.time_limit_s))
         ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
         passed_s = time.monotonic() - self._began
         counts = self.too_large, self.looked_at, self.solved
@@ -214,19 +138,19 @@ class PlanSearch:
             if candidate.division not in first and candidate.has_room_for_1f1b:
                 first[candidate.division] = candidate
         for candidate in first.values():
-            self._place(candidate)
+            self._examine(candidate)
             self._try_published(candidate, work)
         while waiting and (work.is_left or (self.best is None and self._left_s > 0)):
-            _, n, is_placed = heapq.heappop(waiting)
+            _, n, is_examined = heapq.heappop(waiting)
             candidate = self.candidates[n]
             if first.get(candidate.division) is candidate:
                 continue
             if not self.may_win(candidate):  # nor any that waits: their bounds are no lower
                 return
-            if is_placed:
+            if is_examined:
                 self._try_published(candidate, work)
             else:
-                self._place(candidate)
+                self._examine(candidate)
                 heapq.heappush(waiting, (candidate.bound_ms, n, True))
 
     def _try_published(self, candidate: Candidate, work: _Work) -> None:
@@ -292,7 +216,7 @@ class PlanSearch:
         if result and result.lower_bound_ms is not None:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(result.lower_bound_ms))
 
-    def _place(self, candidate: Candidate) -> None:
+    def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
         if candidate.state_bytes >= self.question.gpu.memory_bytes or infeasibility(candidate.problem):
             candidate.bound_ms = NEVER
@@ -307,8 +231,8 @@ class PlanSearch:
     def _is_open(self, candidate: Candidate) -> bool:
         """Whether it fits and is worth more work: its bound allows it to win, and its schedule is not proven."""
         proven = not shorter(candidate.bound_ms, candidate.iteration_ms * (1 - self.options.gap))
-        is_placed = "problem" in vars(candidate)
-        return is_placed and not proven and self.may_win(candidate)
+        is_examined = "problem" in vars(candidate)
+        return is_examined and not proven and self.may_win(candidate)
 
     def _work(self, share: float, until: float) -> _Work:
         """So much of the time, counted; whatever is done, no longer than until this share of the time is over."""
@@ -321,36 +245,6 @@ class PlanSearch:
         if self.cancelled:
             return 0.0
         return self._began + self.options.time_limit_s - time.monotonic()
-
-    def _why_none(self) -> str:
-        """Why there is no schedule: too little time, or which candidate misses by least and what it needs."""
-        left = sum(candidate.bound_ms < NEVER for candidate in self.candidates)
-        if left:
-            return (
-                f"time_limit_s = {self.options.time_limit_s:g}: no schedule was found by then and {left} candidates "
-                "are left; a longer time would be right"
-            )
-        near, needed = self._nearest()
-        who, has = f"gpus = {self.question.gpus}: no division fits: with {near},", self.question.gpu.memory_bytes
-        limit = f"; {self.question.limit}" if self.question.limit else ""
-        if needed <= has:
-            return f"{who} one micro-batch fits, but no schedule that {self.question.stack} has{limit}"
-        return (
-            f"{who} a GPU needs {needed / GB:.1f} GB for one micro-batch at a time, {near.state_bytes / GB:.1f} of it "
-            f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would "
-            f"fit{limit}"
-        )
-
-    def _nearest(self) -> tuple[Candidate, int]:
-        """The candidate whose fullest GPU needs least, and how many bytes that are."""
-        nearest, least = self.candidates[0], (NEVER, 0)
-        for candidate in sorted(self.candidates, key=lambda candidate: candidate.state_bytes):
-            if candidate.state_bytes >= least[0]:
-                break
-            needs = candidate.needed_bytes, candidate.estimate.parallelism.stages
-            if needs < least:
-                nearest, least = candidate, needs
-        return nearest, int(least[0])
 
 
 def _ops(candidate: Candidate) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.transformer.estimate import Estimate
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.candidate import Candidate
 
 OPTIONAL = ("cp", "ep")  # degrees that are told only where they divide something
 TORCHTITAN = {

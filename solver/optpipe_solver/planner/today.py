@@ -10,7 +10,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.sizes import told_apart
 from optpipe.transformer.work import LEVELS
-from optpipe_solver.planner.candidates import Candidate
+from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.systems import SYSTEMS, generate
 
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "chunks", "sequences")  # sequences of one micro-batch
