@@ -106,12 +106,12 @@ def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
 
 
 def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_not() -> None:
-    breadth = Breadth(2, most=100)
+    breadth = Breadth(2, most_ops=100)
     for _ in range(20):
         breadth.learn(0.0, QUICK_S / 10, True, QUICK_S)
-    assert breadth.size == 100
+    assert breadth.ops == 100
     for _ in range(40):
         breadth.learn(0.0, QUICK_S, False, QUICK_S)
-    assert breadth.size == FEWEST_OPS
+    assert breadth.ops == FEWEST_OPS
     breadth.learn(5.0, QUICK_S, True, QUICK_S)
     assert breadth.score > 0.0

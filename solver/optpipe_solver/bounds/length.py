@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
         for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
             needed = work[d] * weights[COMPUTE]
             for j, s in passes_on[d]:
-                costs = _choices(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure)
+                costs = _choice_costs(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure)
                 needed = needed + paths.passing[j] * (costs @ weights).min(axis=0)
             unused = _unused(measure, stages, float(needed.max()) / 2)
             longest = float((needed + unused * weights[MEMORY]).max())
@@ -89,7 +90,20 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     return max(bounds)
 
 
-def _choices(problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
+class _Relief(NamedTuple):
+    """An activation that waits for its backward whole, or as the checkpoint of a level."""
+
+    stays: int  # bytes of it, or of the checkpoint
+    parts: list[int]  # bytes of each part of that which can leave
+    offload_ms: float  # of a part
+    reload_ms: float
+    recompute_bytes: int  # while it is recomputed
+    recompute_ms: float
+
+
+def _choice_costs(
+    problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure
+) -> Floats:
     """Return (choices, 3) what becomes of one activation, and its cost: ms of all memory, of the link, of compute.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
@@ -102,20 +116,21 @@ def _choices(problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, tri
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
     ends += measure(held.weight) * float(ms[Kind.W])
     levels = problem.costs.levels
-    # What stays, the parts of it that can leave, the times of a part's copies, bytes while it is recomputed, and ms.
-    ways = [(held.stays, held.parts if stage.can_offload else [], float(ms[Kind.O]), float(ms[Kind.R]), 0, 0.0)]
+    parts = held.parts if stage.can_offload else []
+    reliefs = [_Relief(held.stays, parts, float(ms[Kind.O]), float(ms[Kind.R]), 0, 0.0)]
     for k, level in enumerate(held.levels):
         out, back, again = (float(x[k, s, j]) for x in (levels.offload_ms, levels.reload_ms, levels.recompute_ms))
-        ways.append((level.checkpoint, level.parts, out, back, level.recompute, again))
+        reliefs.append(_Relief(level.checkpoint, level.parts, out, back, level.recompute, again))
     costs = []
-    for stays, parts, out, back, recompute, again in ways:
-        computed, rest = measure(recompute) * again, max(0.0, between - again)
-        busy = (out + back) * (1.0 if problem.transfer_mode == "half_duplex" else 0.5)
-        there = [measure(stays - gone) for gone in accumulate(sorted(parts, reverse=True), initial=0)]
+    for relief in reliefs:
+        computed = measure(relief.recompute_bytes) * relief.recompute_ms
+        rest, moved_ms = max(0.0, between - relief.recompute_ms), relief.offload_ms + relief.reload_ms
+        busy = moved_ms * (1.0 if problem.transfer_mode == "half_duplex" else 0.5)
+        gone = accumulate(sorted(relief.parts, reverse=True), initial=0)
+        there = [measure(relief.stays - size) for size in gone]
         for n in range(len(there)):
-            moves = sum(there[:n]) * (out + back)
-            area = ends + computed + moves + there[n] * max(0.0, rest - n * (out + back))
-            costs.append((area, n * busy, again))
+            area = ends + computed + sum(there[:n]) * moved_ms + there[n] * max(0.0, rest - n * moved_ms)
+            costs.append((area, n * busy, relief.recompute_ms))
     return np.array(costs)
 
 
@@ -199,7 +214,7 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
         if not passing:
             continue
         done = -max(ms[j][Kind.W, s] for j in passing)
-        gradients: list[tuple[float, int, int]] = []  # ms of one weight gradient, its bytes, how many
+        gradients: list[_WaitingGradients] = []
         for j in passing:
             route, count = problem.route(j), paths.passing[j]
             at = route.index(s)
@@ -208,20 +223,28 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
                     gradient_ms = ms[j][[Kind.B, Kind.W], other].sum() if k >= at else 0.0
                     done += count * (ms[j][Kind.F, other] + gradient_ms)
                     if k >= at:
-                        gradients.append((ms[j][Kind.W, other], held[j][other].waiting, count))
+                        gradients.append(_WaitingGradients(ms[j][Kind.W, other], held[j][other].waiting, count))
         room = int(costs.activation_budget[d]) - min(held[j][s].backward for j in passing)
         path_back = min(after[j, s] for j in passing)
         bound = max(bound, paths.arrives[d] + done - _heaviest(gradients, room) + path_back)
     return float(bound)
 
 
-def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
+class _WaitingGradients(NamedTuple):
+    """Weight gradients of one stage that can wait: ms and bytes of each, and of how many micro-batches."""
+
+    ms: float
+    bytes: int
+    microbatches: int
+
+
+def _heaviest(waiting: list[_WaitingGradients], room: int) -> float:
     """Return the most ms of weight gradients whose bytes fit together; the last may be taken in part."""
     total = 0.0
-    for ms, size, count in sorted(weights, key=lambda weight: -weight[0] / max(weight[1], 1e-9)):
-        taken = min(count, max(0, room) / size) if size else count
-        total += taken * ms
-        room -= int(np.ceil(taken * size))
+    for each in sorted(waiting, key=lambda each: -each.ms / max(each.bytes, 1e-9)):
+        taken = min(each.microbatches, max(0, room) / each.bytes) if each.bytes else each.microbatches
+        total += taken * each.ms
+        room -= int(np.ceil(taken * each.bytes))
     return total
 
 

@@ -37,24 +37,26 @@ class Breadth:
 
     Attributes
     ----------
-    most
+    most_ops
         Compute ops of that many devices.
+    ops
+        Compute ops of a window.
     score
         What such windows gained of late, in ms per second.
     """
 
     devices: int
-    most: int
-    size: float = FIRST_OPS
+    most_ops: int
+    ops: float = FIRST_OPS
     score: float = 0.0
 
     def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
         """Learn from one window whether such windows pay, and whether to try larger or smaller ones."""
         self.score += (1 - SCORE_KEPT) * (gained_ms / max(used_s, quick_s) - self.score)
         if proven and used_s < quick_s:
-            self.size = min(self.most, 1.15 * self.size)
+            self.ops = min(self.most_ops, 1.15 * self.ops)
         elif not proven or used_s > 2 * quick_s:
-            self.size = max(FEWEST_OPS, 0.85 * self.size)
+            self.ops = max(FEWEST_OPS, 0.85 * self.ops)
 
 
 class WindowChoice:
@@ -96,7 +98,7 @@ class WindowChoice:
             for x, at in incumbent.start.items()
             if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices
         )
-        near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.size)]
+        near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.ops)]
         everything = Window.of_all(incumbent)
         begin, end = (everything.begin, everything.end) if len(near) == len(starts) else (min(near), max(near) + 1)
         return Window(begin, end, devices if breadth.devices < len(self.problem.devices) else None)

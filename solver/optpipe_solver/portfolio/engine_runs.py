@@ -81,10 +81,10 @@ class EngineRuns:
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
-            own_threads = max(1, -(-threads // free))
-            own_threads = min(own_threads, engines.load(run.engine).most_threads or own_threads)
-            self.start(run, self._allotted_s(run), own_threads)
-            free, threads = free - 1, threads - own_threads
+            share = max(1, -(-threads // free))
+            share = min(share, engines.load(run.engine).most_threads or share)
+            self.start(run, self._allotted_s(run), share)
+            free, threads = free - 1, threads - share
 
     def _under_way(self, run: EngineRun) -> bool:
         """Whether the engine runs already, from the schedule that this run would start from."""
@@ -130,7 +130,7 @@ class EngineRuns:
     def may_gain(self, run: EngineRun) -> bool:
         """Whether the engine never ended early from the schedule that this run would start from."""
         start = self._state.start_for(run)
-        return not any(engine == run.engine and known is start for engine, known in self._exhausted)
+        return not any(engine == run.engine and begun_from is start for engine, begun_from in self._exhausted)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
         """Take what engines have said; wait for a first message, `wait_s` at most."""

@@ -162,12 +162,12 @@ def _shares(each: list[Measure], held: StageBytes, present: Ints, ms: Durations,
         _shares_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
         for number, measure in enumerate([each[0], *each])
     ]
-    return Shares(*(np.array(column) for column in zip(*rows, strict=True)))
+    return Shares(**{name: np.array([row[name] for row in rows]) for name in Shares._fields})
 
 
 def _shares_by(
     measure: Measure, held: StageBytes, present: Ints, ms: Durations, *, with_weight: bool, can_recompute: bool
-) -> tuple[float | list[float], ...]:
+) -> dict[str, float | list[float]]:
     """Return the values of `Shares`'s fields by one measure."""
     values = [measure(int(size)) for size in present]
     parts, transfers_ms = len(present) - 1, ms.offload + ms.reload
@@ -183,17 +183,17 @@ def _shares_by(
         saved_by_recompute = (
             values[parts] * ms.between - recompute * ms.recompute - checkpoint * max(0.0, ms.between - ms.recompute)
         )
-    return (
-        measure(held.forward),
-        recompute,
-        measure(held.backward),
-        measure(held.weight) if with_weight else 0.0,
-        checkpoint,
-        1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
-        values,
-        _concave_steps(saved_by_parts),
-        max(0.0, saved_by_recompute),
-    )
+    return {
+        "forward": measure(held.forward),
+        "recompute": recompute,
+        "backward": measure(held.backward),
+        "weight": measure(held.weight) if with_weight else 0.0,
+        "checkpoint": checkpoint,
+        "alone": 1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
+        "present": values,
+        "saved_by_part": _concave_steps(saved_by_parts),
+        "saved_by_recompute": max(0.0, saved_by_recompute),
+    }
 
 
 def _concave_steps(total: list[float]) -> list[float]:

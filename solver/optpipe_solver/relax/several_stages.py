@@ -189,5 +189,6 @@ def _shares(
         step = step_ms * (beside + between[1:]) + gap_ms * between[1:]
         step += [weight[g] * groups[g].ms if g >= 0 else 0.0 for g in group]
         alone = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
-        rows.append((between, [*np.cumsum(step[::-1])[::-1], 0.0], weight, alone))
-    return Shares(*(np.array(column) for column in zip(*rows, strict=True)))
+        area = np.array([*np.cumsum(step[::-1])[::-1], 0.0])
+        rows.append({"between": between, "area": area, "weight": weight, "alone": alone})
+    return Shares(**{name: np.array([row[name] for row in rows]) for name in Shares._fields})
