@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from support.examples import examples
 from support.oracles.plain_list_scheduler import PlainListScheduler
 from support.problems import pipeline as chain_of
 from support.problems import stage
+from support.small_problems import problems_of_every_sort
 
 from optpipe.dispatch.clock import list_ops
 from optpipe.dispatch.descend import change
@@ -36,95 +36,13 @@ from optpipe_solver.dispatch.search import search
 
 def pipeline(devices: int, microbatches: int, memory: int, chunks: int = 2) -> Problem:
     """Zero-bubble's costs of 8 devices a model of 24 micro-batches: F 18.5, B 18.1, W 9.3, hops of 0.6 ms."""
-    costs = {
-        "forward_ms": 18.522,
-        "backward_input_ms": 18.086,
-        "backward_weight_ms": 9.337,
-        "activation_bytes": 60,
-        "saved_for_weight_bytes": 22,
-    }
-    whole = Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": 0.601,
-            "devices": [{"activation_budget_bytes": memory}] * devices,
-            "stages": [{"device": d, **costs} for d in range(devices)],
-        }
-    )
+    whole = chain_of(devices, microbatches, memory, stage((18.522, 18.086, 9.337), (60, 22)), p2p_ms=0.601)
     return Placement(chunks=chunks, shape="v").apply(whole) if chunks > 1 else whole
 
 
-@st.composite
-def transfers(draw: st.DrawFn, held: int) -> dict[str, Any]:
-    """The fields of a stage whose activations, of so many bytes, can leave."""
-    ms = st.sampled_from((0.0, 0.5, 10 / 3))
-    return {
-        "offload_ms": draw(ms),
-        "reload_ms": draw(ms),
-        "offload_bytes": (size := draw(st.integers(1, held))),
-        "offload_parts": draw(st.integers(1, min(3, size))),
-    }
-
-
-def levels(held: int) -> dict[str, Any]:
-    """Two levels; the checkpoint of one can leave."""
-    kept = max(1, held - 1)
-    moved = {"offload_ms": 1.0, "reload_ms": 1.5, "offload_bytes": kept}
-    return {
-        "offload_parts": min(kept, 2),
-        "levels": [
-            {"name": "cheap", "recompute_ms": 0.5, "checkpoint_bytes": kept, **moved},
-            {"name": "full", "recompute_ms": 1.5, "checkpoint_bytes": held // 3},
-        ],
-    }
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Small ones: one to three chunks, looped and V-shaped, uneven, short of memory, with ops that take no time and
-    weight gradients that need more memory than the backward frees; activations that leave, over links of one's own or
-    shared, half or full duplex, to host memory that may be short, or that can be computed again; two routes, over
-    stages of their own or the same stages in both directions."""
-    devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    row = list(range(devices))
-    turns = [row if n % 2 == 0 or draw(st.booleans()) else row[::-1] for n in range(chunks)]
-    stages = [
-        {
-            "device": d,
-            "forward_ms": draw(st.sampled_from((0.0, 1.0, 2.5, 10 / 3))),
-            "backward_input_ms": draw(st.sampled_from((0.0, 1.0, 2.5, 10 / 3))),
-            "backward_weight_ms": draw(st.sampled_from((0.0, 1.0, 7 / 3))),
-            "activation_bytes": (held := draw(st.integers(1, 6))),
-            "saved_for_weight_bytes": draw(st.integers(0, held + 2)),
-            **(draw(transfers(held)) if draw(st.booleans()) else {}),
-            **({}, {}, {"recompute_ms": 1.0, "checkpoint_bytes": held // 2}, levels(held))[draw(st.integers(0, 3))],
-        }
-        for turn in turns
-        for d in turn
-    ]
-    microbatches, every = draw(st.integers(2, 6)), list(range(len(stages)))
-    second = draw(st.sampled_from((None, every[::-1], every[devices:][::-1])))
-    routes = {
-        "routes": [every[:devices] if second and len(second) < len(every) else every, second],
-        "microbatch_routes": draw(st.lists(st.integers(0, 1), min_size=microbatches, max_size=microbatches)),
-    }
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": draw(st.sampled_from((0.0, 0.3))),
-            **(routes if second else {}),
-            "transfer_mode": draw(st.sampled_from(("half_duplex", "full_duplex"))),
-            "devices": [
-                {
-                    "activation_budget_bytes": draw(st.integers(8, 40)),
-                    "host_memory_bytes": draw(st.sampled_from((None, 6, 20))),
-                    "link": draw(st.sampled_from((None, "shared"))),
-                }
-                for _ in row
-            ],
-            "stages": stages,
-        }
-    )
+def problems() -> st.SearchStrategy[Problem]:
+    """Small ones of every sort, short of memory and host memory: levels, parts, routes, unequal micro-batches."""
+    return problems_of_every_sort(max_devices=4, max_stages=6, max_microbatches=6)
 
 
 def some_rules(simulator: Simulator, seed: int) -> list[Rules]:
@@ -153,7 +71,9 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
                 assert set(simulated.values()) == {NEVER}
                 break
             assert check(problem, schedule) == []
-            if not changes and not rules.leaves.any():  # in the simulation devices wait, and useless transfers are made
+            if not (
+                changes or rules.leaves.any() or rules.wait_ms.any()
+            ):  # in the simulation devices wait, and useless transfers are made
                 lengths = {objective: length_ms(schedule, objective) for objective in simulated}
                 assert simulated == pytest.approx(lengths, abs=0.01)  # what takes no time takes an instant
             assert schedule.makespan_ms <= simulated["makespan"] + 1e-6
@@ -238,7 +158,7 @@ def test_a_deep_pipeline_of_many_microbatches_is_searched() -> None:
     assert sum(step.tried for step in islice(descents(simulator, "makespan", 0), 80)) == 80  # one at a time
 
 
-def found(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:
+def incumbents(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:
     """What the engine emits within so many counted seconds."""
     frames: list[Frame] = []
     request = Request(problem=problem, method="dispatch", time_limit_s=seconds, threads=1, **asked)
@@ -254,7 +174,7 @@ def test_it_is_ahead_of_the_v_schedules_that_fit():
         if certify(problem, schedule := systems.generate(name, problem)).fits
     )
     assert shortest > 1600
-    *_, last = found(problem, 1.0)
+    *_, last = incumbents(problem, 1.0)
     schedule = last.schedule.schedule(problem, last.method)
     assert check(problem, schedule) == []
     assert schedule.makespan_ms <= 1540
@@ -264,13 +184,13 @@ def test_it_is_ahead_of_the_v_schedules_that_fit():
 def test_what_leaves_or_is_recomputed_is_searched(name: str, most_ms: float) -> None:
     """342 and 1005 ms are the shortest that it finds where all activations stay."""
     problem = Problem.load(Path(__file__).parents[2] / f"examples/problems/{name}.json")
-    *_, last = found(problem, 0.2)
+    *_, last = incumbents(problem, 0.2)
     assert last.schedule.schedule(problem, last.method).makespan_ms <= most_ms
 
 
 def test_the_same_seed_finds_the_same():
     problem = pipeline(4, 8, memory=5 * 30)
-    first, second = (found(problem, 0.05, seed=3) for _ in range(2))
+    first, second = (incumbents(problem, 0.05, seed=3) for _ in range(2))
     assert [frame.schedule for frame in first] == [frame.schedule for frame in second]
     assert first
 

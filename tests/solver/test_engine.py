@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import problems
 
-from optpipe import Problem, SolverError, Stage, check
-from optpipe.model.records import Device
+from optpipe import Problem, SolverError, check
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Note, Request
 
@@ -35,20 +35,8 @@ highspy.Highs = Highs
 
 
 def pipeline(devices: int, microbatches: int) -> Problem:
-    stage = {
-        "forward_ms": 10.0,
-        "backward_input_ms": 10.0,
-        "backward_weight_ms": 8.0,
-        "activation_bytes": 5,
-        "saved_for_weight_bytes": 2,
-    }
-    stage |= {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
-    return Problem(
-        microbatches=microbatches,
-        p2p_ms=1.0,
-        devices=tuple(Device(activation_budget_bytes=15) for _ in range(devices)),
-        stages=tuple(Stage.model_validate(stage | {"device": d}) for d in range(devices)),
-    )
+    stage = problems.stage((10, 10, 8), (5, 2), offload=(12, 12, 5))
+    return problems.pipeline(devices, microbatches, 15, stage, p2p_ms=1.0)
 
 
 @contextmanager

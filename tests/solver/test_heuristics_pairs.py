@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from support import problems
 from support.examples import examples
 from support.problems.strategies import problems_with_schedules
 
 from optpipe import Problem, check
+from optpipe.process.protocol import Note, Request
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.heuristics.pairs import join_pairs
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio import Portfolio
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
@@ -33,3 +39,22 @@ def test_pairs_shorten_what_can_run_together():
 def test_without_a_factor_or_room_nothing_is_joined():
     for problem in (pipeline(None), pipeline(0.7, memory=5)):
         assert join_pairs(next(STREAMS["zb-auto"](problem, "makespan"))) is None
+
+
+def test_engines_start_from_the_best_without_pairs():
+    split, joined = (generate("zb-auto", pipeline(factor)) for factor in (None, 0.7))
+    apart = replace(split, problem=joined.problem)
+    assert joined.makespan_ms < apart.makespan_ms
+    state = Portfolio(Request(problem=joined.problem), print).state
+    for schedule in (joined, apart):
+        assert state.offer(schedule) is None
+    assert (state.best, state.shortest) == (joined, joined)
+    assert (state.start_for(EngineRun("lns")), state.start_for(EngineRun("robust"))) == (apart, joined)
+
+
+@pytest.mark.parametrize("engine", ["dispatch", "lns", "cpsat", "milp"])
+def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
+    notes: list[object] = []
+    for factor in (0.8, None):
+        assert Portfolio(Request(problem=pipeline(factor), method=engine), notes.append).supports(engine)
+    assert notes == [Note(text=f"{engine} makes no pairs: some heuristics and published schedules do")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from support.examples import examples
 from support.problems import pipeline, stage
 from support.problems.chain import chain
 
+from optpipe import simulate
+from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
@@ -109,6 +112,16 @@ def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> No
     assert divided.makespan_ms == pytest.approx(known.makespan_ms)
 
 
+@pytest.mark.parametrize("p2p_ms", [0.0, 0.5])
+def test_a_placed_schedule_begins_a_search_on_the_stages_that_its_placement_made(p2p_ms: float) -> None:
+    """Also with other times."""
+    placement = Placement(chunks=2, shape="v")
+    costs = stage(sizes=(4, 2), offload=(0.25, 0.25, 4))
+    start = replace(generate("adaoffload", placement.apply(pipeline(4, 8, 6, costs))), placement=placement)
+    problem = placement.apply(pipeline(4, 8, 6, costs, p2p_ms=p2p_ms))
+    assert first_ms(problem, start) == simulate(problem, start).makespan_ms
+
+
 def test_a_schedule_with_all_parts_stays_as_it_is():
     assert in_all_parts(generate("adaoffload", chain(m=3))) is None
 
@@ -161,3 +174,10 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
     for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, plan.HEURISTICS_SHARE):
         pass
     assert tried == order
+
+
+@pytest.mark.parametrize(("parts", "first"), [(1, "adaoffload"), (64, "naive")])
+def test_where_many_parts_make_list_scheduling_slow_naive_comes_first(parts: int, first: str) -> None:
+    costs = stage(sizes=(5, 2), offload=(1, 1, 5), offload_parts=parts)
+    request = Request(problem=pipeline(2, plan.LARGE_PARTS // 100, 20, costs))
+    assert next(iter(Portfolio(request, print).heuristics.streams())) == first

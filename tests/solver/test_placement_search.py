@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from support import problems
 from support.oracles.enumeration import best_of_all, problem_of, stage
 
 import optpipe
-from optpipe import Device, Problem, Schedule, check, simulate
+from optpipe import Device, Problem, Schedule, check
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_cli import main as cli
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import PlacementSearch, Portfolio, placement_search
+from optpipe_solver.portfolio import PlacementSearch, placement_search
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
@@ -149,23 +148,6 @@ def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
     frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
     schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
     assert schedules[-1] == (best.method, placement, best.makespan_ms)
-
-
-@pytest.mark.parametrize("slower", [False, True])
-def test_where_the_stages_are_kept_a_warm_start_is_judged_on_them(slower):
-    """A schedule that was placed once may start the search on the problem that its placement made, also with other
-    times."""
-    placement = Placement(chunks=2, shape="v")
-    problem = placement.apply(pipeline(p2p_ms=0.5 if slower else 0.0))
-    start = replace(generate("adaoffload", placement.apply(pipeline())), placement=placement)
-    frames: list[Any] = []
-    Portfolio(
-        Request(problem=problem, method="naive", warm_start=Programs.from_schedule(start), time_limit_s=2.0),
-        frames.append,
-    ).run()
-    (first, *_) = found(problem, frames)
-    assert (first.method, first.placement) == ("adaoffload", None)
-    assert first.makespan_ms == simulate(problem, start).makespan_ms
 
 
 def test_a_warm_start_of_another_model_is_told_of():

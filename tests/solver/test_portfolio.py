@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from support.processes import over
 
 import optpipe
 from optpipe import InputError, Problem, check
-from optpipe.model.placement import rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe_solver import engines as registry
 from optpipe_solver import plan, systems
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.plan import EngineRun
@@ -84,15 +81,6 @@ def test_incumbents_get_better_and_all_are_valid(engines):
     assert all(check(problem, schedule) == [] for schedule in found)
 
 
-@pytest.mark.parametrize(("microbatches", "first"), [(8, "adaoffload"), (plan.LARGE_PARTS, "naive")])
-def test_a_large_problem_gets_a_schedule_before_list_scheduling_takes_its_time(engines, microbatches, first):
-    engines("tells", "tells")
-    frames = run(pipeline(devices=2, microbatches=microbatches, memory=5), time_limit_s=30.0)
-    methods = [frame.method for frame in frames if isinstance(frame, Incumbent)]
-    assert methods[0] == first
-    assert "adaoffload" in methods
-
-
 def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     engines("tells", "tells")
     beside = notes(run(pipeline(), threads=4, time_limit_s=20.0))
@@ -114,9 +102,7 @@ def test_an_engine_that_fails_is_told_of_and_the_other_goes_on(engines, fault):
 def test_an_engine_that_holds_too_much_is_ended(engines):
     engines("holds 300", "tells")
     own = psutil.Process().memory_info().rss // 2**20
-    frames = run(
-        pipeline(), memory_mib=own + 400, time_limit_s=60.0
-    )  # what two interpreters hold, but not 300 MiB more
+    frames = run(pipeline(), memory_mib=own + 400)  # what two interpreters hold, but not 300 MiB more
     (told,) = (text for text in notes(frames) if "memory_mib" in text)
     assert told.startswith("cpsat was ended: the solver's processes held ")
     assert told.endswith(f"and memory_mib is {own + 400}")
@@ -197,20 +183,16 @@ def test_what_an_engine_claims_is_verified(engines):
     assert max(frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)) == 257.0
 
 
-def test_a_slow_engine_is_stopped_in_time(engines):
+@pytest.mark.parametrize("devices", [4, 1])
+def test_a_slow_engine_is_stopped_in_time_or_when_the_bound_is_reached(engines, devices):
+    """With one device the first schedule is optimal."""
     engines("slow", "slow")
     began = time.monotonic()
-    frames = run(pipeline(), lambda frame: isinstance(frame, Note) and frame.text == "asleep", time_limit_s=500.0)
+    frames = run(
+        pipeline(devices), lambda frame: isinstance(frame, Note) and frame.text == "asleep", time_limit_s=500.0
+    )
     assert time.monotonic() - began < 200.0  # not the engine's ten minutes
     assert any(isinstance(frame, Incumbent) for frame in frames)
-
-
-def test_it_stops_when_the_bound_is_reached(engines):
-    engines("slow", "slow")
-    began = time.monotonic()
-    frames = run(pipeline(devices=1), time_limit_s=500.0)
-    assert time.monotonic() - began < 200.0
-    assert isinstance(frames[-1], Incumbent)
 
 
 def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem(engines):
@@ -229,9 +211,12 @@ def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem
 def test_only_the_method_named_runs(engines):
     engines("crash", "tells")
     assert notes(run(pipeline(), method="milp"))[0].startswith("start True")
-    frames = run(pipeline(), method="zb-auto")
-    assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {"zb-auto"}
-    assert notes(frames) == []
+    for method in ("zb-auto", "1f1b"):
+        frames = run(pipeline(), method=method)
+        *_, last = (frame for frame in frames if isinstance(frame, Incumbent))
+        assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {method}
+        assert notes(frames) == []
+    assert last.schedule == Programs.from_schedule(systems.generate("1f1b", pipeline()))
 
 
 def test_the_milp_runs_if_it_is_asked_for_though_heuristics_meet_the_bound(engines):
@@ -268,71 +253,10 @@ def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch)
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
-def test_a_system_that_is_named_is_all_that_runs(engines):
-    engines("crash", "crash")
-    frames = run(pipeline(), method="1f1b")
-    (found,) = (frame for frame in frames if isinstance(frame, Incumbent))
-    assert found.method == "1f1b"
-    assert found.schedule == Programs.from_schedule(systems.generate("1f1b", pipeline()))
-    assert notes(frames) == []
-
-
-@pytest.mark.parametrize(
-    ("method", "told"),
-    [
-        (
-            "1f1b",
-            "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it "
-            "is given them)",
-        ),
-        ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
-        ("1f1b:", "method = '1f1b:': '' is no parameter: "),
-    ],
-)
-def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
-    with pytest.raises(InputError) as raised:
-        optpipe.solve(rechunk(pipeline(), 2), method=method, time_limit_s=20.0)
-    assert str(raised.value).startswith(told)
-
-
-def test_engines_start_from_the_best_that_they_know(engines):
-    engines("tells", "tells")
-    sizes: dict[str, Any] = {"microbatches": 16, "memory": 40}
-    problem = pipeline(overlap_factor=0.7, **sizes)
-    split, joined = (generate("zb-auto", one) for one in (pipeline(**sizes), problem))
-    apart = replace(split, problem=problem)
-    assert joined.makespan_ms < apart.makespan_ms
-    state = Portfolio(Request(problem=problem), print).state
-    for schedule in (joined, apart):
-        assert state.offer(schedule) is None
-    assert (state.best, state.shortest) == (joined, joined)
-    assert (state.start_for(EngineRun("lns")), state.start_for(EngineRun("robust"))) == (apart, joined)
-
-
-class Unfit:
-    """An engine that takes up to eight micro-batches."""
-
-    name = "milp"
-
-    def unsupported(self, problem: Problem) -> str | None:
-        return "there are too many micro-batches" if problem.microbatches > 8 else None
-
-
-def test_a_named_engine_that_cannot_work_on_the_problem_says_why(monkeypatch):
-    monkeypatch.setattr(registry, "load", lambda name: Unfit())
-    frames = run(pipeline(microbatches=9), method="milp")
-    assert notes(frames) == ["milp does not apply: there are too many micro-batches"]
+def test_a_named_engine_that_cannot_work_on_the_problem_says_why():
+    frames = run(pipeline(microbatches=1), method="dispatch")
+    assert notes(frames) == ["dispatch does not apply: with one micro-batch there is nothing to choose"]
     assert any(isinstance(frame, Incumbent) for frame in frames)
-
-
-@pytest.mark.parametrize("engine", ["dispatch", "lns", "cpsat", "milp"])
-def test_an_engine_asked_for_by_name_says_that_it_makes_no_pairs(engine):
-    frames: list[Frame] = []
-    assert Portfolio(Request(problem=pipeline(overlap_factor=0.8), method=engine), frames.append).supports(engine)
-    assert notes(frames) == [f"{engine} makes no pairs: some heuristics and published schedules do"]
-    told = Portfolio(Request(problem=pipeline(), method=engine), frames.append).supports(engine)
-    assert told
-    assert len(frames) == 1
 
 
 def test_memory_that_admits_nothing_is_proven():
@@ -363,10 +287,3 @@ def test_work_that_takes_no_time_is_proven_to_take_none(placements):
     problem = problems.pipeline(2, 3, 20, problems.stage((0, 0, 0), (5, 2)))
     result = optpipe.solve(problem, time_limit_s=20, placements=placements)
     assert (result.status, result.makespan_ms, result.lower_bound_ms) == ("optimal", 0.0, 0.0)
-
-
-@pytest.mark.parametrize(("parts", "first"), [(1, "adaoffload"), (64, "naive")])
-def test_many_parts_make_a_problem_large(parts, first):
-    stage = COSTS | problems.stage(offload=(1, 1, 5), offload_parts=parts, sizes=(5, 2))
-    problem = problems.pipeline(2, plan.LARGE_PARTS // 100, 20, stage)
-    assert next(iter(Portfolio(Request(problem=problem), print).heuristics.streams())) == first

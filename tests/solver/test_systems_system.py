@@ -7,6 +7,8 @@ from support.problems.units import units
 
 from optpipe import InputError
 from optpipe.model.placement import Placement, rechunk
+from optpipe.process.protocol import Request
+from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.system import System
 
@@ -63,3 +65,21 @@ def test_where_it_may_choose_it_takes_as_many_chunks_as_it_would_if_the_layers_a
 def test_of_two_ways_no_other_stages_are_made():
     with pytest.raises(InputError, match=r"^routes: there are 2, a placement is for one route only"):
         LOOPED.placement(PROBLEMS["two-ways"], "all").apply(PROBLEMS["two-ways"])
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        (
+            "1f1b",
+            "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it "
+            "is given them)",
+        ),
+        ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
+        ("1f1b:", "method = '1f1b:': '' is no parameter: "),
+    ],
+)
+def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
+    with pytest.raises(InputError) as raised:
+        Portfolio(Request(problem=PROBLEMS["looped"], method=method), print)
+    assert str(raised.value).startswith(told)

@@ -14,9 +14,10 @@ from support.problems.strategies import differing, problems
 
 
 @st.composite
-def problems_of_every_sort(draw: st.DrawFn) -> Problem:
+def problems_of_every_sort(draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, **limits: int) -> Problem:
     """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
-    problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
+    problem = draw(problems(max_stages=max_stages, max_microbatches=max_microbatches, **limits))
+    problem = problem.model_copy(update={"overlap_factor": None})
     needs = [0] * len(problem.devices)
     for s, each in enumerate(problem.stages):
         needs[each.device] += int(max(problem.costs.activation[s].max(), problem.costs.saved_for_weight[s].max()))
