@@ -22,7 +22,7 @@ from optpipe.sizes import bytes_text
 from optpipe_cli.compare import title, waiting, watched
 from optpipe_cli.options import with_options
 from optpipe_cli.output import print_table, require_writable
-from optpipe_solver.portfolio.compare_methods import EVERY
+from optpipe_solver.compare import EVERY
 
 AMPLE = "ample"
 

@@ -1,6 +1,99 @@
-"""`python -m optpipe_solver.first`: bounds and a first schedule in milliseconds, for many requests."""
+"""`python -m optpipe_solver.first`: first schedules, in a process that answers one request after the other.
 
-from optpipe_solver.portfolio.first_schedules import main
+An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. The
+process has paid for its imports before. An answer ends with `End`, or with `Refused` if the method is unknown or does
+not apply.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from functools import partial
+
+from pydantic import ValidationError
+
+from optpipe.errors import InputError, input_error
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.model.problem import Problem
+from optpipe.process.heap import settle
+from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request, requests, write_frame
+from optpipe.reuse.by_rules import by_rules
+from optpipe_solver import plan
+from optpipe_solver.portfolio.placement_search import PlacementSearch
+from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.portfolio.search_state import Emit
+
+
+def main() -> None:
+    asked = requests(Request)
+    resource.setrlimit(resource.RLIMIT_DATA, (plan.FIRST_MAX_BYTES, plan.FIRST_MAX_BYTES))
+    compile_at_once()
+    small = _small()
+    answer(Request(problem=small), lambda _: None)  # so that nobody waits for imports and compiled code
+    by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
+    settle()
+    for request in asked:
+        if isinstance(request, ValidationError):
+            write_frame(Refused(reason=str(input_error(request, "the request"))))
+        else:
+            answer(request, partial(write_frame, request=request.number))
+
+
+def answer(request: Request, emit: Emit) -> None:
+    """Emit the frames of one answer.
+
+    The first schedules of list scheduling are enough, with what a compiled list scheduler finds by simple rules in a
+    moment. Where the former would take too long, `naive` comes at once, and published systems are tried for the
+    request's time limit.
+    """
+    ops = 3 * len(request.problem.stages) * request.problem.microbatches
+    large = ops / plan.OPS_PER_S > plan.FIRST_LIST_S
+    enough = time.monotonic() + (min(request.time_limit_s, plan.FIRST_LIST_S) if large else 0.0)
+    try:
+        search = _search(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
+    except InputError as error:
+        emit(Refused(reason=str(error)))
+        return
+    try:
+        if search.begin():
+            streams = search.heuristics.streams()
+            if large and "naive" in streams:
+                streams = {"naive": streams["naive"]}
+            for _ in search.heuristics.run(streams, share=1.0):
+                if search.state.optimal or (search.state.best and time.monotonic() > enough):
+                    break
+            if request.method == "auto" and not search.state.optimal:
+                for _ in search.heuristics.by_simple_rules():
+                    pass
+    except Exception as error:  # one request's fault does not end the process
+        emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
+    emit(End())
+
+
+def _search(request: Request, emit: Emit) -> Portfolio:
+    """The beginning of the search.
+
+    Where any stages are allowed, a system that is named runs on its own; everything else begins on the stages as given,
+    whose bounds and infeasibility do not hold for all.
+    """
+    if request.placements == "keep":
+        return Portfolio(request, emit)
+    any_stages = PlacementSearch(request, emit)
+    if any_stages.named:
+        return any_stages.first
+    start = request.warm_start
+    if start is not None and start.placement is not None:
+        request = request.model_copy(update={"warm_start": None})
+    return Portfolio(request, lambda frame: None if isinstance(frame, Bound | Infeasible) else emit(frame))
+
+
+def _small() -> Problem:
+    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
+    stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
+    stages = [{"device": d, **stage} for d in range(2)]
+    return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})
+
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ import optpipe
 from optpipe import InputError, Problem, check, comparison
 from optpipe.options import CompareOptions
 from optpipe.results import Result
-from optpipe_solver.portfolio.compare_methods import EVERY
+from optpipe_solver.compare import EVERY
 
 TESTS = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ optpipe_server.serve(settings, port=0, ready=ready)
 """
 FIRST_SCHEDULES = """
 import gc
-from optpipe_solver.portfolio import first_schedules as first
+from optpipe_solver import first
 first.requests = lambda model: iter(())
 first.main()
 print(gc.get_freeze_count())

@@ -26,11 +26,11 @@ from optpipe.model.placement import rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
+from optpipe_solver import first
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ENGINES, METHODS
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.portfolio import first_schedules as first
 from optpipe_solver.systems import SYSTEMS
 
 MODULE = "optpipe_solver.first"

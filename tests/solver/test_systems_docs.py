@@ -10,7 +10,7 @@ import pytest
 
 from optpipe import check
 from optpipe_solver import systems
-from optpipe_solver.portfolio.compare_methods import EVERY
+from optpipe_solver.compare import EVERY
 
 DOCS = Path(__file__).parents[2] / "docs"
 SPEC = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
