@@ -46,7 +46,7 @@ def problems() -> st.SearchStrategy[Problem]:
 
 
 def some_rules(simulator: Simulator, seed: int) -> list[Rules]:
-    """Some twenty of the first rules, by the seed others."""
+    """Some twenty of the first rules; which, the seed says, so that over all examples every sort is tried."""
     rules = list(first_rules(simulator))
     step = 1 + len(rules) // 20
     return rules[seed % step :: step]
@@ -63,7 +63,7 @@ def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> 
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, seed: int) -> None:
     simulator, random = Simulator(problem), np.random.default_rng(seed)
-    for rules in first_rules(simulator):
+    for rules in some_rules(simulator, seed):
         for changes in range(3):
             schedule = simulator.schedule(rules, "dispatch")
             simulated = {objective: simulator.length_ms(rules, objective) for objective in ("makespan", "span")}
