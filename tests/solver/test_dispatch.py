@@ -13,7 +13,7 @@ from support.examples import examples
 from support.oracles.plain_list_scheduler import PlainListScheduler
 from support.problems import pipeline as chain_of
 from support.problems import stage
-from support.small_problems import problems_of_every_sort
+from support.problems.small import problems_of_every_sort
 
 from optpipe.dispatch.clock import list_ops
 from optpipe.dispatch.descend import change

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.planner import RESERVED, SMALL, few_choices, question
+from support.problems.planner import RESERVED, SMALL, few_choices, question
 
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NEVER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.planner import SMALL, few_choices, question
+from support.problems.planner import SMALL, few_choices, question
 
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
