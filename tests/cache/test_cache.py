@@ -289,3 +289,18 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(InputError, match="OPTPIPE_CACHE is not set"):
         default_path()
+
+
+def test_a_bound_from_outside_is_not_believed(each_cache: Cache, tmp_path: Path) -> None:
+    """What is imported, and what a file says of itself."""
+    proven = gpipe(chain()), "optimal", gpipe(chain()).makespan_ms  # a bound as if a search had proven it
+    each_cache.add(*proven)
+    imported, added = Cache(tmp_path / "imported.sqlite"), Cache(tmp_path / "added.sqlite")
+    assert imported.import_lines(each_cache.export_lines()) == 1
+    assert added.add(*proven, claimed=True)
+    for other in (imported, added):
+        hit = other.lookup(chain())
+        assert hit is not None
+        assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
+        other.add(*proven)  # now one of this user's
+        assert [entry.status for entry in other.entries()] == ["optimal"]

@@ -26,20 +26,6 @@ def _proud(cache: Cache) -> None:
     cache.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms)
 
 
-def test_a_bound_from_outside_is_not_believed(cache: Cache, tmp_path: Path) -> None:
-    """What is imported, and what a file says of itself."""
-    _proud(cache)
-    imported, added = Cache(tmp_path / "imported.sqlite"), Cache(tmp_path / "added.sqlite")
-    assert imported.import_lines(cache.export_lines()) == 1
-    assert added.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms, claimed=True)
-    for other in (imported, added):
-        hit = other.lookup(chain())
-        assert hit is not None
-        assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
-        _proud(other)  # which a search has proven here
-        assert [entry.status for entry in other.entries()] == ["optimal"]
-
-
 FORGED: dict[str, Callable[[str], str]] = {
     "a bound": lambda text: text.replace('"lower_bound_ms":5.0', '"lower_bound_ms":6.0'),
     "a status": lambda text: text.replace('"status":"feasible"', '"status":"optimal"'),
