@@ -72,7 +72,8 @@ def script(ports: dict[str, int], database: str) -> str:
 def ran(postgres_url: str, tmp_path: Path) -> Path:
     """The folder in which they ran."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert shutil.which("curl"), "the page needs curl"
+    if shutil.which("curl") is None and "OPTPIPE_REQUIRE_BROWSER" not in os.environ:
+        pytest.skip("the page needs curl")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     text = script({"8000": free_port(), "9101": free_port()}, postgres_url)
     process = subprocess.Popen(
