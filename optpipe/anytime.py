@@ -38,12 +38,13 @@ class Search:
     def __init__(self, request: Request, admit: Callable[[int], None] | None, used: CacheUse) -> None:
         self._used = used
         self._child = Child(SOLVER, request, admit)
+        began = time.monotonic()
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
         begun = Result("unknown", objective=request.objective, reason=NOTHING_YET, placements=request.placements)
         self._known = _Known(begun)
-        self._results: Iterator[Result] = _results(request, self._child, self._deadline, self._known)
+        self._results: Iterator[Result] = _results(request, self._child, self._deadline, self._known, began)
         # Not __del__: in a reference cycle the child's files would be finalized before it.
         weakref.finalize(self, _abandon, self._deadline, self._child)
 
@@ -90,8 +91,9 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
     child.close()
 
 
-def _results(request: Request, child: Child, deadline: threading.Timer, known: _Known) -> Generator[Result, None, None]:
-    began = time.monotonic()
+def _results(
+    request: Request, child: Child, deadline: threading.Timer, known: _Known, began: float
+) -> Generator[Result, None, None]:
     best = shown = known.result
     said_nothing, ongoing, failure = True, None, None
     try:
