@@ -207,6 +207,19 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
             require_close(results[ranks[0]][step].gradients | results[ranks[1]][step].gradients, gradients[step])
 
 
+def test_replicas_without_a_wrapper_train_separately(four_ranks: Ranks) -> None:
+    """Each to the bit as a plain run over its own half of the batch."""
+    schedules = [cases.parsed(SPLIT, OFFLOADED), cases.parsed(OFFLOADED, SPLIT)]
+    results = four_ranks(replicated, schedules=schedules, how="alone")
+    for replica in range(2):
+        halves = [[part.chunk(2)[replica] for part in data] for data in cases.batches(2, 8)]
+        plain = cases.plain_training(make_stages(2), halves, 4)
+        first, last = results[2 * replica : 2 * replica + 2]
+        for step, expected in enumerate(plain):
+            assert last[step].losses == expected.losses
+            np.testing.assert_equal(first[step].gradients | last[step].gradients, expected.clipped)
+
+
 WRAPPERS = {
     "ddp": ("ddp", {"find_unused_parameters": True}),
     "bucket views": ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),

@@ -26,6 +26,14 @@ PAGE = (DOCS / "training.md").read_text(encoding="utf-8")
 EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py"]
 
 
+def test_optimizers_work_as_in_a_plain_run(ranks: Ranks) -> None:
+    """Those whose update of a parameter depends on that parameter alone, also every second step: the same bits."""
+    (schedule,) = cases.parsed(SPLIT)
+    first, last = ranks(rank_training.optimized, schedule=schedule, steps=4)
+    for habits, plain in enumerate(rank_training.optimized_plainly(schedule.problem.microbatches, 4)):
+        np.testing.assert_equal(first[habits] | last[habits], plain)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_uses_the_norm_of_the_whole_model(ranks: Ranks, norm_type: float) -> None:
     schedules = cases.parsed(SPLIT, OFFLOADED)

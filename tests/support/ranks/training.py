@@ -1,9 +1,10 @@
-"""What the ranks run in `test_training`: clipping, scaled losses, checkpoints."""
+"""What the ranks run in `test_training`: optimizers, clipping, scaled losses, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,60 @@ from support.ranks.cases import (
     make_stages,
     own_stages,
     pipeline,
+    plain_step,
 )
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
+
+
+class Habits(NamedTuple):
+    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to
+    zero."""
+
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    accumulate: int = 1
+    to_none: bool = True
+
+
+HABITS = (
+    Habits(lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1, fused=True), accumulate=2),
+    Habits(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True), accumulate=2, to_none=False),
+    Habits(lambda own: torch.optim.Adafactor(own, lr=1e-2)),
+)
+
+
+def optimized(schedule: Schedule, steps: int) -> list[Gradients]:
+    """The parameters after a training with each of the habits."""
+    trained = []
+    for habits in HABITS:
+        modules = own_stages([0, 1])
+        with pipeline(modules, schedule) as pipe:
+            trained.append(_optimize(habits, modules, steps, schedule.problem.microbatches, pipe.step))
+    return trained
+
+
+def optimized_plainly(microbatches: int, steps: int) -> list[Gradients]:
+    """The same in one process, with one thread as on a rank: more of them add in another order."""
+    torch.set_num_threads(1)
+    trained = []
+    for habits in HABITS:
+        modules = dict(enumerate(make_stages(2)))
+        step = partial(plain_step, modules.values(), microbatches=microbatches)
+        trained.append(_optimize(habits, modules, steps, microbatches, step))
+    return trained
+
+
+def _optimize(
+    habits: Habits, modules: dict[int, nn.Module], steps: int, microbatches: int, run: Callable[..., object]
+) -> Gradients:
+    optimizer = habits.optimizer([parameter for module in modules.values() for parameter in module.parameters()])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    for step in range(steps):
+        run(*batch(step, microbatches))
+        if (step + 1) % habits.accumulate == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=habits.to_none)
+    return parameters(modules)
 
 
 def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) -> list[Seen]:
