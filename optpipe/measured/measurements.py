@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class MeasuredTimes:
     """Median and interquartile range of `count` times, in ms."""
 
@@ -21,7 +21,7 @@ class MeasuredTimes:
     count: int
 
     @classmethod
-    def from_samples(cls, times: Sequence[float]) -> MeasuredTimes:
+    def from_samples(cls, times: Sequence[float]) -> Self:
         low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
         return cls(round(median(times), 4), round(high - low, 4), len(times))
 

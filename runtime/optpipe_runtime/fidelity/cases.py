@@ -90,7 +90,7 @@ class Row:
     @property
     def spread_ms(self) -> float:
         """The interquartile range."""
-        return Spread.from_times(self.steps_ms).iqr_ms
+        return Spread.from_samples(self.steps_ms).iqr_ms
 
     @property
     def deviation(self) -> float:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from dataclasses import replace
 from typing import Any
 
+from optpipe.measured.measurements import MeasuredTimes
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 
 
-@dataclass(frozen=True, order=True)
-class Spread:
+class Spread(MeasuredTimes):
     """Times of one op in ms: median and interquartile range over `count` measurements."""
-
-    ms: float
-    iqr_ms: float
-    count: int
-
-    @classmethod
-    def from_times(cls, times: Sequence[float]) -> Spread:
-        low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
-        return cls(round(median(times), 4), round(high - low, 4), len(times))
 
     @classmethod
     def mean(cls, weighed: Sequence[tuple[int, Spread]]) -> Spread:
@@ -67,6 +57,6 @@ class OpTimer:
     def spreads(self, scale: float = 1.0) -> dict[str, Spread]:
         """Of each name; times are multiplied by `scale`."""
         return {
-            name: Spread.from_times([scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks])
+            name: Spread.from_samples([scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks])
             for name, marks in self._marks.items()
         }
