@@ -62,7 +62,7 @@ class Hit:
 
 
 class Lookup:
-    """Finds schedules in a storage, and behind it in a pack."""
+    """Finds schedules in a storage and in a pack."""
 
     def __init__(self, storage: Storage, pack: Source | None) -> None:
         self._storage, self._pack = storage, pack
