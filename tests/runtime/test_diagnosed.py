@@ -16,8 +16,8 @@ from optpipe.model.ops import Op
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.pipeline import Pipeline
 
-LAYER_MS = 5.0  # of F, of B and of W
-MICROBATCHES, STEPS = 8, 4
+LAYER_MS = 15.0  # of F, of B and of W: slept, and long beside what a busy machine adds to each op
+MICROBATCHES, STEPS = 8, 2
 
 
 class Traced(NamedTuple):
@@ -31,12 +31,13 @@ def train(layers: Sequence[int], head: int) -> list[Traced]:
     """Collective: steps of 1F1B with so many layers in each stage; the head takes as long as `head` layers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     each_ms = LAYER_MS * (layers[rank] + head * (rank == ranks - 1))
-    stage = paced.Stage(paced.Times(each_ms, each_ms, each_ms, 1.0))
+    stage = paced.Stage(paced.Times(1.0, 1.0, 1.0, 1.0))
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     reports = []
     with Pipeline({rank: stage}, list(range(ranks)), paced.loss, MICROBATCHES) as pipe:
         pipe.problem = pipe.profile(x, x, activation_budget_bytes=2**50)
         pipe.load(solve(pipe.problem, method="1f1b").schedule if rank == 0 else None)
+        stage.times = paced.Times(each_ms, each_ms, each_ms, 1.0)  # 1F1B is the same for all times
         for _ in range(1 + STEPS):
             dist.barrier()
             reports.append(pipe.step(x, x, trace=True))
@@ -77,7 +78,11 @@ def test_a_cure_that_is_applied_gains_what_was_predicted(four_ranks: Ranks) -> N
     counts = [int(word) for word in line.split() if word.isdigit()]
     layers = (counts[0] - 1, *counts[1:-1], counts[-1] - 1)  # without the embedding and the head
     assert sum(layers) == sum(LAYERS)
-    after = four_ranks(train, layers=layers, head=HEAD)
     predicted_ms = float((cure.before_ms - cure.ms).mean())
     assert predicted_ms > 0.2 * step_ms(before)
-    assert step_ms(before) - step_ms(after) >= 0.9 * predicted_ms
+    # In turns, so that both have the same share of what else runs here.
+    turns = [
+        (four_ranks(train, layers=layers, head=HEAD), four_ranks(train, layers=LAYERS, head=HEAD)) for _ in range(2)
+    ]
+    after_ms, before_ms = (min(map(step_ms, runs)) for runs in zip(*turns, strict=True))
+    assert before_ms - after_ms >= 0.9 * predicted_ms
