@@ -25,8 +25,7 @@ from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.host_pool import HostPool
-from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.shared_link import channel_tokens, require_queues
+from optpipe_runtime.memory.link import Link, channel_tokens, require_queues
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.grid import require_inner
 from optpipe_runtime.ranks.layout import Layout

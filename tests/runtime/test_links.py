@@ -24,7 +24,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
 from optpipe_runtime.lowering.link_order import LinkOrder
-from optpipe_runtime.memory.shared_link import require_queues, streams_used
+from optpipe_runtime.memory.link import require_queues, streams_used
 
 OFFLOADED = [
     ["0F0", "0O0", "0F1", "0D0", "0O1", "0F2", "0D1", "0R0", "0BW0", "0R1", "0BW1", "0BW2"],

@@ -3,5 +3,5 @@
 - `storage`: storages and whether they still take memory;
 - `activation`: what autograd has `saved` for one micro-batch, offloaded and reloaded in parts;
 - `engines`: what runs transfers beside compute: a thread on CPU, a side stream on CUDA;
-- `host_pool`, `link`, `shared_link`: offloads to host memory; `host_memory`: its pages; `pci`: where a GPU is.
+- `host_pool`, `link`: offloads to host memory; `host_memory`: its pages; `pci`: where a GPU is.
 """

@@ -3,7 +3,7 @@ which ranks share a host link."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, zip_longest
@@ -69,14 +69,12 @@ class Layout:
     ) -> Layout:
         """A layout from the arguments of `Pipeline`. Without routes every micro-batch passes all stages in order.
         Raises `InputError` if they do not make a valid problem."""
-        return cls.from_problem(
-            _unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
-        )
+        taken = {"microbatches": microbatches, "routes": routes, "microbatch_routes": microbatch_routes}
+        return cls.from_problem(_unmeasured(placement, peers, links, full_duplex, taken))
 
     def unmeasured(self) -> Problem:
         """A problem of this layout before anything is measured: ops take no time and memory is unlimited."""
-        routes = self.routes, self.microbatch_routes
-        return _unmeasured(self.placement, self.microbatches, *routes, self.peers, self.links, self.full_duplex)
+        return _unmeasured(self.placement, self.peers, self.links, self.full_duplex, self.to_dict())
 
     @property
     def in_order(self) -> tuple[int, ...]:
@@ -153,26 +151,19 @@ class Layout:
 
 
 def _unmeasured(
-    placement: Sequence[int],
-    microbatches: int,
-    routes: Any,
-    microbatch_routes: Any,
-    peers: Any,
-    links: Any,
-    full_duplex: bool,
+    placement: Sequence[int], peers: Any, links: Any, full_duplex: bool, taken: Mapping[str, Any]
 ) -> Problem:
+    """`taken`: the micro-batches and their routes, as fields of a problem."""
     times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 0)
     costs = {**times, "activation_bytes": UNMEASURED_BYTES, "saved_for_weight_bytes": 0}
     alone = [None] * (max(placement) + 1)
     fields = {
-        "microbatches": microbatches,
+        **taken,
         "transfer_mode": "full_duplex" if full_duplex else "half_duplex",
         "devices": [
             {"activation_budget_bytes": 2**53, "peer": peer, "link": link}
             for peer, link in zip_longest(peers or alone, links or alone)
         ],
         "stages": [{"device": rank, **costs} for rank in placement],
-        "routes": routes,
-        "microbatch_routes": microbatch_routes,
     }
     return Problem.from_dict(fields, "the pipeline")
