@@ -21,7 +21,7 @@ from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, link_orders
 
 TOLERANCE_MS = 1e-6  # times closer than this are the same moment
 
@@ -69,13 +69,8 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     in_program = np.lexsort((joins, rank, of_kinds(table, *COMPUTE), slot, device))
     ends = np.searchsorted(device[in_program], np.arange(len(problem.devices) + 1))
     programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
-    transfers = in_program[of_kinds(table[in_program], *TRANSFERS)]
-    transfers = transfers[np.argsort(rank[transfers], kind="stable")]
-    links = {
-        link: Program(table[transfers[np.isin(device[transfers], sharers)]])
-        for link, sharers in problem.shared_links.items()
-    }
-    return Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, method)
+    by_rank = in_program[np.argsort(rank[in_program], kind="stable")]
+    return Schedule(problem, programs, link_orders(problem, table[by_rank], device[by_rank]), method)
 
 
 def grain(start: Floats) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from optpipe.evaluate.rows import Rows
-from optpipe.model.arrays import NONE, Flags, Floats
+from optpipe.model.arrays import NONE, Floats, Table
 from optpipe.model.ops import Kind
-from optpipe.model.program import Program
+from optpipe.model.program import MICROBATCH, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 
 
@@ -23,7 +21,7 @@ def prune(schedule: Schedule) -> Schedule:
     rows, index, during = compiled.rows, compiled.index, compiled.held.during.copy()
     frees, limit = compiled.effects.frees, problem.costs.activation_budget
     waits, backward = _waits(rows, compiled.timeline.start, compiled.timeline.end), index.rows_of(Kind.B, Kind.BW)
-    keep = np.ones(len(rows), dtype=np.bool_)
+    useless = np.zeros(index.parts(Kind.O).shape, dtype=np.bool_)
     offloads = []  # wait, and the rows of O, D and R
     for s, j, p in np.argwhere(index.parts(Kind.O) != NONE).tolist():
         offload, drop, reload = (int(index.parts(kind)[s, j, p]) for kind in (Kind.O, Kind.D, Kind.R))
@@ -32,8 +30,14 @@ def prune(schedule: Schedule) -> Schedule:
         away = slice(drop + 1, reload)
         if during[away].max(initial=0) + frees[drop] <= limit[rows.device[offload]]:
             during[away] += frees[drop]
-            keep[[offload, drop, reload]] = False
-    return schedule if keep.all() else _only(schedule, rows, keep)
+            useless[tuple(rows.table[offload, STAGE : PART + 1])] = True
+
+    def useful(table: Table) -> Table:
+        moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
+        part = np.where(moves, table[:, PART], 0)
+        return table[~(moves & useless[table[:, STAGE], table[:, MICROBATCH], part])]
+
+    return schedule.with_tables(useful) if useless.any() else schedule
 
 
 def _waits(rows: Rows, start: Floats, end: Floats) -> Floats:
@@ -43,17 +47,3 @@ def _waits(rows: Rows, start: Floats, end: Floats) -> Floats:
     after = rows.device[stream[1:]] == rows.device[stream[:-1]]
     waits[stream[1:][after]] = (start[stream[1:]] - end[stream[:-1]])[after]
     return waits
-
-
-def _only(schedule: Schedule, rows: Rows, keep: Flags) -> Schedule:
-    """The schedule's rows that are marked."""
-    kept = {tuple(row) for row in rows.table[keep, :4].tolist()}
-    links = {
-        link: Program(order.table[[tuple(row) in kept for row in order.table[:, :4].tolist()]])
-        for link, order in schedule.links.items()
-    }
-    return replace(
-        schedule,
-        programs=tuple(Program(rows.table[(rows.device == d) & keep]) for d in range(len(schedule.programs))),
-        links={link: order for link, order in links.items() if len(order)},
-    )

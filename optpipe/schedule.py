@@ -7,7 +7,7 @@ schedule knows its own times and memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +21,12 @@ from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.memory import Certificate
 from optpipe.evaluate.timeline import Timeline
 from optpipe.files import read_file, write_file
-from optpipe.model.arrays import Ints
+from optpipe.model.arrays import Ints, Table
 from optpipe.model.figures import Items
-from optpipe.model.ops import MARKS, OPTIMIZER, Kind
+from optpipe.model.ops import HOST_LINK, MARKS, OPTIMIZER, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.program import MICROBATCH, Program, of_kinds, parse_programs
+from optpipe.model.program import MICROBATCH, STAGE, Program, of_kinds, parse_programs
 from optpipe.model.records import Document, Record, TotalMs
 from optpipe.model.rules import Rules
 from optpipe.show.page import Picture, plot, still
@@ -80,6 +80,21 @@ class Schedule:
         orders = {link: parse_programs([texts], f"links[{link!r}]")[0] for link, texts in (links or {}).items()}
         return cls(problem, parse_programs(programs, "programs"), orders, method, placement)
 
+    @classmethod
+    def in_order(cls, problem: Problem, table: Table, device: Ints | None = None, method: str = "") -> Schedule:
+        """The schedule whose programs and shared links all keep one order of ops.
+
+        Parameters
+        ----------
+        table
+            (n, 5) rows of a program, in this order.
+        device
+            (n,) of which program each row is; by default that of the device of its stage.
+        """
+        device = problem.costs.device[table[:, STAGE]] if device is None else device
+        programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
+        return cls(problem, programs, link_orders(problem, table, device), method)
+
     @cached_property
     def compiled(self) -> CompiledSchedule:
         """Everything that follows from the problem and the programs, computed once."""
@@ -89,22 +104,26 @@ class Schedule:
         """The same programs for another problem; itself where it is the same."""
         return self if problem is self.problem else replace(self, problem=problem)
 
+    def with_tables(self, change: Callable[[Table], Table]) -> Schedule:
+        """The schedule with the table (n, 5) of each program and of each link's order changed."""
+        links = {link: Program(change(order.table)) for link, order in self.links.items()}
+        return replace(
+            self,
+            programs=tuple(Program(change(program.table)) for program in self.programs),
+            links={link: order for link, order in links.items() if len(order)},
+        )
+
     def renumbered(self, problem: Problem, name: Ints) -> Schedule:
         """The same order of ops with other micro-batches: what was number j is `name[j]` of the problem."""
 
-        def renamed(program: Program) -> Program:
-            table = program.table.copy()
+        def renamed(table: Table) -> Table:
+            table = table.copy()
             of_microbatch = ~of_kinds(table, *OPTIMIZER)
             table[of_microbatch, MICROBATCH] = name[table[of_microbatch, MICROBATCH]]
-            return Program(table)
+            return table
 
-        return replace(
-            self,
-            problem=problem,
-            programs=tuple(renamed(program) for program in self.programs),
-            links={link: renamed(order) for link, order in self.links.items()},
-            rules=self.rules and self.rules._replace(order=name[self.rules.order]),
-        )
+        rules = self.rules and self.rules._replace(order=name[self.rules.order])
+        return replace(self.with_tables(renamed), problem=problem, rules=rules)
 
     @property
     def timeline(self) -> Timeline:
@@ -149,6 +168,16 @@ class Schedule:
     def save(self, path: str | Path) -> None:
         """Writes a schedule file, whole or not at all."""
         ScheduleFile.from_schedule(self).save(path)
+
+
+def link_orders(problem: Problem, table: Table, device: Ints) -> dict[str, Program]:
+    """By shared link with any: its transfers among the rows of a table (n, 5), each of a device (n,), in their
+    order."""
+    transfer = of_kinds(table, *HOST_LINK)
+    links = {
+        link: Program(table[transfer & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()
+    }
+    return {link: order for link, order in links.items() if len(order)}
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +105,7 @@ def _costs(schedule: Schedule, without: Schedule) -> Iterator[str]:
 
 def leave_out_offload(schedule: Schedule) -> Schedule:
     """The schedule with all activations left on their devices: without its O, D and R."""
-    kept = tuple(_staying(program) for program in schedule.programs)
-    return replace(schedule, programs=kept, links={link: _staying(order) for link, order in schedule.links.items()})
-
-
-def _staying(program: Program) -> Program:
-    return Program(program.table[~of_kinds(program.table, Kind.O, Kind.D, Kind.R)])
+    return schedule.with_tables(lambda table: table[~of_kinds(table, Kind.O, Kind.D, Kind.R)])
 
 
 def import_schedule(path: str | Path, problem: Problem) -> Schedule:

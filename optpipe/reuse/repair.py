@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.graph import ISSUED
-from optpipe.model.arrays import Ints
-from optpipe.model.ops import HOST_LINK, OPTIMIZER, Kind
+from optpipe.model.arrays import Ints, Table
+from optpipe.model.ops import OPTIMIZER, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule, check
 
 
@@ -50,26 +49,24 @@ def _only_possible_ops(problem: Problem, schedule: Schedule) -> Schedule:
     level that a stage does not have, by its last one. Raises ScheduleError if the stages are others."""
     costs, level_of = problem.costs, schedule.compiled.index.level
 
-    def possible(program: Program) -> Program:
-        kind, stage, part = program.table[:, KIND], program.table[:, STAGE], program.table[:, PART]
+    def possible(table: Table) -> Table:
+        kind, stage, part = table[:, KIND], table[:, STAGE], table[:, PART]
         offloaded, dropped, again = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D, kind == Kind.C
-        level = np.minimum(level_of[stage, program.table[:, MICROBATCH]], costs.levels.count[stage] - 1)
+        level = np.minimum(level_of[stage, table[:, MICROBATCH]], costs.levels.count[stage] - 1)
         can_offload = costs.can_offload[stage]
         if costs.can_recompute.any():
             can_offload = np.where(level >= 0, costs.levels.can_offload[level, stage], can_offload)
         leaves = can_offload | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
         kept = leaves & np.where(again, level >= 0, part < costs.parts[stage])
         kept &= costs.can_update[stage] | ~np.isin(kind, list(OPTIMIZER))
-        table = program.table[kept].copy()
+        table = table[kept]
         table[again[kept], PART] = level[kept & again]
         if problem.overlap_factor is None:
             table[:, JOINED] = 0
-        return Program(table)
+        return table
 
-    links = {link: possible(order) for link, order in schedule.links.items() if link in problem.shared_links}
-    programs = tuple(possible(program) for program in schedule.programs)
-    links = {link: order for link, order in links.items() if len(order)}
-    reduced = Schedule(problem, programs, links, schedule.method)
+    links = {link: order for link, order in schedule.links.items() if link in problem.shared_links}
+    reduced = Schedule(problem, schedule.programs, links, schedule.method).with_tables(possible)
     _ = reduced.compiled.rows  # raises if the stages are others
     return reduced
 
@@ -155,14 +152,8 @@ class _Replay:
 
 def _in_order(schedule: Schedule, leads: Ints) -> Schedule:
     """The schedule with its ops in this order; of pairs the first is given."""
-    problem, timeline = schedule.problem, schedule.timeline
+    timeline = schedule.timeline
     paired = timeline.table[leads, JOINED] == 1
     rows = np.repeat(leads, 1 + paired)
     rows[np.cumsum(1 + paired)[paired] - 1] += 1
-    table, device = timeline.table[rows], timeline.device[rows]
-    links = {
-        link: Program(table[of_kinds(table, *HOST_LINK) & np.isin(device, sharers)])
-        for link, sharers in problem.shared_links.items()
-    }
-    programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
-    return replace(schedule, programs=programs, links={link: order for link, order in links.items() if len(order)})
+    return Schedule.in_order(schedule.problem, timeline.table[rows], timeline.device[rows], schedule.method)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from optpipe.model.arrays import Ints
+from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import Kind
-from optpipe.model.program import PART, STAGE, Program, of_kinds
+from optpipe.model.program import PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 
 
@@ -31,18 +29,14 @@ def in_all_parts(schedule: Schedule) -> Schedule | None:
     pieces = np.where(parts % used == 0, parts // used, 1)
     if (pieces == 1).all():
         return None
-    return replace(
-        schedule,
-        programs=tuple(_divided(program, pieces) for program in schedule.programs),
-        links={link: _divided(order, pieces) for link, order in schedule.links.items()},
-    )
+    return schedule.with_tables(lambda table: _divided(table, pieces))
 
 
-def _divided(program: Program, pieces: Ints) -> Program:
-    """The program with so many transfers or drops of each stage in the place of one."""
-    moves = of_kinds(program.table, Kind.O, Kind.D, Kind.R)
-    count = np.where(moves, pieces[program.table[:, STAGE]], 1)
-    table = np.repeat(program.table, count, axis=0)
+def _divided(table: Table, pieces: Ints) -> Table:
+    """The table with so many transfers or drops of each stage in the place of one."""
+    moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
+    count = np.where(moves, pieces[table[:, STAGE]], 1)
+    table = np.repeat(table, count, axis=0)
     nth = np.arange(len(table)) - np.repeat(np.cumsum(count) - count, count)
     table[:, PART] = table[:, PART] * np.repeat(count, count) + nth
-    return Program(table)
+    return table

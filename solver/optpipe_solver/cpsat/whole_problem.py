@@ -18,9 +18,10 @@ import numpy as np
 
 from optpipe.evaluate.objective import raises, reaches
 from optpipe.lift import lift
+from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, Program, of_kinds
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.process.protocol import Bound, Frame, Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
@@ -146,17 +147,13 @@ def by_one_level(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule in the relaxation with one level (`one_level`), where checkpoints leave without transfers."""
     level = schedule.compiled.index.level
 
-    def changed(program: Program) -> Program:
-        table = program.table
+    def changed(table: Table) -> Table:
         again = level[table[:, STAGE], table[:, MICROBATCH]] >= 0
-        table = table[~(again & of_kinds(table, Kind.O, Kind.D, Kind.R))].copy()
+        table = table[~(again & of_kinds(table, Kind.O, Kind.D, Kind.R))]
         table[of_kinds(table, Kind.C), PART] = 0
-        return Program(table)
+        return table
 
-    programs = tuple(changed(program) for program in schedule.programs)
-    links = {link: changed(order) for link, order in schedule.links.items()}
-    links = {link: order for link, order in links.items() if len(order)}
-    return replace(schedule, problem=problem, programs=programs, links=links)
+    return replace(schedule.with_tables(changed), problem=problem)
 
 
 def number_by_entry(schedule: Schedule) -> Schedule:

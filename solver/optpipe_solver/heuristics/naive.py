@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.model.arrays import Table
-from optpipe.model.ops import TRANSFERS, Kind
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds.least_memory import Relief, reliefs
 
@@ -22,12 +21,7 @@ def one_at_a_time(problem: Problem, method: str) -> Schedule:
     kind, stage, part = np.concatenate(rows_of).T
     microbatch = np.repeat(np.arange(problem.microbatches), [len(rows) for rows in rows_of])
     table: Table = np.stack([kind, stage, microbatch, part, np.zeros_like(kind)], axis=1).astype(np.int32)
-    device, transfer = problem.costs.device[table[:, STAGE]], of_kinds(table, *TRANSFERS)
-    programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
-    links = {
-        link: Program(table[transfer & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()
-    }
-    return Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, method)
+    return Schedule.in_order(problem, table, method=method)
 
 
 def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ from optpipe.errors import InputError
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Op, Pair
 from optpipe.model.problem import Problem
-from optpipe.model.program import STAGE, Program
+from optpipe.model.program import Program
 from optpipe.model.records import Stage
 from optpipe.schedule import Schedule
 
@@ -26,10 +26,7 @@ def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
 
     Of two ops in one slot the one whose row comes first runs first.
     """
-    device = problem.costs.device[table[:, STAGE]]
-    order = np.lexsort((slot, device))
-    ends = np.searchsorted(device[order], np.arange(len(problem.devices) + 1))
-    return Schedule(problem, tuple(Program(table[order[a:b]]) for a, b in pairwise(ends)))
+    return Schedule.in_order(problem, table[np.argsort(slot, kind="stable")])
 
 
 def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:
