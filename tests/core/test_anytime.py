@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
+from support.patience import hold_timers
 from support.problems import pipeline, stage
 from support.processes import over
 
@@ -128,13 +129,7 @@ def test_a_refused_request_raises_input_error(problem):
 
 def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeypatch):
     started = threading.Event()
-
-    class FromTheFirstResult(threading.Timer):  # however long the solver's process takes to start
-        def run(self):
-            started.wait(60)
-            super().run()
-
-    monkeypatch.setattr(threading, "Timer", FromTheFirstResult)
+    hold_timers(monkeypatch, lambda: started.wait(60))
     monkeypatch.setattr(anytime, "GRACE_S", 0.1)
     search = improve(problem, method="sleep", time_limit_s=0.1)
     assert next(search).method == "slow"

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.patience import hold_timers
 from support.problems.chain import chain, gpipe, one_by_one
 from support.problems.strategies import problems
 from support.processes import over, started_with
@@ -248,13 +249,14 @@ def test_valid_schedules_count_whatever_else_the_process_writes(view, method):
 
 
 @pytest.mark.parametrize("method", ["hangs", "asleep", "endless"])
-def test_a_late_process_is_ended_with_its_children(view, method):
+def test_a_late_process_is_ended_with_its_children(view, method, monkeypatch):
     view.start()
-    before = len(view.requests())
+    before, processes = len(view.requests()), 2 if method == "hangs" else 1
+    hold_timers(monkeypatch, lambda: until(lambda: len(view.requests()) >= before + processes))
     start = view.start(method=method, within_s=1.0)
     assert (start.best.schedule is not None) == (method == "hangs")
     ids = {pid for pid, _ in view.requests()[before:]}
-    assert len(ids) == (2 if method == "hangs" else 1)
+    assert len(ids) == processes
     until(lambda: all(over(pid) for pid in ids))
     assert view.start().best.schedule
 

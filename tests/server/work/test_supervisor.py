@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
+from support.patience import hold_timers
 from support.problems.chain import gpipe, one_by_one
 from support.processes import over
 from support.service.databases import on_sqlite
@@ -76,12 +77,16 @@ def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) 
 
 def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anytime, "GRACE_S", 0.1)
+    more = threading.Event()
+    hold_timers(monkeypatch, lambda: more.wait(LIMIT_S))  # its first second is not over before it gets more
     drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=1.0)
     with work.supervisor():
         until(lambda: work.job(extended).state == "running")
         while options_of(work.job(extended)).time_limit_s < 40.0:
             with suppress(StaleError):  # where a schedule is found at that moment
                 work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
+        more.set()
+        first_s = work.job(extended).spent_s
         work.found(drifting)
         while work.job(drifting).problem_version == 1 and work.job(drifting).state == "running":
             with suppress(StaleError):  # or another one
@@ -95,7 +100,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
             2,
             problem(3.0).sha256,
         )
-        until(lambda: work.job(extended).spent_s > 2.0)
+        until(lambda: work.job(extended).spent_s > first_s + 2.0)
         assert (work.job(extended).state, work.job(extended).attempt) == ("running", 1)
     rows = sound(work.database)[drifting]
     assert rows[-1].makespan_ms == gpipe(problem(3.0)).makespan_ms
