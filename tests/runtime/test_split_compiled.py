@@ -11,7 +11,6 @@ import torch
 from support.ranks.odd_modules import WIDTH, linear
 from support.ranks.split_stages import Block, batches, require_as_plain, run, runner
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional
 
 from optpipe_runtime.memory.link import Link
@@ -19,6 +18,7 @@ from optpipe_runtime.memory.link import Link
 
 def counting(graphs: list[set[str]]) -> Callable[..., Any]:
     """A backend that notes the functions of each region."""
+    from torch._dynamo.backends.debugging import aot_eager  # it loads what takes a second, also where no test runs
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
         graphs.append({getattr(n.target, "__name__", "") for n in graph.graph.nodes if n.op == "call_function"})
