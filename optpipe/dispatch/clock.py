@@ -1,7 +1,10 @@
 """The clock of the list scheduler: an event loop on arrays, compiled.
 
-Host links and devices are looked at when something has ended there or may begin. A plain list scheduler with objects
-does the same (tests: `plain_list_scheduler`). What it decides is told in `simulate`.
+Host links and devices are looked at when something has ended there or may begin: `State.look_at` has the moment, for
+links first, then for devices. A plain list scheduler with objects does the same (tests: `plain_list_scheduler`). What
+it decides is told in `simulate`.
+
+As everywhere here k is a kind of op, s a stage in `stage_order`, d a device, and j the j-th micro-batch to enter.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     links = len(figures.stages_on_link)
     recomputed, offloaded = _count_relieved(state)
     late_ms = stop_ms * (1.0 + ROUNDING)
-    to_start = 3 * state.forwards_left.sum() + recomputed
+    to_start = 3 * state.forwards_left.sum() + recomputed  # F, B and W of each, and Cs
     has_relief = recomputed + offloaded > 0
     while True:
         at = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
@@ -56,12 +59,11 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
                 continue
         reserved = bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
         k, s = choose_op(figures, rules, state, d, now, reserved)
-        if k == NONE:
+        if k == NONE:  # `choose_op` has set when to look here again
             continue
-        j = state.next_microbatch[k, s]
-        ms = figures.ms[state.variant[s, j] if k == RECOMPUTE else 0, k, s, state.column[j]]
+        ms = _op_ms(figures, state, k, s, state.next_microbatch[k, s])
         end = now + ms
-        if k != RECOMPUTE:
+        if k != RECOMPUTE:  # `work_left` leaves out Cs
             state.work_left[d] -= ms
         if end > stop_ms or end + state.work_left[d] > late_ms:
             return False
@@ -83,6 +85,12 @@ def _count_relieved(state: State) -> tuple[int, int]:
     return recomputed, offloaded
 
 
+@compiled_phase
+def _op_ms(figures: Figures, state: State, k: int, s: int, j: int) -> float:
+    """How long a compute op takes; F, B and W take the same by each variant."""
+    return float(figures.ms[state.variant[s, j], k, s, state.column[j]])
+
+
 @compiled
 def listed_ms(figures: Figures, state: State, span: bool) -> float:
     """The makespan of what has been listed, or the longest span of a device."""
@@ -94,8 +102,7 @@ def listed_ms(figures: Figures, state: State, span: bool) -> float:
             for j in range(microbatches):
                 if state.start[k, s, j] < np.inf:
                     first[d] = min(first[d], state.start[k, s, j])
-                    ms = figures.ms[state.variant[s, j] if k == RECOMPUTE else 0, k, s, state.column[j]]
-                    last[d] = max(last[d], state.start[k, s, j] + ms)
+                    last[d] = max(last[d], state.start[k, s, j] + _op_ms(figures, state, k, s, j))
     if not span:
         return float(last.max())
     longest = 0.0
