@@ -97,7 +97,7 @@ def test_it_is_what_a_plain_search_finds(problem, objective):
             if len(stages) == 1:
                 plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], microbatches, objective), FEW)
             else:
-                device = several_stages_device(problem, [(0, s) for s in stages], microbatches, objective)
+                device = several_stages_device(problem, 0, stages, microbatches, objective)
                 plain_ms = several_stages_end(device, FEW)
         except TooManyStatesError:
             continue

@@ -11,8 +11,10 @@ from optpipe_solver.bounds.least_memory import one_level, without_evictions
 from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search, several_stages_state
 from optpipe_solver.relax.one_stage import one_stage_device
-from optpipe_solver.relax.several_stages import Passes, several_stages_device
+from optpipe_solver.relax.several_stages import several_stages_device
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
+
+Passes = list[tuple[int, int]]  # of a device: the first micro-batch of a route, and a stage, in the order of passing
 
 MOST_STATES = 2**20  # of one device
 POPS = 1_000  # states taken for each bound that is yielded
@@ -60,13 +62,14 @@ def device_bounds(
     """
     problem = one_level(without_evictions(problem))
     passes = _passes(problem)[d]
-    microbatches = shortest_paths(problem).passing[passes[0][0]]
+    j, stages = passes[0][0], [s for _, s in passes]
+    microbatches = shortest_paths(problem).passing[j]
     expand: Callable[[States, int], float]
-    if len(passes) == 1:
-        expand = partial(one_stage_search.expand, one_stage_device(problem, *passes[0], microbatches, objective))
+    if len(stages) == 1:
+        expand = partial(one_stage_search.expand, one_stage_device(problem, j, stages[0], microbatches, objective))
         must_equal = one_stage_state.must_equal(microbatches)
     else:
-        device = several_stages_device(problem, passes, microbatches, objective)
+        device = several_stages_device(problem, j, stages, microbatches, objective)
         expand = partial(several_stages_search.expand, device)
         must_equal = several_stages_state.must_equal(device)
     begins_ms = float(shortest_paths(problem).arrives[d]) if objective == "makespan" else 0.0

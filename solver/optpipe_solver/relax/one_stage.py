@@ -24,7 +24,7 @@ class Durations(NamedTuple):
     between
         The least time from the end of a micro-batch's F to the start of its B.
     tail
-        The least time from the end of the last B to the end of all.
+        The least time from the end of the last B to the end of all or, for the span, of this device.
     """
 
     forward: float
@@ -38,16 +38,16 @@ class Durations(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes: the budget, and what one activation holds in each phase; `present[k]` with k of its parts there."""
+    """Bytes: the budget, and what one activation holds."""
 
     budget: int
-    forward: int
-    checkpoint: int
-    recompute: int
-    backward: int
-    waiting: int
-    weight: int
-    present: Ints
+    forward: int  # while F runs
+    checkpoint: int  # between F and C, if it is recomputed
+    recompute: int  # while C runs
+    backward: int  # while B runs
+    waiting: int  # between B and W
+    weight: int  # while W runs
+    present: Ints  # (parts + 1,) between F and B, by how many of its parts are on the device
 
 
 class Shares(NamedTuple):
@@ -61,11 +61,10 @@ class Shares(NamedTuple):
         (measures,) of an activation while that op runs.
     checkpoint
         (measures,) between F and C.
-    alone
-        (measures,) the most that one activation holds while it waits for no W; 1 where gradients that wait can fill the
-        rest of the memory, so that nothing is surely unused.
+    most
+        (measures,) the most that one activation holds; 1 if any that wait for their W can fill what the others leave.
     present
-        (measures, parts + 1) of an activation with that many parts there.
+        (measures, parts + 1) of an activation with that many parts on the device.
     saved_by_part
         (measures, parts) memory over time saved by each further part of an activation that leaves, falling.
     saved_by_recompute
@@ -77,7 +76,7 @@ class Shares(NamedTuple):
     backward: Floats
     weight: Floats
     checkpoint: Floats
-    alone: Floats
+    most: Floats
     present: Floats
     saved_by_part: Floats
     saved_by_recompute: Floats
@@ -108,7 +107,7 @@ class OneStage(NamedTuple):
 
 
 def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
-    """Return the device of stage s, which so many micro-batches pass like the j-th."""
+    """Return the device of stage s, which so many micro-batches pass, all like micro-batch j."""
     held, stage = stage_bytes(problem, j)[s], problem.stages[s]
     ms, again = _durations(problem, j, s, objective), _again(held)
     budget = problem.devices[stage.device].activation_budget_bytes
@@ -189,7 +188,7 @@ def _shares_by(
         "backward": measure(held.backward),
         "weight": measure(held.weight) if with_weight else 0.0,
         "checkpoint": checkpoint,
-        "alone": 1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
+        "most": 1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
         "present": values,
         "saved_by_part": _concave_steps(saved_by_parts),
         "saved_by_recompute": max(0.0, saved_by_recompute),

@@ -172,8 +172,8 @@ def _memory_needed(state: State, remaining: Remaining, measure: int, device: One
     for i in range(int(state.row[IN_FLIGHT])):
         area += _area_before_backward(state, remaining, i, measure, device)
     unused, n = 0.0, 1  # while the n-th last input gradient runs, n activations are there at most, its own included
-    while n < backwards and n * shares.alone[measure] < 1.0:
-        unused += ms.backward * (1.0 - n * shares.alone[measure])
+    while n < backwards and n * shares.most[measure] < 1.0:
+        unused += ms.backward * (1.0 - n * shares.most[measure])
         n += 1
     # W may hold memory to the end; where it does not count, the memory is empty in the tail.
     return float(area + unused + (0.0 if shares.weight[measure] > 0.0 else ms.tail))

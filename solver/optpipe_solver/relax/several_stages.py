@@ -15,8 +15,6 @@ from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
-Passes = list[tuple[int, int]]  # of a device: the first micro-batch of a route, and a stage, in the order of passing
-
 
 class WeightGradients(NamedTuple):
     """Weight gradients of equal length and size are one group.
@@ -24,11 +22,11 @@ class WeightGradients(NamedTuple):
     Attributes
     ----------
     ms
-        (groups,) of one.
+        (groups,) of one weight gradient.
     waiting_bytes
-        (groups,) of an activation that waits for it.
+        (groups,) of one activation between its input gradient and its weight gradient.
     group
-        (2c,) of the weight gradient that follows a step, or -1.
+        (2c,) of the weight gradient that follows each step; -1 if none does.
     """
 
     ms: Floats
@@ -46,7 +44,7 @@ class Memory(NamedTuple):
     held
         (2c + 1,) that a micro-batch holds before each step, and after the last.
     beside
-        (2c,) that a step takes beside what its micro-batch holds after it.
+        (2c,) that a step holds while it runs, beside what its micro-batch holds after it.
     """
 
     budget: int
@@ -55,25 +53,25 @@ class Memory(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What bytes are worth of the memory, by several measures (dual feasible functions).
+    """Shares of the budget, of which 1 is all, by several measures (dual feasible functions).
 
     Attributes
     ----------
     between
-        (measures, 2c + 1) of a micro-batch between steps, a ms.
+        (measures, 2c + 1) that a micro-batch holds before each step, and after the last.
     area
-        (measures, 2c + 1) of a micro-batch from the start of a step on, over time: without weight gradients that wait,
-        with those that run.
+        (measures, 2c + 1) memory over time of a micro-batch from the start of each step on, in ms of the whole budget;
+        weight gradients count while they run, not while they wait.
     weight
-        (measures, groups) of a weight gradient while it runs, a ms.
-    alone
-        (measures,) the most that one activation is worth while it waits for no weight gradient.
+        (measures, groups) that a weight gradient holds while it runs.
+    most
+        (measures,) the most that one activation holds up to the end of its input gradient.
     """
 
     between: Floats
     area: Floats
     weight: Floats
-    alone: Floats
+    most: Floats
 
 
 class SeveralStages(NamedTuple):
@@ -108,25 +106,23 @@ class SeveralStages(NamedTuple):
     shares: Shares
 
 
-class WeightGradient(NamedTuple):
-    """ms of a stage's weight gradient, bytes of an activation that waits for it, and bytes while it runs."""
+class _Group(NamedTuple):
+    """Equal weight gradients: ms of one, bytes of an activation that waits for it, and bytes while it runs."""
 
     ms: float
     waiting_bytes: int
-    bytes: int
+    running_bytes: int
 
 
-def several_stages_device(problem: Problem, passes: Passes, microbatches: int, objective: Objective) -> SeveralStages:
-    """Return the device that so many micro-batches pass on these stages of one route."""
-    stages, c = [s for _, s in passes], len(passes)
-    first, _ = passes[0]
-    times, bytes_of = shortest_times(problem, first), stage_bytes(problem, first)
+def several_stages_device(
+    problem: Problem, j: int, stages: list[int], microbatches: int, objective: Objective
+) -> SeveralStages:
+    """Return the device that so many micro-batches, all like micro-batch j, pass on these stages in this order."""
+    c, times, bytes_of = len(stages), shortest_times(problem, j), stage_bytes(problem, j)
     held = [bytes_of[s] for s in stages]
     step_ms = np.array([*times[Kind.F, stages], *times[Kind.B, stages[::-1]]])
-    gap_ms = _gaps(problem, passes, step_ms, objective)
-    gradients = [
-        WeightGradient(float(times[Kind.W, s]), each.waiting, each.weight) for s, each in zip(stages, held, strict=True)
-    ]
+    gap_ms = _gaps(problem, j, stages, step_ms, objective)
+    gradients = [_Group(float(times[Kind.W, s]), bytes_of[s].waiting, bytes_of[s].weight) for s in stages]
     groups = sorted({gradient for gradient in gradients if gradient.ms > 0.0})
     group = [-1] * c + [groups.index(gradient) if gradient in groups else -1 for gradient in gradients[::-1]]
     beside = [each.forward - each.stays for each in held] + [each.backward for each in held[::-1]]
@@ -152,16 +148,15 @@ def several_stages_device(problem: Problem, passes: Passes, microbatches: int, o
     )
 
 
-def _gaps(problem: Problem, passes: Passes, step_ms: Floats, objective: Objective) -> Floats:
+def _gaps(problem: Problem, j: int, stages: list[int], step_ms: Floats, objective: Objective) -> Floats:
     """Return `gap_ms`: what a micro-batch that waits for nothing takes between the device's steps."""
-    paths, c = shortest_paths(problem), len(passes)
-    round_trip = np.array([paths.round_trip[at] for at in passes])
-    reaches = np.array([paths.reaches[at] for at in passes])
+    paths, c = shortest_paths(problem), len(stages)
+    round_trip = np.array([paths.round_trip[j, s] for s in stages])  # from the start of its F to the end of its B
+    reaches = np.array([paths.reaches[j, s] for s in stages])  # until its F can start
     there = np.diff(reaches) - step_ms[: c - 1]
     turn = round_trip[-1] - step_ms[c - 1] - step_ms[c]
-    back = (-np.diff(round_trip) - np.diff(reaches))[::-1] - step_ms[c + 1 :]
-    first = passes[0]
-    tail = paths.after[first] if objective == "makespan" else float(shortest_times(problem, first[0])[Kind.W, first[1]])
+    back = (-np.diff(round_trip) - np.diff(reaches))[::-1] - step_ms[c + 1 :]  # from the end of one B to the next one's
+    tail = paths.after[j, stages[0]] if objective == "makespan" else shortest_times(problem, j)[Kind.W, stages[0]]
     return np.maximum(0.0, [*there, turn, *back, tail])
 
 
@@ -176,19 +171,19 @@ def _shares(
     held: list[StageBytes],
     step_ms: Floats,
     gap_ms: Floats,
-    groups: list[WeightGradient],
+    groups: list[_Group],
     group: list[int],
 ) -> Shares:
-    """For each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
+    """By each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
     rows = []
     for number, measure in enumerate([each[0], *each]):
         between = _present(len(held)) @ np.array([measure(stage.stays) for stage in held])
         forward = [measure(stage.forward) - measure(stage.stays) for stage in held]
         beside = np.array([*forward, *(measure(stage.backward) for stage in held[::-1])])
-        weight = np.array([measure(gradient.bytes) if number else 0.0 for gradient in groups])
+        weight = np.array([measure(each.running_bytes) if number else 0.0 for each in groups])
         step = step_ms * (beside + between[1:]) + gap_ms * between[1:]
         step += [weight[g] * groups[g].ms if g >= 0 else 0.0 for g in group]
-        alone = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
+        most = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
         area = np.array([*np.cumsum(step[::-1])[::-1], 0.0])
-        rows.append({"between": between, "area": area, "weight": weight, "alone": alone})
+        rows.append({"between": between, "area": area, "weight": weight, "most": most})
     return Shares(**{name: np.array([row[name] for row in rows]) for name in Shares._fields})

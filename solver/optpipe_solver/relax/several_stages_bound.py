@@ -72,8 +72,8 @@ def _memory_needed(state: State, remaining: Remaining, measure: int, device: Sev
         weight_counts = weight_counts or shares.weight[measure, g] > 0.0
     if not weight_counts:
         n = 1.0  # while the n-th last input gradient runs, n activations are there at most, its own included
-        while n < remaining.backwards and n * shares.alone[measure] < 1.0:
-            area += device.shortest_backward_ms * (1.0 - n * shares.alone[measure])
+        while n < remaining.backwards and n * shares.most[measure] < 1.0:
+            area += device.shortest_backward_ms * (1.0 - n * shares.most[measure])
             n += 1.0
         area += device.gap_ms[-1]
     return float(area)
