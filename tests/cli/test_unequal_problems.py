@@ -16,7 +16,7 @@ import pytest
 from support.commands import Run
 from support.oracles import clock
 from support.oracles.timed_programs import op_ms
-from support.service import running, settings_in
+from support.service import client_at, running, settings_in
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.evaluate.jitter import Noise
@@ -136,7 +136,7 @@ def read(sent: Any, problem: Problem) -> Schedule:
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with (
         running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _),
-        httpx.Client(base_url=url, timeout=240, trust_env=False, verify=False) as client,
+        client_at(url) as client,
     ):
         yield client
 

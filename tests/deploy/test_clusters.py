@@ -18,7 +18,7 @@ from support.deploy import slurm
 from support.deploy.deployment import ROOT
 from support.deploy.slurm import Slurm
 from support.ports import free_port
-from support.service.work import until
+from support.until import until
 
 pytestmark = pytest.mark.stacks
 BIN = Path(sys.executable).parent

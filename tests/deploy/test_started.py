@@ -15,8 +15,9 @@ import psycopg
 import pytest
 from support.deploy.deployment import SCRAPED, SERVICES
 from support.deploy.stack import PASSWORD, STARTS_S, Stack
+from support.service import client_at
 from support.service.postgres import Postgres
-from support.service.work import until
+from support.until import until
 
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems"
 WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy"]["replicas"])]
@@ -88,16 +89,14 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         until(lambda name=name: stack.healthy(name))
 
     url = f"http://127.0.0.1:{stack.port('api', '8000')}"
-    with httpx.Client(
-        base_url=url, timeout=240, headers={"Authorization": f"Bearer {mine}"}, trust_env=False
-    ) as client:
+    with client_at(url, mine) as client:
         problem = json.loads((PROBLEM / "shared-pcie-4x8.json").read_text())
         posted = client.post("/v1/jobs", json={"problem": problem, "time_limit_s": 200, "gap": 0.5})
         assert posted.status_code == 201, posted.text
         job = posted.json()
         ended = until(
             lambda: (now := client.get(job["url"]).json())["state"] not in ("queued", "running") and now,
-            limit_s=STARTS_S,
+            within_s=STARTS_S,
         )
         assert ended["state"] == "done"
         assert ended["best"]["makespan_ms"] > 0

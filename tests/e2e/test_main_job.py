@@ -10,8 +10,8 @@ import pytest
 from support.ports import free_port
 from support.ranks import scripts
 from support.ranks.scripts import torchrun_on
-from support.service.following import until
 from support.service.serve_process import serve_process
+from support.until import until
 
 from optpipe import Problem
 from optpipe.evaluate.objective import gap
@@ -100,9 +100,8 @@ def searches(url):
 @contextlib.contextmanager
 def service(folder, port):
     """A service whose searches by `auto` begin when `gate` is there; yield its address, and how to kill it."""
-    with serve_process(
-        f"sqlite:///{folder / 'jobs.sqlite'}", port, folder, ("support.fakes.held_solver", "support.fakes.listed_first")
-    ) as process:
+    modules = ("support.fakes.held_solver", "support.fakes.listed_first")
+    with serve_process(folder, port=port, modules=modules) as (process, _):
         yield f"http://127.0.0.1:{port}", process.kill
 
 

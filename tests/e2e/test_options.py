@@ -16,7 +16,7 @@ import pytest
 from support.problems import pipeline, stage
 from support.problems.chain import chain
 from support.service import running, settings_in, use_fake_solver
-from support.service.following import until
+from support.until import until
 from typer.testing import CliRunner
 
 import optpipe

@@ -11,7 +11,8 @@ import pytest
 from support.ports import free_port
 from support.problems.chain import chain, one_by_one
 from support.service import running, settings_in, use_fake_solver
-from support.service.following import news, until, warnings
+from support.service.following import news, warnings
+from support.until import until
 
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings

@@ -10,7 +10,8 @@ import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe
-from support.service.following import until, until_ended, warnings
+from support.service.following import until_ended, warnings
+from support.until import until
 
 from optpipe_runtime.service.client import Offer, ScheduleClient
 

@@ -12,7 +12,8 @@ import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, by_path, fake_service
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service.following import set_waits, until, until_ended
+from support.service.following import set_waits, until_ended
+from support.until import until
 
 from optpipe_runtime.service import remote_search
 from optpipe_runtime.service.client import Offer, ScheduleClient

@@ -8,7 +8,7 @@ import threading
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service.following import until
+from support.until import until
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check

@@ -19,7 +19,7 @@ from support.ranks.cases import plain_training
 from support.ranks.models import MICROBATCHES
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
-from support.service.following import until
+from support.until import until
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 

@@ -10,7 +10,8 @@ from support.fakes.scripted_solver import all_forwards_first
 from support.problems.chain import chain
 from support.ranks import cases, follow
 from support.ranks.worker import Ranks
-from support.service.following import news, until, warnings
+from support.service.following import news, warnings
+from support.until import until
 
 from optpipe import anytime
 from optpipe.errors import InputError

@@ -35,7 +35,7 @@ from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.swaps import failing, heard
 from support.ranks.worker import Ranks
 from support.service import running, settings_in
-from support.service.following import until
+from support.until import until
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem

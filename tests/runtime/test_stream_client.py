@@ -9,7 +9,8 @@ import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain
-from support.service.following import until, until_ended, warnings
+from support.service.following import until_ended, warnings
+from support.until import until
 
 from optpipe.schedule import Schedule
 from optpipe.steps import StepScheduler

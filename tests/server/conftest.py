@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import httpx
 import pytest
-from support.service import PLAIN, client_of, running, settings_in, use_fake_solver
+from support.service import client_at, client_of, fake_service, settings_in, use_fake_solver
+from support.service.postgres import database_of
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
@@ -54,25 +54,20 @@ def serving() -> Iterator[Serving]:
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """One server with fake solvers for a file of tests, on each database."""
-    with ExitStack() as stack:
-        patched = stack.enter_context(pytest.MonkeyPatch.context())
-        use_fake_solver(patched)
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        database_of(request) as url,
+        fake_service(tmp_path_factory.mktemp("service"), url, solves=4) as serving,
+    ):
         patched.setattr(own_processes, "EXTRA_S", 200.0)  # it starts processes, on a busy machine
-        url = (
-            None
-            if request.param == "sqlite"
-            else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
-        )
-        settings = settings_in(tmp_path_factory.mktemp("service"), url)
-        yield stack.enter_context(running(replace(settings, solves=4)))
+        yield serving
 
 
 @pytest.fixture
 def client(shared: Shared) -> Iterator[httpx.Client]:
     """A new tenant of the shared server; its jobs are deleted afterwards."""
     url, server = shared
-    key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, **PLAIN) as client:
+    with client_at(url, server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)) as client:
         yield client
         for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
             assert client.delete(job["url"]).status_code == 204

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from support.ports import free_port
 from support.problems.chain import chain
+from support.service import client_at
 from support.service.serve_process import serve_process
 
 from optpipe.schedule import ScheduleFile, check
@@ -31,7 +32,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         n = 0
-        with httpx.Client(base_url=self._url, timeout=240, trust_env=False) as http:
+        with client_at(self._url) as http:
             while not self._stop_asked.is_set():
                 self._submit(http, f"{self._number}-{n}", 1.0 + n + self._number / CLIENTS)
                 n += 1
@@ -60,7 +61,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
     clients = [Client(n, url, stop) for n in range(CLIENTS)]
     try:
         for n in range(kills):
-            with serve_process(database_url, port, tmp_path) as started:
+            with serve_process(tmp_path, database_url, port) as (started, _):
                 for client in clients if n == 0 else []:
                     client.start()
                 known = [len(client.acknowledged) for client in clients]
@@ -71,25 +72,24 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
                 started.wait(60)
     finally:
         stop.set()
-    with serve_process(database_url, port, tmp_path) as started:
+    with serve_process(tmp_path, database_url, port) as (_, http):
         for client in clients:  # each ends when its last job is acknowledged
             client.join(STARTS_S)
             assert not client.is_alive()
         acknowledged = {key: job for client in clients for key, job in client.acknowledged.items()}
         assert [wrong for client in clients for wrong in client.wrong] == []
-        with httpx.Client(base_url=url, timeout=240, trust_env=False) as http:
-            ids, address = set(), "/v1/jobs?limit=200"
-            while address:
-                page = http.get(address).json()
-                ids |= {job["id"] for job in page["jobs"]}
-                address = page["next"]
-            assert {job["id"] for job in acknowledged.values()} == ids, (
-                "what was not acknowledged was said again, and is one job"
-            )
-            assert len(ids) == len(acknowledged), "a job of its own for every key"
-            for told in acknowledged.values():
-                now = http.get(told["url"]).json()
-                assert now["best"]["makespan_ms"] <= told["best"]["makespan_ms"]
-                assert now["state"] in ("queued", "running", "done")
-                schedule = ScheduleFile.model_validate(now["best"]["schedule"]).schedule()
-                assert check(schedule.problem, schedule) == []
+        ids, address = set(), "/v1/jobs?limit=200"
+        while address:
+            page = http.get(address).json()
+            ids |= {job["id"] for job in page["jobs"]}
+            address = page["next"]
+        assert {job["id"] for job in acknowledged.values()} == ids, (
+            "what was not acknowledged was said again, and is one job"
+        )
+        assert len(ids) == len(acknowledged), "a job of its own for every key"
+        for told in acknowledged.values():
+            now = http.get(told["url"]).json()
+            assert now["best"]["makespan_ms"] <= told["best"]["makespan_ms"]
+            assert now["state"] in ("queued", "running", "done")
+            schedule = ScheduleFile.model_validate(now["best"]["schedule"]).schedule()
+            assert check(schedule.problem, schedule) == []

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.ports import free_port
 from support.problems.chain import chain
 from support.service import client_of, events, settings_in
 from support.service.postgres import Postgres
@@ -58,12 +57,8 @@ def listed(client: httpx.Client) -> set[str]:
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    database, port = f"sqlite:///{tmp_path}/jobs.sqlite", free_port()
-    address, taken = f"http://127.0.0.1:{port}", set[str]()
-    with (
-        serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
-    ):
+    taken = set[str]()
+    with serve_process(tmp_path) as (process, client):
         taken.add(until_taken(client))
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))  # bytes of a file
         answers = [client.post("/v1/jobs", json=BODY) for _ in range(20)]
@@ -77,10 +72,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         taken.add(until_taken(client))
         process.kill()
         process.wait(60)
-    with (
-        serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
-    ):
+    with serve_process(tmp_path) as (_, client):
         assert listed(client) == taken
 
 
@@ -101,13 +93,9 @@ def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_sol
 
 
 def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Path) -> None:
-    url, port = server.url("service"), free_port()
+    url = server.url("service")
     Database(url).close()
-    address = f"http://127.0.0.1:{port}"
-    with (
-        serve_process(url, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=240, trust_env=False) as client,
-    ):
+    with serve_process(tmp_path, url) as (process, client):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response, server.hanging():
             assert next(events(response))["id"] == "1"

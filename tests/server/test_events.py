@@ -19,7 +19,7 @@ from support.service.databases import on_sqlite, shared_on_sqlite
 from support.service.rest import submit, until_over
 
 from optpipe_server import Settings
-from optpipe_server.http.job_updates import PING, EventStream, JobUpdates, Topic
+from optpipe_server.http.job_updates import PING, Topic, events_of
 
 
 def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -> list[dict[str, Any]]:
@@ -134,16 +134,13 @@ class Interrupted(list[bytes]):
 
 def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
     """A thread updates a topic while the loop reads it."""
-    topic, sent = Topic(), b""
+    topic = Topic()
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
-    stream = EventStream(JobUpdates(None, 1), "a", "", 0, 0, 0.01)  # type: ignore[arg-type]
 
-    async def send(message: Any) -> None:
-        nonlocal sent
-        sent += message["body"]
+    async def sent() -> bytes:
+        return b"".join([chunk async for chunk in events_of(topic, 0, 0.01)])
 
-    asyncio.run(stream._send_events(topic, send))
-    assert sent.removeprefix(PING) == b"the last incumbent\n\nend\n\n"
+    assert asyncio.run(sent()).removeprefix(PING) == b"the last incumbent\n\nend\n\n"
 
 
 def test_pings_while_nothing_happens(client: httpx.Client) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from support.fakes.solver import together
 from support.problems.chain import chain
-from support.service import running, settings_in
+from support.service import client_at, running, settings_in
 from support.service.rest import submit
 
 from optpipe.results import Result
@@ -93,7 +93,7 @@ def test_every_client_sees_every_incumbent_once(
         async with httpx.AsyncClient(base_url=url, timeout=240, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(follow(http, job, chance, breaks) for _ in range(clients)))
 
-    with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_at(url) as client:
         job = submit(client, PROBLEM, method="any")
     worker = threading.Thread(target=work, args=(service.database, 0.05))
     worker.start()
@@ -106,7 +106,7 @@ def test_every_client_sees_every_incumbent_once(
 def test_a_subscriber_waits_for_a_topic_that_is_too_old(api: Shared) -> None:
     """A client that has seen the reply to its change must not get an older state."""
     url, _ = api
-    with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+    with client_at(url) as client:
         job = submit(client, PROBLEM, method="any")
         with client.stream("GET", f"{job['url']}/events") as response:
             lines = response.iter_lines()

@@ -13,7 +13,7 @@ from support.fakes.service import document
 from support.problems.chain import chain, gpipe, one_by_one
 from support.service import client_of, events
 from support.service.databases import on_sqlite
-from support.service.work import until
+from support.until import until
 
 from optpipe_server import Settings, first_schedules
 from optpipe_server.http import service

@@ -151,7 +151,7 @@ def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Se
     assert visitor.text(".log li span") == [
         line["text"] for line in service.client.get(f"{job['url']}/log").json()["lines"]
     ]
-    database = Database(service.database, secondary=True)
+    database = Database(f"sqlite:///{service.folder / 'jobs.sqlite'}", secondary=True)
     key = Keys(database).create("somebody", ["read"])
     database.close()
     visitor.go("/", "form")

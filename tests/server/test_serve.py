@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,7 +12,7 @@ from support.problems.chain import chain
 from support.processes import over
 from support.service import events
 from support.service.serve_process import serve_process
-from support.service.work import until
+from support.until import until
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -23,15 +20,6 @@ from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 from optpipe_server.http.server import listen, make_server
-
-
-@contextmanager
-def serving(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    with (
-        serve_process(f"sqlite:///{folder / 'jobs.sqlite'}", port, folder) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240, trust_env=False) as client,
-    ):
-        yield process, client
 
 
 def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
@@ -45,7 +33,7 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, free_port()) as (process, client):
+    with serve_process(tmp_path) as (process, client):
         job, pid = submit_with_pid(client, tmp_path / "pid")
         with client.stream("GET", f"{job}/events") as response:
             stream = events(response)
@@ -59,13 +47,13 @@ def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signa
 
 def test_a_killed_service_leaves_no_solver_and_a_restart_on_its_port_resumes(tmp_path: Path) -> None:
     pid_file, port = tmp_path / "pid", free_port()
-    with serving(tmp_path, port) as (process, client):
+    with serve_process(tmp_path, port=port) as (process, client):
         job, pid = submit_with_pid(client, pid_file)
         process.kill()
         process.wait(60)
         until(lambda: over(pid))
         pid_file.unlink()
-    with serving(tmp_path, port) as (_, client):
+    with serve_process(tmp_path, port=port) as (_, client):
         shown = client.get(job).json()
         assert (shown["state"] in ("queued", "running"), shown["best"]["method"]) == (True, "naive")
         until(pid_file.exists)

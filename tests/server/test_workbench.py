@@ -14,9 +14,16 @@ from optpipe import compare
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
+from optpipe_server.http import workbench as http_workbench
 
 pytestmark = [shared_on_sqlite]
 PROBLEM = chain(m=4)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the process that makes schedules may load for long."""
+    monkeypatch.setattr(http_workbench, "LONGEST_S", 200.0)
 
 
 def workbench(client: httpx.Client, **more: Any) -> httpx.Response:

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 from support.oracles.enumeration import SPAN, problem_of, stage
 from support.oracles.milp import Solver, solver_process
-from support.service.work import until
+from support.until import until
 
 from optpipe import InputError, anytime, improve, solve
 from optpipe.process import process_tree

@@ -119,7 +119,7 @@ class Jobs(JobQueries):
             )
             # The values are apart from the statement, so that it is compiled only once.
             db.execute(_NEW_JOB, row)
-            db.execute(insert(problems), {**problem_row, "created_at": at})
+            db.execute(insert(problems), problem_row)
             if key is not None:
                 db.execute(
                     insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
@@ -198,11 +198,8 @@ class Jobs(JobQueries):
             elif state == "queued" and job.state != "queued":
                 _check_queue(db, tenant, queue)
             version, at = job.problem_version + 1, now()
-            db.execute(
-                insert(problems).values(
-                    job=job_id, version=version, problem=text_of_problem, sha256=problem.sha256, created_at=at
-                )
-            )
+            row = {"job": job_id, "version": version, "problem": text_of_problem, "sha256": problem.sha256}
+            db.execute(insert(problems), row)
             update_job(
                 db,
                 job,

@@ -85,7 +85,6 @@ problems = Table(
     Column("version", Integer, primary_key=True),  # 1 as submitted, then one more with every change
     Column("problem", Text, nullable=False),  # the file's JSON
     Column("sha256", String(64), nullable=False),
-    Column("created_at", String(40), nullable=False),
 )
 
 incumbents = Table(

@@ -14,7 +14,6 @@ from sqlalchemy import Row
 
 from optpipe_server.database.jobs import is_best
 from optpipe_server.database.refusals import NO_INCUMBENT, NO_JOB, MissingError
-from optpipe_server.http.job_updates import disconnected
 from optpipe_server.http.replies import JsonContent, json_reply
 from optpipe_server.http.schemas import job_document
 from optpipe_server.http.service import Service
@@ -41,7 +40,8 @@ class RequestContext:
         """Cancel what is awaited in the block if the client disconnects. The request's body must have been read."""
 
         async def wait_and_cancel() -> None:
-            await disconnected(self.request.receive)
+            while (await self.request.receive())["type"] != "http.disconnect":
+                pass
             group.cancel_scope.cancel()
 
         try:

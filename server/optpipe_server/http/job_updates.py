@@ -17,7 +17,7 @@ import anyio.to_thread
 import structlog
 from pydantic import BaseModel
 from sqlalchemy import Row
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from optpipe_server.database import Jobs
@@ -180,48 +180,34 @@ def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
     return event("end", EndedJob.from_row(job, best=best), job.last_seq)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends every incumbent numbered above `after`, old and new, until the job or the service ends."""
 
     media_type = "text/event-stream"
 
     def __init__(self, updates: JobUpdates, tenant: str, job_id: str, version: int, after: int, ping_s: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        super().__init__((), headers={"X-Accel-Buffering": "no"})
         self._subscribed = updates.subscribe(tenant, job_id, version)
         self._after, self._ping_s = after, ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._subscribed as topic, anyio.create_task_group() as group:
-
-            async def until_disconnected() -> None:
-                await disconnected(receive)
-                group.cancel_scope.cancel()
-
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            group.start_soon(until_disconnected)
+        async with self._subscribed as topic:  # it may be refused, before the reply begins
+            self.body_iterator = events_of(topic, self._after, self._ping_s)
             with STREAMS.track_inprogress():
-                await self._send_events(topic, send)
-            await send({"type": "http.response.body", "body": b""})
-            group.cancel_scope.cancel()
-
-    async def _send_events(self, topic: Topic, send: Send) -> None:
-        sent = self._after
-        while not topic.closing:
-            # `over` is read first, so that events added in between are sent before the end.
-            over = topic.over
-            fresh = topic.events[sent : sent + AT_ONCE]
-            sent += len(fresh)
-            if fresh:
-                await send({"type": "http.response.body", "body": b"".join(fresh), "more_body": True})
-            elif over:
-                await send({"type": "http.response.body", "body": topic.end, "more_body": True})
-                return
-            elif not await topic.change(self._ping_s):
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                await super().__call__(scope, receive, send)
 
 
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def events_of(topic: Topic, after: int, ping_s: float) -> AsyncIterator[bytes]:
+    """Yield the topic's events numbered above `after` as they come, and a comment when there was none for `ping_s`."""
+    sent = after
+    while not topic.closing:
+        over = topic.over  # read first, so that events added in between are sent before the end
+        fresh = topic.events[sent : sent + AT_ONCE]
+        sent += len(fresh)
+        if fresh:
+            yield b"".join(fresh)
+        elif over:
+            yield topic.end
+            return
+        elif not await topic.change(ping_s):
+            yield PING

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.service import running, settings_in, use_fake_solver
+from support.service import client_at, fake_service
 from support.traces.faults import Job, recorded
 
 from optpipe.diagnose import diagnose
@@ -25,12 +25,11 @@ JOB = Job(3, 6, 2, 4, "stages", 1.8, 1, 1, 0, 7)
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with pytest.MonkeyPatch.context() as patched:
-        use_fake_solver(patched)
-        with running(settings_in(tmp_path_factory.mktemp("diagnoses"))) as (url, _):
-            headers = {"Content-Type": guarded_route.UPLOADED}
-            with httpx.Client(base_url=url, timeout=240, trust_env=False, headers=headers) as client:
-                yield client
+    with (
+        fake_service(tmp_path_factory.mktemp("diagnoses")) as (url, _),
+        client_at(url, **{"Content-Type": guarded_route.UPLOADED}) as client,
+    ):
+        yield client
 
 
 def archive(*files: tuple[str, bytes]) -> bytes:

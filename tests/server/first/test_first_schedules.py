@@ -20,7 +20,7 @@ from support.patience import hold_timers
 from support.problems.chain import chain, gpipe, one_by_one
 from support.problems.strategies import problems
 from support.processes import over, started_with
-from support.service.work import until
+from support.until import until
 
 import optpipe_server.first_schedules
 from optpipe.errors import InputError

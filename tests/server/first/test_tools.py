@@ -12,9 +12,9 @@ import httpx
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
-from support.service import running, settings_in, use_fake_solver
-from support.service.work import until
+from support.service import client_at, fake_service
 from support.traces.timelines import STEPS, saved, timeline
+from support.until import until
 
 from optpipe.formats.convert import export_schedule
 from optpipe.measured.convert import problem_from
@@ -33,10 +33,8 @@ AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activ
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
     """A server without keys and with fake solvers; these tests do not depend on the database."""
-    with pytest.MonkeyPatch.context() as patched:
-        use_fake_solver(patched)
-        with running(settings_in(tmp_path_factory.mktemp("tools"))) as serving:
-            yield serving
+    with fake_service(tmp_path_factory.mktemp("tools")) as serving:
+        yield serving
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def server(serving: tuple[str, Server]) -> Server:
 
 @pytest.fixture
 def client(serving: tuple[str, Server]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving[0], timeout=240, trust_env=False) as client:
+    with client_at(serving[0]) as client:
         yield client
 
 

@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-from support.ports import free_port
 from support.problems.chain import chain
 from support.service.serve_process import serve_process
 
@@ -43,12 +41,7 @@ def test_the_largest_bodies_leave_memory_and_turns_to_others(tmp_path: Path) -> 
             ("jobs", {"problem": problem, "method": "plain", "warm_start": whole}),
         ]
 
-    database, port = f"sqlite:///{tmp_path}/jobs.sqlite", free_port()
-    with (
-        serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240, trust_env=False) as client,
-        ThreadPoolExecutor(32) as pool,
-    ):
+    with serve_process(tmp_path) as (process, client), ThreadPoolExecutor(32) as pool:
         refused = parted | {"microbatches": MOST_MICROBATCHES}  # 16,777,216 parts
         asked = [body for problem in (refused, largest, parted) for body in bodies(problem) * 2]
         replies = [pool.submit(client.post, f"/v1/{path}", json=body) for path, body in asked]

@@ -8,6 +8,7 @@ from itertools import count
 
 import httpx
 import pytest
+from support.service import client_at
 from support.service.databases import shared_on_sqlite
 from support.service.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
@@ -31,7 +32,7 @@ def keys(shared: tuple[str, Server]) -> Keys:
 @pytest.fixture(scope="module")
 def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
     """A client that sends exactly the headers it is given."""
-    with httpx.Client(base_url=shared[0], timeout=240, trust_env=False) as client:
+    with client_at(shared[0]) as client:
         yield client
 
 
@@ -41,8 +42,7 @@ def tenant(shared: tuple[str, Server], keys: Keys) -> Iterator[Callable[[], http
     clients = []
 
     def made() -> httpx.Client:
-        key = keys.create(f"tenant-{next(_numbers)}", SCOPES)
-        clients.append(httpx.Client(base_url=shared[0], timeout=240, trust_env=False, headers=bearer(key)))
+        clients.append(client_at(shared[0], keys.create(f"tenant-{next(_numbers)}", SCOPES)))
         return clients[-1]
 
     yield made

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.service import running, settings_in, use_fake_solver
+from support.service import client_at, running, settings_in, use_fake_solver
 from support.service.requests import PROBLEM
+from support.until import until
 
 from optpipe_server.http import connections
 from optpipe_server.http.server import Server
@@ -163,7 +164,7 @@ def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypat
     use_fake_solver(monkeypatch)
     with (
         running(replace(settings_in(tmp_path), streams=most)) as (url, _),
-        httpx.Client(base_url=url, timeout=240, trust_env=False) as client,
+        client_at(url) as client,
     ):
         job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
         ask = f"GET {job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
@@ -182,9 +183,8 @@ def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypat
                 half.sendall(HEAD)
             answers(url)
             assert client.get(job).json()["state"] == "running"
-        until = time.monotonic() + 60
-        while client.get(job, params={"wait": 0.01}).status_code == 503:  # until it has noticed that they are gone
-            assert time.monotonic() < until
+        # Until it has noticed that they are gone.
+        until(lambda: client.get(job, params={"wait": 0.01}).status_code != 503)
         assert client.post(f"{job}/cancel").status_code == 202
 
 

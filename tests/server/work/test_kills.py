@@ -14,8 +14,9 @@ import pytest
 from sqlalchemy import select
 from support.problems.chain import gpipe
 from support.processes import over
-from support.service.work import Work, problem, sound, until
+from support.service.work import Work, problem, sound
 from support.service.worker_process import LEASE_S, WorkerProcess, worker_process
+from support.until import until
 
 from optpipe import Result
 from optpipe.process import process_tree

@@ -11,7 +11,8 @@ import pytest
 from support.fakes.solver import SLEEP
 from support.processes import over
 from support.service.jobs import start
-from support.service.work import Work, problem, sound, until
+from support.service.work import Work, problem, sound
+from support.until import until
 
 from optpipe import Problem, anytime
 from optpipe.process import process_tree

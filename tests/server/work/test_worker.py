@@ -14,8 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.service import client_at
 from support.service.postgres import Postgres
-from support.service.work import Work, problem, sound, until
+from support.service.work import Work, problem, sound
+from support.until import until
 
 from optpipe import InputError
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
@@ -66,7 +68,7 @@ def test_the_command_works_and_ends_when_told(postgres_url: str, tmp_path: Path)
     job_id, _ = jobs.add(LOCAL, NewJob(problem()), InitialResult(), queue=10)
     with started(postgres_url, tmp_path) as (process, url):
         until(lambda: jobs.job(LOCAL, job_id).status == "optimal")
-        client = httpx.Client(base_url=url, timeout=240, trust_env=False)
+        client = client_at(url)
         health = client.get("/healthz").json()
         assert (health["status"], health["database"]) == ("ok", "ok")
         # The metric is counted after the job's end is stored.

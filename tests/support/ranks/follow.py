@@ -17,7 +17,7 @@ from optpipe_runtime.fidelity import paced
 from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.service import client
 from support.ranks.cases import batch, loss_fn, own_stages
-from support.service.following import until as wait_until
+from support.until import until as wait_until
 
 
 class Written:

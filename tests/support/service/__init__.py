@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import optpipe_server.first_schedules
 from optpipe_server import Settings
 from optpipe_server.http.server import Server, listen, make_server
 
-# `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
-PLAIN: dict[str, Any] = {"timeout": 240, "trust_env": False, "verify": False}
+
+def client_at(url: str, key: str | None = None, **headers: str) -> httpx.Client:
+    """Return a client of a service, with a key that of its tenant."""
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    # `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
+    return httpx.Client(base_url=url, headers=headers, timeout=240, trust_env=False, verify=False)
 
 
 @contextmanager
@@ -48,8 +54,17 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
 @contextmanager
 def client_of(settings: Settings) -> Iterator[tuple[httpx.Client, Server]]:
     """Yield a client of a new server, and the server."""
-    with running(settings) as (url, server), httpx.Client(base_url=url, **PLAIN) as client:
+    with running(settings) as (url, server), client_at(url) as client:
         yield client, server
+
+
+@contextmanager
+def fake_service(folder: Path, database: str | None = None, **changed: Any) -> Iterator[tuple[str, Server]]:
+    """Yield URL and server of a service with fake solvers, for a file of tests; `changed` are its settings."""
+    with pytest.MonkeyPatch.context() as patched:
+        use_fake_solver(patched)
+        with running(replace(settings_in(folder, database), **changed)) as serving:
+            yield serving
 
 
 @contextmanager

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 
 from optpipe_runtime.service import connection, outages
 from optpipe_runtime.service.background import Background
-
-T = TypeVar("T")
 
 
 def set_waits(
@@ -30,16 +25,6 @@ def set_waits(
         (connection, "READ_S", read_s),
     ):
         patch.setattr(module, name, seconds)
-
-
-def until(look: Callable[[], T | None], within_s: float = 120.0) -> T:
-    """What `look` returns once that is true."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in time")
 
 
 def until_ended(client: Background) -> None:

@@ -180,6 +180,16 @@ def postgres() -> Iterator[Postgres]:
         server.close()
 
 
+@contextmanager
+def database_of(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """Yield the URL of a new PostgreSQL database for a file of tests, or None for SQLite, as the parameter says."""
+    if request.param == "sqlite":
+        yield None
+        return
+    with request.getfixturevalue("postgres").database("migrated") as url:
+        yield url
+
+
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'service.sqlite'}"

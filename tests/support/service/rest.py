@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
@@ -10,6 +9,7 @@ import httpx
 from optpipe.model.problem import Problem
 from optpipe_server.database.tables import OPEN
 from support.problems.chain import chain
+from support.until import until
 
 
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:
@@ -43,8 +43,5 @@ def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """Wait until the job's schedule is in the cache, which is moments after its end; return the job."""
     over = until_over(client, job)
     body = {"problem": over["best"]["schedule"]["problem"], "objective": over["options"]["objective"]}
-    until = time.monotonic() + 60
-    while not ((hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"]):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: (hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"])
     return over

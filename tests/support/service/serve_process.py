@@ -9,30 +9,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
+from support.ports import free_port
+from support.service import client_at
+
 START = """
 import sys, optpipe.anytime, optpipe_server.first_schedules
 database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedules.MODULE = sys.argv[1:]
 optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
 """
 FAKES = ("support.fakes.solver", "support.fakes.first_process")
+Process = tuple[subprocess.Popen[str], httpx.Client]
 
 
 @contextmanager
 def serve_process(
-    database: str, port: int, folder: Path, modules: tuple[str, str] = FAKES
-) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process once it answers. `modules` are those of the solver and of first schedules."""
+    folder: Path, database: str | None = None, port: int | None = None, modules: tuple[str, str] = FAKES
+) -> Iterator[Process]:
+    """Yield the process once it answers, and a client of it.
+
+    Parameters
+    ----------
+    database
+        By default the same file in the folder each time.
+    port
+        By default a free one.
+    modules
+        Those of the solver and of first schedules.
+    """
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.db"), "PYTHONPATH": path}
-    command = [sys.executable, "-c", START, database, str(port), *modules]
+    port = port or free_port()
+    arguments = (database or f"sqlite:///{folder / 'jobs.sqlite'}", str(port), *modules)
     wrote = folder / "serve.log"
     with (
         wrote.open("w") as log,
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True) as started,
+        subprocess.Popen(
+            [sys.executable, "-c", START, *arguments], env=env, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as started,
+        client_at(f"http://127.0.0.1:{port}") as client,
     ):
         try:
             assert started.stdout
             assert started.stdout.readline(), f"the service ended before it answered: {wrote.read_text()}"
-            yield started
+            yield started, client
         finally:
             started.kill()

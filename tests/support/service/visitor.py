@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from support.browser import watched
 from support.ports import free_port
+from support.service import client_at
 from support.service.serve_process import serve_process
 
 MISSING = "Failed to load resource"  # what the console says of a reply that is an error
@@ -23,14 +23,13 @@ class Service:
 
     def __init__(self, folder: Path) -> None:
         self.port, self.folder = free_port(), folder
-        self.database = f"sqlite:///{folder / 'jobs.sqlite'}"
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=240, trust_env=False)
+        self.client = client_at(self.url)
         self._stack = ExitStack()
         self.start()
 
     def start(self) -> None:
-        self._stack.enter_context(serve_process(self.database, self.port, self.folder))
+        self._stack.enter_context(serve_process(self.folder, port=self.port))
 
     def kill(self) -> None:
         self._stack.close()

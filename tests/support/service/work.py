@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -22,22 +21,12 @@ from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Supervisor
 from support.problems.chain import chain
-
-LIMIT_S = 60.0  # for a wait on a busy machine
+from support.until import until
 
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
     """A problem with memory for everything, so that all of `chain`'s schedules are valid."""
     return chain(memory=m, m=m, scale=scale).model_copy(update={"name": name})
-
-
-def until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
-    """Wait until the condition is true; return its value."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"it did not happen: {what or condition}"
-        time.sleep(0.02)
-    return value
 
 
 class Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-revision = "0002"  # 0001 had no table of rules, and was never released
+revision = "0003"  # those of 0001 and 0002 were never released
 down_revision = None
 
 
