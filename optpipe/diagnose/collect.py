@@ -15,12 +15,12 @@ from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import InputError
 from optpipe.formats import megatron
 from optpipe.measured.estimate import NO_TIME
-from optpipe.measured.messages import clocks_ahead, gaps, impossible, span_ms, spans_ms
-from optpipe.measured.order import overlapping_ops, programs_of
+from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording, stage_of
-from optpipe.measured.steps import Step, TrainingSteps, find_training_steps
+from optpipe.measured.steps import find_training_steps
+from optpipe.measured.training import Order, Step, TrainingSteps
 from optpipe.model.arrays import NONE, Floats, Ints
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.model.records import COMPUTE_MS
@@ -30,7 +30,6 @@ AMPLE = 2**53
 WARM_UP = 2.0  # a first step that takes so many times the median is one in which kernels are compiled or tuned
 QUICK = 0.25  # the quantile of the gaps of a device that counts as its hand-over
 ASSUMED = "Megatron's, 1F1B or interleaved 1F1B"
-Order = tuple[tuple[Op, ...], ...]  # by device
 
 
 class _Run(NamedTuple):
@@ -85,43 +84,29 @@ def _runs(
 ) -> list[_Run]:
     """The runs of one replica."""
     unused += [f"{what}{sentence}" for sentence in training.unused]
-    devices = 1 + max(training.where)
-    timed = all(each.start_ms is not None for each in training.ops)
+    timed = training.are_timed
     if timed and (reason := impossible(training.steps)):
         raise InputError(reason)
-    if timed and (overlapping := overlapping_ops(training.steps[-1])):
-        unused.append(
-            "{}that ops ran beside each other, such as {} and {}: each counts with its whole time".format(
-                what, *overlapping
-            )
-        )
-    spans = spans_ms(training.steps, training.where) if timed else None
-    ahead = clocks_ahead(training.steps, training.where) if timed else {}
-    if timed and spans is None:
+    if timed and (overlap := training.overlap):
+        unused.append(f"{what}{overlap}")
+    if timed and not training.clocks_are_known:
         assumed.append("that the clocks of devices that exchange no messages agree")
-        ahead = {d: ahead.get(d, 0.0) for d in range(devices)}
     if not timed:
         assumed.append(f"the order of ops: {ASSUMED}, as not all starts were measured")
+    spans = training.spans_ms if timed else [whole_ms.get(step[0].step, float("nan")) for step in training.steps]
+    ahead = tuple(training.ahead_ms.get(d, 0.0) for d in range(training.devices))
     runs = []
-    for n, step in enumerate(training.steps):
-        order = programs_of(step, devices) if timed else _megatrons(training, step)
+    for step, span_ms, messages_ms in zip(training.steps, spans, training.messages_ms, strict=True):
+        order = training.order_of(step) if timed else _megatrons(training, step)
         at = {each.op: each for each in step}
-        ways = [max(0.0, gap.message_ms) for gap in gaps([step]) if not gap.same_device]
-        runs.append(
-            _Run(
-                tuple(at[op] for ops in order for op in ops),
-                order,
-                spans[n] if spans else span_ms(step, ahead) if timed else whole_ms.get(step[0].step, float("nan")),
-                median(ways) if ways else 0.0,
-                tuple(ahead.get(d, 0.0) for d in range(devices)),
-            )
-        )
+        ops = tuple(at[op] for device in order for op in device)
+        runs.append(_Run(ops, order, span_ms, median(messages_ms) if messages_ms else 0.0, ahead))
     return runs
 
 
 def _megatrons(training: TrainingSteps, step: Step) -> Order:
     """The order of Megatron for these stages. Raises InputError if it has none."""
-    devices = 1 + max(training.where)
+    devices = training.devices
     chunks, rest = divmod(len(training.where), devices)
     looped = [stage_of(s % devices, s // devices, devices, "looped") for s in range(len(training.where))]
     if rest or [training.where[s] for s in looped] != [s % devices for s in looped]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.measured.measurements import Given, MeasuredTimes, Measurements, unknown_sentences
-from optpipe.measured.messages import gaps, spans_ms
-from optpipe.measured.order import order_that_ran, overlapping_ops
+from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording
-from optpipe.measured.steps import TrainingSteps, find_training_steps, listed
+from optpipe.measured.steps import find_training_steps, listed
+from optpipe.measured.training import TrainingSteps
 from optpipe.model.figures import EachMs, each_microbatch, one_for_all
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.model.records import COMPUTE_MS
 from optpipe.schedule import Schedule, certify
 
@@ -41,13 +43,13 @@ def estimate(recording: Recording, given: Given) -> Measurements:
     figures: Sequence[Figures] = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
     if is_one_step:
         figures = _step_figures(training, figures)
-    message = _message(training)
+    messages_ms = [ms for of_step in training.messages_ms for ms in of_step]
+    message = MeasuredTimes.from_samples(messages_ms) if messages_ms else None
     ample = _roomy_problem(figures, training.where, training.microbatches, message, given)
-    spans = spans_ms(training.steps, training.where)
-    measured_ms = median(spans) if spans else None
+    measured_ms = median(training.spans_ms) if training.clocks_are_known else None
     if measured_ms == 0:
         raise InputError(NO_TIME)
-    order, reasons = order_that_ran(training, ample)
+    order, reasons = _order_that_ran(training, ample)
     unused = (
         *recording.unused,
         *left_out,
@@ -83,12 +85,21 @@ def _take_last_step(training: TrainingSteps, steps: Collection[int]) -> tuple[Tr
     """The last of the steps, and how many are left out, as a sentence."""
     step = training.steps[-1]
     told = [] if len(steps) == 1 else [f"{len(steps) - 1} of {len(steps)} steps: this is step {step[0].step}"]
-    return training._replace(steps=(step,)), told
+    return replace(training, steps=(step,)), told
 
 
-def _message(training: TrainingSteps) -> MeasuredTimes | None:
-    ways = [gap.message_ms for gap in gaps(training.steps) if not gap.same_device]
-    return MeasuredTimes.from_samples([max(0.0, ms) for ms in ways]) if ways else None
+def _order_that_ran(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, list[str]]:
+    """The last whole step as a schedule, and why it is not used, or not all of it."""
+    reason = impossible(training.steps) if training.are_timed else "not all starts were measured"
+    if reason is None:
+        orders = [training.order_of(step) for step in training.steps]
+        schedule = Schedule(problem, tuple(map(Program.from_items, orders[-1])), method="measured")
+        others = sum(order != orders[-1] for order in orders)
+        if not (complaints := schedule.compiled.complaints):
+            told = f"the order of {others} of {len(orders)} steps: the last one ran in another"
+            return schedule, [told] if others else []
+        reason = complaints[0]
+    return None, [f"the measured order: {reason}"]
 
 
 def _step_figures(training: TrainingSteps, medians: Sequence[Figures]) -> list[Figures]:
@@ -202,11 +213,8 @@ def _unused_times(
         )
     if given.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
         said.append("the share of W that was given: B and W were measured apart")
-    if overlapping := overlapping_ops(training.steps[-1]):
-        said.append(
-            "that ops ran beside each other, such as {} and {}: each counts with its whole time, one after the "
-            "other".format(*overlapping)
-        )
+    if overlap := training.overlap:
+        said.append(overlap)
     return said
 
 

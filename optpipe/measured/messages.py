@@ -9,7 +9,7 @@ far the clocks are apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -94,18 +94,3 @@ def clocks_ahead(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) ->
         if where[s] in ahead and where[s + 1] not in ahead:
             ahead[where[s + 1]] = ahead[where[s]] + median(differences)
     return ahead
-
-
-def spans_ms(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) -> list[float] | None:
-    """Of each step, from the first start to the last end over all devices, by the clock of stage 0's device; None where
-    starts or clocks are not known."""
-    ahead = clocks_ahead(steps, where)
-    if any(each.start_ms is None or each.device not in ahead for step in steps for each in step):
-        return None
-    return [span_ms(step, ahead) for step in steps]
-
-
-def span_ms(step: Sequence[MeasuredOp], ahead: Mapping[int, float]) -> float:
-    """From the first start to the last end of a step, by how far the clock of each device is ahead."""
-    ends = [each.end_ms - ahead[each.device] for each in step]
-    return max(ends) - min((each.start_ms or 0.0) - ahead[each.device] for each in step)

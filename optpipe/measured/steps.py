@@ -10,28 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.recording import MeasuredOp, require_sizes
+from optpipe.measured.training import Step, TrainingSteps
 from optpipe.model.ops import Kind, Op
 
-Step = Sequence[MeasuredOp]
 BACKWARDS = (Kind.B, Kind.W, Kind.BW)
 LONGEST_MS = 1e15  # of a start, too, whatever a clock counts from
-
-
-class TrainingSteps(NamedTuple):
-    """The whole training steps of a recording, micro-batches numbered from 0 in each."""
-
-    steps: tuple[Step, ...]
-    microbatches: int
-    where: tuple[int, ...]  # by stage: its device
-    unused: tuple[str, ...]  # what was left out, and why, one sentence each
-
-    @property
-    def ops(self) -> list[MeasuredOp]:
-        return [each for step in self.steps for each in step]
 
 
 def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> TrainingSteps:

@@ -14,7 +14,7 @@ from support.traces import recordings
 from support.traces.recordings import event
 
 from optpipe import InputError, Measurements, Schedule, certify, problem_from, solve
-from optpipe.measured import order
+from optpipe.measured import estimate
 from optpipe.model.ops import Kind
 from optpipe_solver.systems import generate
 
@@ -183,7 +183,7 @@ def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tables of one with so many forwards take hundreds of MB."""
-    monkeypatch.setattr(order, "Schedule", None)
+    monkeypatch.setattr(estimate, "Schedule", None)
     rows = [f"{s},F,65535,{s},{s + 1},{s},\n{s},BW,65535,{99 - s},{100 - s},{s},\n" for s in range(64)]
     (tmp_path / "t").write_text(HEADER + "".join(rows))
     with pytest.raises(InputError, match=r"^no step is whole: step 0 lacks 0F0; a whole training step is expected$"):
