@@ -14,6 +14,7 @@ import numpy as np
 from optpipe.diagnose.losses import floor_ms
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import InputError
+from optpipe.measured.steps import listed
 from optpipe.model.arrays import Floats
 from optpipe.model.figures import EachMs, each_microbatch
 from optpipe.model.ops import Kind
@@ -258,7 +259,7 @@ def _layers(ms: Floats, counts: Sequence[int]) -> list[tuple[Floats, int]]:
     """
     stages = ms.shape[1]
     if len(counts) != stages or min(counts) < 1:
-        raise InputError(f"layers = {list(counts)}: {stages} numbers of at least 1 are expected, one for each stage")
+        raise InputError(f"layers = {listed(counts)}: a number of at least 1 for each of {stages} stages is expected")
     mean = ms.mean(axis=2)  # (3, stages)
     usual = np.sort(mean / np.array(counts), axis=1)[:, (stages - 1) // 2]
     beyond = np.clip((mean - usual[:, None] * counts) / np.maximum(mean, 1e-12), 0.0, 1.0)

@@ -12,6 +12,7 @@ from optpipe.diagnose.runs import Runs
 from optpipe.errors import OptPipeError
 from optpipe.formats import megatron
 from optpipe.formats.convert import export
+from optpipe.formats.torch_csv import schedule_placing
 from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule
 
@@ -107,7 +108,8 @@ def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) 
     published, placement = NAMES[stack].get(schedule.method), schedule.placement
     layers = _layers(placement, stack) if placement and layered else []
     if stack == "torch":
-        name = published or _torchs_placement(schedule)
+        chunks = len(schedule.problem.stages) // len(schedule.problem.devices)
+        name = published or schedule_placing(chunks, placement.shape if placement else "looped")
         more = [] if published else [f"--parallelism.pipeline_parallel_schedule_csv {file}"]
         return [f"--parallelism.pipeline_parallel_schedule {name}", *more, *layers]
     if stack in ("megatron", "primus") and published:
@@ -120,21 +122,13 @@ def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) 
     return [f"optpipe_runtime.Pipeline runs {file} (docs/training.md)"]
 
 
-def _torchs_placement(schedule: Schedule) -> str:
-    """The schedule of torch that places stages alike."""
-    if len(schedule.problem.stages) == len(schedule.problem.devices):
-        return "1F1B"
-    return "ZBVZeroBubble" if schedule.placement and schedule.placement.shape == "v" else "Interleaved1F1B"
-
-
 def _layers(placement: Placement, stack: Stack) -> list[str]:
     """The layers of each stage, of which the first is the embedding and the last the head."""
     counts = placement.layers or ()
-    cuts = [0, *accumulate(counts)]
     if stack in ("megatron", "primus"):
-        letters = megatron.EMBEDDING + megatron.DECODER * (cuts[-1] - 2) + megatron.LOSS
-        return [f"--pipeline-model-parallel-layout {'|'.join(letters[a:b] for a, b in pairwise(cuts))}"]
+        return [f"--pipeline-model-parallel-layout {megatron.layout_of_counts(counts)}"]
     if stack == "torch":
+        cuts = [0, *accumulate(counts)]
         names = ["tok_embeddings", *(f"layers.{n}" for n in range(cuts[-1] - 2)), "norm,lm_head"]
         parts = " ".join(",".join(names[a:b]) for a, b in pairwise(cuts))
         return [f"--parallelism.module_fqns_per_model_part {parts}"]

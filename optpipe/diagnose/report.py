@@ -18,7 +18,6 @@ from optpipe.diagnose.runs import Runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.convert import Run, recording_from
 from optpipe.measured.recording import Recording
-from optpipe.measured.steps import listed
 from optpipe.options import SolveArguments
 
 MOST_HELD = 1_000_000  # activations on a device
@@ -195,10 +194,7 @@ def diagnose_recording(
     if weight_share is not None and not 0 <= weight_share <= 1:
         raise InputError(f"weight_share = {weight_share:g}: a share from 0 to 1 is expected")
     runs = collect_runs(recording)
-    stages = len(runs.where)
-    counts = tuple(layers) * stages if len(layers) == 1 else tuple(layers)
-    if counts and (len(counts) != stages or min(counts) < 1):
-        raise InputError(f"layers = {listed(counts)}: a number of at least 1 for each of {stages} stages is expected")
+    counts = tuple(layers) * len(runs.where) if len(layers) == 1 else tuple(layers)
     losses = explain(runs)
     search: SolveArguments | None = {**(limits or {}), "time_limit_s": time_limit_s} if time_limit_s else None
     cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, search, told)

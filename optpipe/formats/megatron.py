@@ -7,7 +7,7 @@ micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeli
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile, zip_longest
+from itertools import accumulate, pairwise, takewhile, zip_longest
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
@@ -53,18 +53,24 @@ def layout(problem: Problem) -> str:
 
     Raises InputError if the stages do not consist of the layers.
     """
-    layers, first, texts = problem.layers or (), 0, []
-    letters = EMBEDDING + DECODER * (len(layers) - 2) + LOSS
+    layers, first, counts = problem.layers or (), 0, []
     for s, stage in enumerate(problem.stages):
         ends = range(first + 1, len(layers) + 1)
         end = next((end for end in ends if _consists(stage, together(layers[first:end]))), None)
         if end is None:
             raise InputError(f"stages[{s}] does not consist of layers {first} and on of the problem: leave layers out")
-        texts.append(letters[first:end])
+        counts.append(end - first)
         first = end
     if first < len(layers):
         raise InputError(f"layers: {len(layers)} are there, the stages consist of {first}: leave layers out")
-    return "|".join(texts)
+    return layout_of_counts(counts)
+
+
+def layout_of_counts(counts: Sequence[int]) -> str:
+    """The same for stages of so many layers each."""
+    cuts = [0, *accumulate(counts)]
+    letters = EMBEDDING + DECODER * (cuts[-1] - 2) + LOSS
+    return "|".join(letters[a:b] for a, b in pairwise(cuts))
 
 
 def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:

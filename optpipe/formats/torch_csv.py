@@ -30,6 +30,13 @@ _OTHER = re.compile(r"\d+(?:(?:SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(?:W
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
+def schedule_placing(chunks: int, shape: str) -> str:
+    """The schedule of PyTorch that has so many chunks a device, looped or in a v: it places the stages of rows."""
+    if chunks == 1:
+        return "1F1B"
+    return "ZBVZeroBubble" if shape == "v" else "Interleaved1F1B"
+
+
 def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
     """The rows of a schedule.
 

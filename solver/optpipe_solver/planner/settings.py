@@ -9,6 +9,7 @@ import shlex
 from typing import NamedTuple
 
 from optpipe.formats.megatron import write as megatron_arguments
+from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
 from optpipe_solver.planner.candidate import Candidate
 
@@ -75,7 +76,7 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
         parts = " ".join(",".join(names) for names in TORCHTITAN_MODULES.of_stages(estimate))
         flags += [
             f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}",
-            f"--parallelism.pipeline_parallel_schedule {_schedule(candidate)}",
+            f"--parallelism.pipeline_parallel_schedule {schedule_placing(parallelism.chunks, parallelism.shape)}",
             f"--parallelism.pipeline_parallel_schedule_csv {csv}",
             f"--parallelism.module_fqns_per_model_part {parts}",
         ]
@@ -99,7 +100,7 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
     if parallelism.pp > 1:
         lines += [
             "  pipeline:",
-            f"    pp_schedule: {_schedule(candidate)}",
+            f"    pp_schedule: {schedule_placing(parallelism.chunks, parallelism.shape)}",
             f"    pp_schedule_csv: {csv}",
             f"    pp_microbatch_size: {run.microbatch_size}",
             f"    pp_batch_size: {run.microbatches * run.microbatch_size}",
@@ -131,14 +132,6 @@ def _local_batch(estimate: Estimate) -> int:
     """What a replica is given at once: without a pipeline one micro-batch."""
     parallelism, run = estimate.parallelism, estimate.run
     return run.microbatch_size * (run.microbatches if parallelism.pp > 1 else 1)
-
-
-def _schedule(candidate: Candidate) -> str:
-    """Return the schedule of torch that places stages as these are."""
-    parallelism = candidate.estimate.parallelism
-    if parallelism.chunks == 1:
-        return "1F1B"
-    return "Interleaved1F1B" if parallelism.shape == "looped" else "ZBVZeroBubble"
 
 
 def _numbers(estimate: Estimate, names: dict[str, str]) -> list[str]:
