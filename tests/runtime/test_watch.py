@@ -46,6 +46,8 @@ def waiting(bad: int, kill: bool, timeout_s: float = 600.0, inner: bool = False)
     everyone.gather_objects(None)
     try:
         with team.collective(), team.local():
+            if not kill:
+                dist.barrier()  # who comes when one has failed is told that a new pipeline is needed
             if rank == bad:
                 if kill:
                     os.kill(os.getpid(), signal.SIGKILL)
