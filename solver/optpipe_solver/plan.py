@@ -79,7 +79,7 @@ FIRST_LOOK_MOST = 0.5  # likewise of the stages as given, where the machine is b
 PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
 RULES_SHARE = 0.3  # searches in rules on all placements, in a search of `RULES_S` or more
 BEST_TWO_SHARE = 0.2  # everything there is, on the best two
-WEAKEST_SHARE = 0.1  # bounds of the placements that have the least ones
+LEAST_BOUND_SHARE = 0.1  # bounds of the placements that have the least ones
 # Placements: the rest
 CHUNKS = 4  # a device at most
 RULES_S = 10.0  # a search that long may wait until the rules of `dispatch` are loaded, mostly less than a second

@@ -250,7 +250,7 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     search = PlacementSearch(request, frames.append)
     search.deadline += 100.0
     search.candidates.list_all(None)
-    search._look_at_all(search._look_at_given())
+    search._look_at_all(search._look_at_own_stages())
     first_ms = search.candidates.best_ms
     search._search_in_rules()
     schedules = found(problem, frames)

@@ -131,8 +131,8 @@ class _Held:
                 self._add(begin, end, size, self._v.offloaded[s, j, p])
 
     def _add_part(self, s: int, j: int, p: int, size: int, level: int) -> None:
-        """A part that may leave: from F to D and from R to B or, if it stays, from F to B. It is there if the
-        activation is recomputed by its level, or not at all."""
+        """A part that may leave: from F to D and from R to B or, if it stays, from F to B. There is such a part only
+        with the choice `level`: of a checkpoint its level, of an activation that is not recomputed `NONE`."""
         offloaded = self._v.offloaded[s, j, p]
         forward, gradient = self._start(Op(F, s, j)), self._gradient_end(s, j)
         self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
@@ -170,7 +170,7 @@ class _Held:
         if size == 0 or begin is None:
             return
         v = self._v
-        end = end or self._known(v.latest)
+        end = end or self._constant(v.latest)
         duration = v.new_int(0, v.latest, max(0, end.hint - begin.hint), "held for")
         self._intervals.append(v.model.new_optional_interval_var(begin.moment, duration, end.moment, presence, "held"))
         self._sizes.append(size)
@@ -201,17 +201,17 @@ class _Held:
             return moment
         if self._v.side_of_window(self._v.incumbent_start(x)) > 0:
             return None
-        return self._known(max(moment.hint, self._v.window.begin))
+        return self._constant(max(moment.hint, self._v.window.begin))
 
     def _allocation(self, x: Op) -> HintedMoment | None:
         if x not in self._v.allocation:
             return None
         if x not in self._v.allocates_in_window:
-            return self._known(self._v.window.begin)
+            return self._constant(self._v.window.begin)
         at = self._v.allocation[x]
         return HintedMoment(at, self._v.hint(at))
 
-    def _known(self, at: int) -> HintedMoment:
+    def _constant(self, at: int) -> HintedMoment:
         return HintedMoment(self._v.new_constant(at), at)
 
 

@@ -54,7 +54,7 @@ class PlacementSearch:
             raise InputError(complaint)
         self.deadline = time.monotonic() + request.time_limit_s
         self.one_thread = request.threads == 1  # one search in one order, whatever the clock says
-        self.share_left = 1.0  # of the time, by what the phases are planned to take
+        self.share_left = 1.0  # of the time, by what the phases are planned to take, not by the clock
         self.method_ran = False  # the method that was asked for, which may be an engine
         # The placement of the published system that was asked for, if one was.
         self.named = self._placement_of_system() if is_system(request.method) else None
@@ -86,9 +86,9 @@ class PlacementSearch:
 
     def _search_all(self) -> None:
         candidates = self.candidates
-        given = self._look_at_given()  # a heuristic, before bounds of all placements take their time
+        first_look = self._look_at_own_stages()  # a heuristic, before bounds of all placements take their time
         candidates.list_all(None)
-        self._look_at_all(given)  # what takes a moment, on every placement
+        self._look_at_all(first_look)  # what takes a moment, on every placement
         self._improve_partitions()  # of layers there are too many to try all
         if candidates.all_are_infeasible():
             return
@@ -112,8 +112,8 @@ class PlacementSearch:
 
     # The phases, in this order
 
-    def _look_at_given(self) -> Portfolio | None:
-        """Run a heuristic on the problem's own stages for a moment, but until it has a schedule on a busy machine."""
+    def _look_at_own_stages(self) -> Portfolio | None:
+        """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule."""
         share, unplaced, name = plan.FIRST_LOOK_SHARE / 2, self.candidates.unplaced, self._heuristic("adaoffload")
         self._use(share)
         if not self._is_of_use(unplaced):
@@ -126,10 +126,10 @@ class PlacementSearch:
                 pass
         return portfolio
 
-    def _look_at_all(self, given: Portfolio | None) -> None:
+    def _look_at_all(self, first_look: Portfolio | None) -> None:
         share = plan.FIRST_LOOK_SHARE
         self._use(share)
-        self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, given)
+        self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, first_look)
 
     def _improve_partitions(self) -> None:
         """Descend from the even partition for every number and shape of chunks, and from the given one; look at the
@@ -138,8 +138,8 @@ class PlacementSearch:
             return
         self._use(plan.PARTITIONS_SHARE + plan.FIRST_LOOK_SHARE)
         starts = [c.placement for c in self.candidates.all if c.placement and not c.is_bidirectional]
-        if (given := partition_of_stages(self.request.problem)) is not None:
-            starts.append(given)
+        if (partition := partition_of_stages(self.request.problem)) is not None:
+            starts.append(partition)
         better = improve_partitions(self.request, starts, self.deadline - plan.ENGINE_END_S)
         self._look_at(self.candidates.add_new(better), plan.FIRST_LOOK_SHARE)
 
@@ -180,21 +180,21 @@ class PlacementSearch:
         the least bound by then for half of what is left, and so on: the least bound holds for all. It ends at the best
         placement, which is searched anyway."""
         time_limit_s = self.request.time_limit_s
-        if self.request.method != "auto" or plan.WEAKEST_SHARE * time_limit_s < plan.PLACEMENT_S:
+        if self.request.method != "auto" or plan.LEAST_BOUND_SHARE * time_limit_s < plan.PLACEMENT_S:
             return
-        relax, searched, share = engines.load(RELAX), {*self.candidates.ranked()[:1]}, plan.WEAKEST_SHARE / 2
+        relax, searched, share = engines.load(RELAX), {*self.candidates.ranked()[:1]}, plan.LEAST_BOUND_SHARE / 2
         while (alive := self.candidates.ranked()) and share * time_limit_s >= plan.ENGINE_LEAST_S:
-            weakest = min(alive, key=lambda candidate: candidate.bound_ms)
-            if weakest in searched or relax.unsupported(weakest.problem):
+            lowest = min(alive, key=lambda candidate: candidate.bound_ms)
+            if lowest in searched or relax.unsupported(lowest.problem):
                 return
-            searched.add(weakest)
+            searched.add(lowest)
             self._use(share)
-            self._search(weakest, RELAX, share)
+            self._search(lowest, RELAX, share)
             share /= 2
 
     def _search_best(self) -> None:
-        """Run everything there is on the best; if it is proven for its placement before time is up, on the next ones,
-        as long as time is left."""
+        """Run everything there is on the best for all the time that is left, by plan with one thread, else by the
+        clock; then, if it is proven for its placement sooner, on the next ones."""
         for candidate in self.candidates.ranked():
             self._search(candidate, self.request.method, self.share_left if self.one_thread else 1.0)
             if self.one_thread:
@@ -234,16 +234,19 @@ class PlacementSearch:
         """The heuristic that the request names; this one if it names none."""
         return name if self.request.method in ("auto", *ENGINES) else self.request.method
 
-    def _look_at(self, candidates: list[Candidate], share: float, seen: Portfolio | None = None) -> None:
-        """Run a heuristic on each candidate for a share of the time in all, then, also where a heuristic was run
-        before, what the engine `dispatch` would begin with, then the published systems for its stages.
+    def _look_at(self, candidates: list[Candidate], share: float, first_look: Portfolio | None = None) -> None:
+        """Run a heuristic on each candidate for a share of the time in all, then, on the stages of `first_look`, too,
+        what the engine `dispatch` would begin with, then the published systems for its stages.
 
         The lowest bounds come first, should time run out. All but the heuristic stops when half of all the time is
         over. Nothing waits until rules are compiled.
         """
         order = sorted(candidates, key=lambda candidate: candidate.bound_ms)
         each = share / max(1, len(candidates))
-        portfolios = [seen, *(self._search(candidate, self._heuristic("adaoffload"), each) for candidate in order)]
+        portfolios = [
+            first_look,
+            *(self._search(candidate, self._heuristic("adaoffload"), each) for candidate in order),
+        ]
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
@@ -273,9 +276,9 @@ class PlacementSearch:
         return is_open and candidate.infeasible is None and self.left_s > 0
 
     def _portfolio(self, candidate: Candidate, method: str, share: float) -> Portfolio:
-        start, given = candidate.best, self.request.warm_start
-        if start is None and candidate is self.candidates.unplaced and given and not given.placement:
-            start = given
+        start, warm_start = candidate.best, self.request.warm_start
+        if start is None and candidate is self.candidates.unplaced and warm_start and not warm_start.placement:
+            start = warm_start
         asked = {
             "problem": candidate.problem,
             "placements": "keep",

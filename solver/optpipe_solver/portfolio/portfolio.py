@@ -67,7 +67,7 @@ class Portfolio:
         try:
             while True:
                 if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
-                    heuristics_run = next(heuristics, True) is None and not state.optimal
+                    heuristics_run = next(heuristics, "ended") is None and not state.optimal
                 if self._is_over(runs):
                     break
                 if state.proven and self.request.ends_when_proven:  # nothing is left to gain by nominal times
