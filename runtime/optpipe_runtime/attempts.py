@@ -155,7 +155,7 @@ class Attempts:
             for tie in self._ties:
                 tie.start_step()
             try:
-                return _Outcome(self._executor.run(plan, batch, counts=attempt.counts), undo)
+                return _Outcome(self._executor.run(plan, batch, will_count=attempt.will_count), undo)
             except LostError:
                 raise
             except Exception as error:
@@ -213,7 +213,7 @@ class _Attempt:
         except OptPipeError:
             return False
 
-    def counts(self) -> bool:
+    def will_count(self) -> bool:
         """Whether it will count, whatever happens. Once a backward has begun, all ranks have begun the step, so their
         votes are here, and this waits for none of them."""
         return not self.is_trial and not self.is_doomed

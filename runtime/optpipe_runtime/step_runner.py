@@ -37,7 +37,7 @@ class StepRunner:
         self.ties: list[Tie] = []
         self._attempts = Attempts(rank, self.learner, self.executor, self.schedules, self.ties)
         rank.cpu_group.meet_peers()
-        self._gathers_again = False
+        self._owes_gathering = False
 
     def step(self, batch: Batch, plan: Callable[[], PlannedStep] | None = None) -> StepReport:
         """A step by the loaded schedule, or by one of its own, which `plan` waits for, the same on all ranks. It may
@@ -45,12 +45,13 @@ class StepRunner:
         self.schedules.planned = None
         self._rank.reductions.start_step()
         self._weigh(batch)
-        self._agree(may_know=plan is None)
-        if self._gathers_again:
-            # `settle` has corrected here before the step. Another replica may do so only in it, by one more gathering;
-            # this empty one is its counterpart.
+        self._agree(by_loaded_schedule=plan is None)
+        if self._owes_gathering:
+            # Corrected by `settle`, before the step. A replica that does so only in the step gathers twice in it
+            # (`Repeat.WITH_CORRECTED_PARAMETERS`): this empty gathering is the counterpart.
+            self._owes_gathering = False
             with self._replicas.gathering():
-                self._gathers_again = False
+                pass
         try:
             report = self._until_it_counts(batch, plan)
         finally:
@@ -75,7 +76,7 @@ class StepRunner:
 
     def settle(self) -> None:
         """Between two steps: corrects what features did after the last step, if it was wrong."""
-        self._gathers_again |= self._attempts.correct()
+        self._owes_gathering |= self._attempts.correct()
 
     def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         """As `Pipeline.profile`."""
@@ -128,12 +129,12 @@ class StepRunner:
 
     # Phases of a step and of an evaluation
 
-    def _agree(self, may_know: bool) -> None:
-        """Before the first vote: what features agree on if the schedule cannot change in this step."""
+    def _agree(self, by_loaded_schedule: bool) -> None:
+        """Before the first vote: tells features the plan of this step, if no swap can come first."""
         running = self.schedules.running
-        is_sure = may_know and self.learner.done and not self.schedules.swap_due
+        is_certain = by_loaded_schedule and self.learner.done and not self.schedules.swap_due
         for feature in self._features:
-            feature.agree_on_step(running.plan if is_sure else None, may_know and running.on_trial)
+            feature.agree_on_step(running.plan if is_certain else None, by_loaded_schedule and running.on_trial)
 
     def _weigh(self, batch: Batch) -> None:
         """Tells the stages where routes end how much each loss counts. Collective over their replicas."""
@@ -145,6 +146,8 @@ class StepRunner:
                 stage.loss_factors = self._rank.means.factors(s, batch.weights)
 
     def _until_it_counts(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
+        """Repeats the step in one gathering; in another one after parameters were corrected. An error of `plan` is
+        returned, so that this gathering ends as on other replicas."""
         while True:
             with self._replicas.gathering():
                 if plan is not None and self.schedules.planned is None:

@@ -43,15 +43,15 @@ class Executor:
         return self._messages.idle and features_idle and all(stage.idle for stage in self._stages.values())
 
     def run(
-        self, plan: Plan, batch: Batch, evaluating: bool = False, counts: Callable[[], bool] = lambda: False
+        self, plan: Plan, batch: Batch, evaluating: bool = False, will_count: Callable[[], bool] = lambda: False
     ) -> StepReport:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         The batch's inputs are needed where a route begins, its targets where one ends. With `evaluating` only losses
-        are computed. `counts` tells, when a backward has begun, whether the step will certainly count, so that
-        gradients may be reduced over the replicas beside it.
+        are computed. `will_count` tells, when a backward has begun, whether it is certain that the step is not undone,
+        so that gradients may be reduced over the replicas beside it.
         """
-        step = self._record(plan, batch, evaluating, counts)
+        step = self._record(plan, batch, evaluating, will_count)
         self._prepare(plan, evaluating)
         if self._rank.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._rank.device)
@@ -95,8 +95,8 @@ class Executor:
         self.abandon()
 
     def forget_sizes(self, learned: bool) -> None:
-        """The next step's micro-batches have other shapes. Where some were `learned`, its bytes are counted, whatever
-        runs."""
+        """The next micro-batches have other shapes than the last ones. If stages were `learned` anew for them, the
+        bytes of the next training step are counted."""
         self._bytes.forget(learned)
 
     def abandon(self) -> None:
@@ -126,7 +126,7 @@ class Executor:
 
     # Phases of a step
 
-    def _record(self, plan: Plan, batch: Batch, evaluating: bool, counts: Callable[[], bool]) -> StepRecord:
+    def _record(self, plan: Plan, batch: Batch, evaluating: bool, will_count: Callable[[], bool]) -> StepRecord:
         rank, m = self._rank, self._rank.layout.microbatches
         return StepRecord(
             plan,
@@ -137,7 +137,7 @@ class Executor:
             tracing=batch.trace,
             counting=self._bytes.are_wanted(plan, batch, evaluating),
             mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
-            counts=counts,
+            will_count=will_count,
         )
 
     def _prepare(self, plan: Plan, evaluating: bool) -> None:
@@ -168,13 +168,7 @@ class Executor:
             feature.before_op(step, op)
         if op.kind == Kind.F and op.stage not in step.begun:
             self._begin_stage(step, op.stage)
-        received: Tensors = ()
-        if action.receives:
-            step.awaited = action.receives
-            received = self._messages.take(action.receives)
-            step.awaited = None
-        elif op.kind == Kind.F:
-            received = step.inputs[op.microbatch]
+        received = self._receive(step, action)
         if op.kind == Kind.F:
             for feature in self._features:
                 feature.before_forward(op.stage)
@@ -188,12 +182,21 @@ class Executor:
             self._messages.send(action.sends, made, action.to, self._sent_specs(op))
         step.ops.append(OpRecord(op, start, step.mark(), copies))
 
+    def _receive(self, step: StepRecord, action: Action) -> Tensors:
+        """Waits for the op's message; a forward without one gets the micro-batch's inputs."""
+        if action.receives is None:
+            return step.inputs[action.op.microbatch] if action.op.kind == Kind.F else ()
+        step.awaited = action.receives
+        received = self._messages.take(action.receives)
+        step.awaited = None
+        return received
+
     def _end(self, step: StepRecord, op: Op) -> None:
         """What may go on once the op was issued: the mean and the reduction of the stage's gradients, or what features
         put off."""
         if op in step.plan.completing:
             self._rank.means.complete(op.stage)
-            if self._reductions.any and step.counts():
+            if self._reductions.any and step.will_count():
                 self._reductions.complete(op.stage)
         elif step.evaluating and op in step.plan.closing:
             self._replicas.shard(op.stage)

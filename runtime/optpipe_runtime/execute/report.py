@@ -141,7 +141,7 @@ class StepRecord:
     tracing: bool  # whether times of ops are noted
     counting: bool  # and bytes
     mark: Callable[[], Any]  # gives a mark of the clock, if the step is traced
-    counts: Callable[[], bool]  # see `Executor.run`
+    will_count: Callable[[], bool]  # see `Executor.run`
 
     results: dict[int, Any] = field(default_factory=dict)  # what the last modules return, by micro-batch, if asked for
     losses: dict[int, Tensor] = field(default_factory=dict)

@@ -114,7 +114,7 @@ class GradientWindows(Feature):
         """Starts to reduce what a window has added up. No stage begins its backwards before all ranks have begun the
         step, so this waits for no vote."""
         if not step.evaluating and op in self._windows_in(step.plan).ends:
-            if step.counts():
+            if step.will_count():
                 self._rank.means.end_window(op.stage)
                 self._reductions.start(op.stage, self._rank.replicas.window)
             else:

@@ -162,7 +162,7 @@ class Replicas:
         if s in self._copied:
             groups = [self._copied[s].group]
         elif s in self._sharded:
-            groups = self._sharded[s].groups()
+            groups = self._sharded[s].process_groups()
         if not groups:
             return number, 1
         kind = next(self.modules[s].parameters()).device.type

@@ -194,15 +194,15 @@ class Sharded:
         for parameter in self._parameters:
             parameter.forget_gradients()
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """A reduction over one after the other is one over all ranks over which the stage is sharded."""
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """One for each dimension of the mesh: a reduction over one after the other is one over all `ranks`."""
         mesh = self._groups[0].mesh
         return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
     def extremes(self, number: int) -> tuple[int, int]:
         """Collective: the least and the greatest number that the ranks give over which the stage is sharded."""
         both = torch.tensor([-number, number], device=self._groups[0].mesh.device_type)
-        for group in self.groups():
+        for group in self.process_groups():
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         minus_least, most = both.tolist()
         return -minus_least, most
