@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +25,11 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Rank
 
 
 @pytest.fixture(autouse=True)
-def _quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick_clients(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a key, and all that they say is heard."""
     set_waits(monkeypatch)
+    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
+    caplog.set_level(logging.INFO, "optpipe.client")
 
 
 @pytest.fixture

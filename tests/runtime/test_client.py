@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,7 @@ SLOWER = chain(scale=1.5)
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     use_fake_solver(monkeypatch)
-    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
     return settings_in(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _log_everything(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "optpipe.client")
 
 
 def seen(url: str, key: str | None = None) -> Any:

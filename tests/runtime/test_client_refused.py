@@ -24,12 +24,6 @@ ENDS = fake.events(fake.one(), fake.end())
 KEY = "op_1a2b3c_s3cr3ts3cr3ts3cr3t"
 
 
-@pytest.fixture(autouse=True)
-def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level(logging.INFO, "optpipe.client")
-    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
-
-
 # Patience
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 from support.fakes import service as fake
@@ -23,12 +22,6 @@ OTHER = fake.document(gpipe(chain(m=3, memory=3)))
 JOB = fake.job()
 GOOD = fake.incumbent(gpipe(chain()))
 ENDS = fake.events(fake.one(), fake.end())
-
-
-@pytest.fixture(autouse=True)
-def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level(logging.INFO, "optpipe.client")
-    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ of all kinds train as in a plain run is in `test_odd_stages` and `test_split_com
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from support.ranks import microbatches
 from support.ranks.cases import Gradients, loss_fn, numbers, own_stages, refusals
 from support.ranks.microbatches import Turn, batch
 from support.ranks.odd_modules import BATCH, WIDTH, Of, linear
-from support.ranks.split_stages import CPU, Block, batches, require_as_plain, run, runner
+from support.ranks.split_stages import Block, batches, require_as_plain, run, runner
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -98,13 +98,6 @@ aten = torch.ops.aten
 ROW = BATCH * 8 * 4  # bytes of one column
 SUMS = BATCH * 8 * 4 * 4  # of attention: for each of 4 heads and each token one number
 ALL = Level.by_policy("all", lambda op: True)
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(CPU, False)
-    yield link
-    link.close()
 
 
 def held(stage: StageRunner, x: Tensor, level: Level | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,6 @@ def test_what_goes_wrong_is_logged_and_nothing_is_offered(caplog: pytest.LogCapt
 
 @pytest.mark.usefixtures("scripted")
 def test_how_a_method_ended_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "optpipe.client")
     with ScheduleClient(None, chain(), method="reports") as client:
         until(lambda: client.ended)
     assert "the search for schedules: milp: 3 windows" in news(caplog)

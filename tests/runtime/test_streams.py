@@ -1,7 +1,10 @@
-"""The copy engine of a GPU on simulated streams: in no schedule do a copy and a computation race for memory."""
+"""The copy engine of a GPU on simulated streams: in no schedule do a copy and a computation race for memory, nor do
+accesses to parameters, gradients or host memory with an optimizer on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.fakes.cuda import CPU, CUDA, SHAPE, Races, Unordered
+from support.fakes.cuda import CPU, CUDA, SHAPE, Event, Races, Unordered
 from support.problems.strategies import schedules
 from support.ranks import cases
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
+from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.memory import link as link_module
 from optpipe_runtime.memory.engines import StreamEngine
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
@@ -44,14 +48,23 @@ AWAY = [
 PROBLEM = cases.problem([0], 3, offload_parts=2)
 
 
-def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
-    """What raced while a stage ran these ops, twice: the second time host pages are used again."""
+@contextmanager
+def simulated(engine: Any, full_duplex: bool) -> Iterator[tuple[Races, Link, StageRunner]]:
+    """What races in a stage, by a link on that copy engine."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = Races(monkeypatch)
+        compute = simulation._compute
+        monkeypatch.setattr(Event, "query", lambda event: compute.wait_event(event) is None, raising=False)
         monkeypatch.setattr(link_module, "copy_engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
         stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
         learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
+        yield simulation, link, stage
+
+
+def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
+    """What raced while a stage ran these ops, twice: the second time host pages are used again."""
+    with simulated(engine, full_duplex) as (simulation, _, stage):
         stage.start_step((), 2)
         with simulation:
             for op in ops * 2:
@@ -126,3 +139,80 @@ def test_the_simulation_finds_pages_freed_too_early(monkeypatch: pytest.MonkeyPa
     ops = [Op.parse(text) for text in AWAY]
     assert "copy_.default and copy_.default" in races(ops, full_duplex=True)
     assert races(ops, full_duplex=False) == [], "one lane has an order of its own"
+
+
+# An optimizer on the host
+
+
+class Immediate:
+    """Works at once; what the host waits for is in the past of all that it enqueues."""
+
+    start = end = None
+
+    def run(self, work: Callable[[], object]) -> Immediate:
+        work()
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Impatient(HostOptimizer):
+    """Forwards do not wait for the parameters."""
+
+    def wait_in(self) -> None:
+        pass
+
+
+class Careless(HostOptimizer):
+    """Gradients are let go before they are on the host."""
+
+    def gradients_out(self) -> Any:
+        found = super().gradients_out()
+        for entry in self._parameters:
+            entry.leaving = None
+        torch.zeros(1)  # whoever allocates next
+        return found
+
+
+def races_in_steps(
+    kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine, full_duplex: bool = True
+) -> list[str]:
+    """What raced in three steps of a stage with two micro-batches."""
+    with simulated(engine, full_duplex) as (simulation, link, stage):
+        parameters = stage.module.named_parameters()
+        host = kind(0, parameters, lambda named: torch.optim.AdamW(named), link, Immediate(), lambda: None)
+        with simulation:
+            for _ in range(3):
+                stage.start_step((), 1)
+                host.start_step()
+                host.parameters_in()
+                for j in range(2):
+                    host.wait_in()
+                    stage.forward(j, (torch.randn(SHAPE),))
+                for j in range(2):
+                    stage.backward(j, (torch.ones(SHAPE),), split=False)
+                host.gradients_out()
+                host.update()
+                host.wait_update()
+    return simulation.found
+
+
+@pytest.mark.parametrize("full_duplex", [False, True])
+def test_no_step_of_an_optimizer_races(full_duplex: bool) -> None:
+    assert races_in_steps(full_duplex=full_duplex) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "raced"),
+    [
+        (Impatient, StreamEngine, "and copy_.default"),
+        (Careless, StreamEngine, "its end and copy_.default"),
+        (HostOptimizer, Unordered, "copy_.default and "),
+    ],
+)
+def test_the_simulation_finds_those_of_an_optimizer(kind: type[HostOptimizer], engine: Any, raced: str) -> None:
+    assert any(raced in found for found in races_in_steps(kind, engine))

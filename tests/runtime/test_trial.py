@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.errors import InputError
 from optpipe_runtime.measure import budget
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
@@ -89,9 +88,3 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
     assert budget.budget(rank, {}) == 0
-
-
-def test_a_cpu_has_no_default_budget() -> None:
-    rank: Any = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(InputError, match="activation_budget_bytes is missing"):
-        budget.require_budget(rank)
