@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.close import require_close
 from support.ranks import cases, reductions
+from support.ranks.cases import Gradients
 from support.ranks.programs import V_SHAPED, programs
 from support.ranks.reductions import Ran, Turn
 from support.ranks.worker import Ranks
@@ -34,6 +35,13 @@ def before_the_last_op(ran: Ran, step: int) -> list[int]:
     return ran._replace(events=[ran.events[step][:last]]).reduced(0)
 
 
+def require_steps(results: list[Ran], expected: list[Gradients]) -> None:
+    """On both replicas the gradients of each step."""
+    for first, last in (results[:2], results[2:]):
+        for step, plain in enumerate(expected):
+            require_close(first.gradients[step] | last.gradients[step], plain)
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how: str) -> None:
     """The last op waits for it: would it start at the end, this never ended. In the first step by a schedule, which may
@@ -46,10 +54,7 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
             assert ran.reduced(step) == [deeper, shallower]
         assert not before_the_last_op(ran, 0)
     assert all(before_the_last_op(ran, step) == ran.reduced(step)[:1] for ran in results[:2] for step in (1, 2))
-    _, expected = cases.plain(4, 6, 3)
-    for step in range(3):
-        for first, last in ((0, 1), (2, 3)):
-            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+    require_steps(results, cases.plain(4, 6, 3)[1])
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -100,11 +105,8 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
 def test_a_shared_parameter_is_reduced_when_all_its_stages_are_complete(four_ranks: Ranks) -> None:
     turns = [Turn(load=0), Turn(), Turn()]
     results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how="ddp", shared=True)
-    expected = reductions.plain_shared(6, 3)
-    for first, last in ((0, 1), (2, 3)):
-        assert not any(before_the_last_op(results[first], step) for step in range(3))
-        for step in range(3):
-            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+    assert not any(before_the_last_op(results[first], step) for first in (0, 2) for step in range(3))
+    require_steps(results, reductions.plain_shared(6, 3))
 
 
 def whole_bytes(s: int) -> int:
@@ -129,7 +131,4 @@ def test_a_stage_is_gathered_before_its_own_first_forward(four_ranks: Ranks, own
             assert ran.held[step][f"{deep}F0"] == whole_bytes(shallow) + whole_bytes(deep)
         for peak, certified in ran.gathered:
             assert peak == certified == 2 * (whole_bytes(shallow) + whole_bytes(deep)), "with whole gradients"
-    _, expected = cases.plain(4, 6, 3)
-    for step in range(3):
-        for first, last in ((0, 1), (2, 3)):
-            require_close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+    require_steps(results, cases.plain(4, 6, 3)[1])

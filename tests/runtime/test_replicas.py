@@ -172,7 +172,7 @@ def bereft(schedule: Schedule, how: str) -> str:
 
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who wraps a stage in a way that cannot work."""
-    group, _, number = place()
+    group, _, number, _ = place()
     m, told = schedule.problem.microbatches, list[str]()
 
     def attempt(module: nn.Module, **data: Tensor) -> None:
@@ -202,9 +202,9 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
     ]
     results = four_ranks(replicated, schedules=schedules, how=how)
     _, gradients = cases.plain(2, 8, 4)
-    for step in range(4):
-        for ranks in ((0, 1), (2, 3)):
-            require_close(results[ranks[0]][step].gradients | results[ranks[1]][step].gradients, gradients[step])
+    for first, last in (results[:2], results[2:]):
+        for step, expected in enumerate(gradients):
+            require_close(first[step].gradients | last[step].gradients, expected)
 
 
 def test_replicas_without_a_wrapper_train_separately(four_ranks: Ranks) -> None:
@@ -240,7 +240,7 @@ def test_other_calls_do_not_disturb_a_wrapper(four_ranks: Ranks, wrapper: str) -
     for rank, seen in enumerate(results):
         assert seen.sizes == alone[rank].sizes
         assert seen.norm == pytest.approx(norm, rel=1e-5)
-    for first, last in ((results[0], results[1]), (results[2], results[3])):
+    for first, last in (results[:2], results[2:]):
         require_close(first.gradients | last.gradients, gradients)
         require_close(first.clipped | last.clipped, clipped)
     assert all(results[rank].losses == alone[rank].losses for rank in (0, 1))  # in training mode buffers change no loss
@@ -277,8 +277,8 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
     modules = dict(enumerate(cases.make_stages(2)))
     for x, y in zip(*(part.chunk(8) for part in cases.batch(1, 8)), strict=True):
         torch.autograd.backward(cases.loss_fn(modules[1](modules[0](x)), y) / 8)
-    for ranks in ((0, 1), (2, 3)):
-        require_close(results[ranks[0]][1] | results[ranks[1]][1], replicas.gradients(modules))
+    for (_, first), (_, last) in (results[:2], results[2:]):
+        require_close(first | last, replicas.gradients(modules))
 
 
 def test_a_lost_replica_is_reported(ranks: Ranks) -> None:

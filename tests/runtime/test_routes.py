@@ -15,7 +15,7 @@ from support.examples import examples
 from support.oracles.channels import run_by_hand
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers, own
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -52,8 +52,7 @@ def plainly(layout: Layout) -> tuple[list[float], Gradients]:
 
 
 def make(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
-    rank = torch.distributed.get_rank()
-    modules = {s: module for s, module in enumerate(make_blocks(len(layout.placement))) if layout.placement[s] == rank}
+    modules = own(make_blocks(len(layout.placement)), layout.placement)
     ways = {"routes": layout.routes, "microbatch_routes": layout.microbatch_routes}
     return Pipeline(modules, layout.placement, mse_loss, layout.microbatches, **ways), modules
 

@@ -131,7 +131,7 @@ def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
     """By one schedule for each number of micro-batches."""
     placement = [stage.device for stage in schedule.problem.stages]
     number, seen = dist.get_rank(), []
-    modules = {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    modules = own_stages(placement)
     optimizer = sgd(*modules.values())
     with (
         Pipeline(modules, placement, loss_fn, schedule.problem.microbatches) as pipe,
@@ -213,11 +213,9 @@ def planned(
 ) -> list[Planned]:
     """Trains with a schedule for every step; with `how` in replicas, of which each takes every other turn. With a
     `max_norm`, gradients are clipped by post-validation."""
-    here = place() if how != "alone" else None
-    number = here.number if here else dist.get_rank()
-    turns = list(taken[here.replica :: 2]) if here else list(taken)
-    wrapped, seen = here and here.stages(placement, how), []
-    with planning(budget, placement, wrapped, group=here and here.group) as (train, modules):
+    here = place(alone=how == "alone")
+    number, turns, seen = here.number, taken[here.replica :: here.replicas], []
+    with planning(budget, placement, here.stages(placement, how), group=here.group) as (train, modules):
         pipe, optimizer = train._pipe, sgd(*modules.values())
         batches = [given(turn, seed, list(modules), number, len(placement)) for seed, turn in enumerate(turns)]
         if max_norm:

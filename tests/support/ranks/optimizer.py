@@ -20,7 +20,7 @@ from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.features.host_updates import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, batches, loss_fn, make_stages, numbers, own_stages, plain_training, refusals
-from support.ranks.replicas import mesh, parameters, wrapped
+from support.ranks.replicas import parameters, place
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -49,13 +49,8 @@ class Training:
     def __init__(
         self, layout: Layout, hosted: Sequence[int], factory: Any = adam, dtype: torch.dtype = torch.float32
     ) -> None:
-        rank = torch.distributed.get_rank()
         self.layout = layout
-        self.modules = {
-            s: module.to(dtype)
-            for s, module in enumerate(make_stages(len(layout.placement)))
-            if layout.placement[s] == rank
-        }
+        self.modules = {s: module.to(dtype) for s, module in own_stages(layout.placement).items()}
         factories = dict.fromkeys(hosted, factory)
         ways = {"links": layout.links or None, "full_duplex": layout.full_duplex}
         self.pipe = Pipeline(
@@ -103,27 +98,22 @@ def replicated(
 ) -> Replicated:
     """Two replicas of two ranks, each by its own schedules; or with `how` = "alone" one pipeline of two ranks. With a
     `max_norm` gradients are clipped."""
-    alone = how == "alone"
-    group, replica = (None, 0) if alone else (mesh()["pipe"].get_group(), torch.distributed.get_rank() // 2)
-    number, m = torch.distributed.get_rank(group), schedules[0][0].problem.microbatches
+    here, m = place(alone=how == "alone"), schedules[0][0].problem.microbatches
     placement = [stage.device for stage in schedules[0][0].problem.stages]
-    modules = {
-        s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement))) if placement[s] == number
-    }
-    here = [p for s, module in modules.items() if s not in hosted for p in module.parameters()]
-    optimizer, ran = factory([torch.zeros(0), *here]), Replicated([], [], [], {})
+    modules = here.stages(placement, how)
+    on_device = [p for s, module in modules.items() if s not in hosted for p in module.parameters()]
+    optimizer, ran = factory([torch.zeros(0), *on_device]), Replicated([], [], [], {})
     hosts: dict[str, Any] = {"host_optimizers": dict.fromkeys(hosted, factory), "clip_host_updates": max_norm > 0}
-    with Pipeline(modules, placement, loss_fn, m, group=group, **hosts) as pipe:
+    with Pipeline(modules, placement, loss_fn, m, group=here.group, **hosts) as pipe:
         if profiles:
-            pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), 10**9, repeats=1)
+            pipe.profile(*here.batch(0, m), 10**9, repeats=1)
             pipe.problem = None
-        for step, schedule in enumerate(schedules[replica]):
+        for step, schedule in enumerate(schedules[here.replica]):
             pipe.load(schedule)
             optimizer.zero_grad()
-            data = batch(step, m) if alone else [part.chunk(2)[replica] for part in batch(step, 2 * m)]
             events: list[str] = []
             with followed(pipe, events):
-                ran.losses.append(pipe.step(*data).losses)
+                ran.losses.append(pipe.step(*here.batch(step, m)).losses)
             ran.events.append(events)
             if max_norm:
                 ran.norms.append(pipe.clip_grad_norm_(max_norm))

@@ -22,8 +22,8 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.features.post_validation import feature as post_validation
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients, pipeline
-from support.ranks.replicas import mesh, parameters, whole, wrapped
+from support.ranks.cases import LENGTH, WIDTH, Gradients, own, pipeline
+from support.ranks.replicas import mesh, parameters, place, whole, wrapped
 from support.ranks.swaps import failing, heard
 
 OPTIMIZERS = {
@@ -111,12 +111,10 @@ def trained(
     """A training; `validated`: by `post_validate`, else each update waits for its norm."""
     alone, m = habits.how == "alone", schedules[0].problem.microbatches
     inner = mesh()["replica"] if habits.how == "inner" else None
-    group, replica = (None, 0) if alone else (mesh()["pipe"].get_group(), mesh()["replica"].get_local_rank())
-    number = dist.get_rank(group)
+    group, replica, number, _ = place(alone)
     modules = {
         s: wrapped(module, habits.how) if inner is None else in_parts(module, inner)
-        for s, module in enumerate(stages(len(placement), alone))
-        if placement[s] == number
+        for s, module in own(stages(len(placement), alone), placement, group).items()
     }
     optimizer = OPTIMIZERS[habits.optimizer]([p for module in modules.values() for p in module.parameters()])
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(turns))

@@ -20,7 +20,7 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.gradients import Reductions
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, Gradients, batches, loss_fn, make_stages, plain_training, sgd
+from support.ranks.cases import LENGTH, Gradients, batches, loss_fn, make_stages, own, plain_training, sgd
 from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.swaps import failing
 
@@ -91,10 +91,10 @@ def trained(
     here, problem = place(), schedules[0][0].problem
     number, replica, m = here.number, here.replica, problem.microbatches
     placement = [stage.device for stage in problem.stages]
-    own = {s: module for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    bare = own(make_stages(len(placement)), placement, here.group)
     if shared and number == 0:
-        own[3].get_submodule("2").weight = own[0].get_submodule("0").weight
-    modules = {s: wrapped(module, how, **policy(mixed)) for s, module in own.items()}
+        bare[3].get_submodule("2").weight = bare[0].get_submodule("0").weight
+    modules = {s: wrapped(module, how, **policy(mixed)) for s, module in bare.items()}
     optimizer = sgd(*modules.values())
     ran = Ran([], [], [], [], {}, [], [], [])
     with Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole_gradients) as pipe:
@@ -102,7 +102,7 @@ def trained(
             pipe.profile(*here.batch(0, m), activation_budget_bytes=10**9, repeats=1)
             pipe.problem = problem
         if tied:
-            pipe.tie(_norm(own[number]))
+            pipe.tie(_norm(bare[number]))
         for step, turn in enumerate(turns):
             if turn.load is not None:
                 pipe.load(schedules[replica][turn.load])

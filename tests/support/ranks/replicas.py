@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, plain_step
+from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own, plain_step
 
 
 class Odd(nn.Module):
@@ -46,25 +46,28 @@ def mesh() -> DeviceMesh:
 
 
 class Place(NamedTuple):
-    """This rank where two replicas of two ranks train."""
+    """This rank where replicas of two ranks train, or one pipeline of all ranks."""
 
-    group: dist.ProcessGroup  # of its pipeline
+    group: dist.ProcessGroup | None  # of its pipeline
     replica: int
     number: int  # in the pipeline
+    replicas: int
 
     def batch(self, step: int, microbatches: int) -> list[Tensor]:
-        """Its half of a batch: inputs and targets."""
-        return [part.chunk(2)[self.replica] for part in batch(step, 2 * microbatches)]
+        """Its part of a batch: inputs and targets."""
+        return [part.chunk(self.replicas)[self.replica] for part in batch(step, self.replicas * microbatches)]
 
-    def stages(self, placement: Sequence[int], how: str, **options: Any) -> dict[int, nn.Module]:
+    def stages(self, placement: Sequence[int], how: str, dropout: float = 0.0, **options: Any) -> dict[int, nn.Module]:
         """Those of this rank, of the same model on both replicas."""
-        stages = enumerate(make_stages(len(placement)))
-        return {s: wrapped(module, how, **options) for s, module in stages if placement[s] == self.number}
+        stages = own(make_stages(len(placement), dropout), placement, self.group)
+        return {s: wrapped(module, how, **options) for s, module in stages.items()}
 
 
-def place() -> Place:
+def place(alone: bool = False) -> Place:
+    if alone:
+        return Place(None, 0, dist.get_rank(), 1)
     group = mesh()["pipe"].get_group()
-    return Place(group, dist.get_rank() // 2, dist.get_rank(group))
+    return Place(group, dist.get_rank() // 2, dist.get_rank(group), 2)
 
 
 def whole(tensor: Tensor) -> Any:

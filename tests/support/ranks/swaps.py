@@ -23,7 +23,7 @@ from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.memory import host_pool
 from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, pipeline, plain_training, sgd
+from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, own, pipeline, plain_training, sgd
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -47,7 +47,7 @@ def stages(count: int, moody: bool = False) -> list[nn.Module]:
 
 
 def own_stages(placement: Sequence[int], moody: bool = False) -> dict[int, nn.Module]:
-    return {s: module for s, module in enumerate(stages(len(placement), moody)) if placement[s] == dist.get_rank()}
+    return own(stages(len(placement), moody), placement)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from optpipe_runtime import Layout, name_ranges, torch_schedule
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.memory.storage import StorageRef, storage_key
-from support.ranks.cases import Gradients, batch, loss_fn
+from support.ranks.cases import Gradients, batch, loss_fn, own
 from support.ranks.systems import Outcome, model
 
 WAITS = hasattr(_ComputationType, "WAIT_SEND_F")  # torch 2.15 wants waits among the messages
@@ -61,8 +61,8 @@ def run_sharded(files: Sequence[Rows], pipelines: int) -> list[tuple[Outcome, st
 
 def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
     group = None if mesh is None else mesh.get_group("pp")
-    rank, count = dist.get_rank(group), len(file.placement)
-    modules = {s: module for s, module in enumerate(model(count)) if file.placement[s] == rank}
+    count = len(file.placement)
+    modules = own(model(count), file.placement, group)
     if mesh is not None:
         for module in modules.values():
             fully_shard(module, mesh=mesh["dp"])
@@ -137,9 +137,9 @@ def run_offloaded(schedules: Sequence[Schedule]) -> list[Offloaded]:
 
 
 def _offloaded(schedule: Schedule) -> Offloaded:
-    layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
+    layout = Layout.from_problem(schedule.problem)
     count, m = len(layout.placement), layout.microbatches
-    modules = {s: module for s, module in enumerate(model(count)) if layout.placement[s] == rank}
+    modules = own(model(count), layout.placement)
     stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
     runtime = torch_schedule(schedule, stages, loss_fn)
     inputs, targets = batch(0, m)

@@ -24,7 +24,7 @@ from support.ranks.cases import (
     pipeline,
     plain_step,
 )
-from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
+from support.ranks.replicas import Seen, gradients, parameters, place
 
 
 class Habits(NamedTuple):
@@ -123,13 +123,8 @@ def checkpointed(
 ) -> tuple[list[Any], Gradients]:
     """Trains some steps of a training, from the checkpoint or from the start; losses, and the parameters at the end."""
     placement = [stage.device for stage in schedule.problem.stages]
-    group = mesh()["pipe"].get_group() if how != "alone" else None
-    number, m = dist.get_rank(group), schedule.problem.microbatches
-    modules = {
-        s: wrapped(module, how)
-        for s, module in enumerate(make_stages(len(placement), dropout))
-        if placement[s] == number
-    }
+    here, m = place(alone=how == "alone"), schedule.problem.microbatches
+    modules = here.stages(placement, how, dropout)
     model = nn.ModuleDict({str(s): module for s, module in modules.items()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -141,10 +136,10 @@ def checkpointed(
 
     def states() -> dict[str, Any]:
         own, its = get_state_dict(model, optimizer, options=by_name)
-        random = {f"random.{number}": torch.get_rng_state()} if dropout else {}
+        random = {f"random.{here.number}": torch.get_rng_state()} if dropout else {}
         return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict(), **random}
 
-    with pipeline(modules, schedule, group=group) as pipe:
+    with pipeline(modules, schedule, group=here.group) as pipe:
         if resume:
             state = states()
             dcp.load(state, checkpoint_id=folder)
@@ -153,7 +148,7 @@ def checkpointed(
             )
             scheduler.load_state_dict(state["scheduler"])
             if dropout:
-                torch.set_rng_state(state[f"random.{number}"])
+                torch.set_rng_state(state[f"random.{here.number}"])
         for step in steps:
             optimizer.zero_grad()
             losses.append(pipe.step(*batch(step, m)).losses)
