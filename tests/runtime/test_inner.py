@@ -7,6 +7,8 @@ tolerance. Between two schedules of the same pipeline the arithmetic is the same
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,14 +16,16 @@ import torch
 import torch.distributed as dist
 from support.close import require_close
 from support.ranks import cases, inner
-from support.ranks.cases import Gradients
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, problem
 from support.ranks.inner import make_stages, mesh, parallel, two_stages
 from support.ranks.microbatches import Sizes, Turn, given, plain_turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.replicas import gradients
 from support.ranks.worker import Ranks
+from torch import Tensor
 
-from optpipe_runtime import PlannedSteps
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline, PlannedSteps
 from optpipe_runtime.lowering.prepare import one_at_a_time
 
 Steps = list[tuple[list[float], Gradients]]  # losses and gradients
@@ -155,3 +159,75 @@ def test_a_profile_counts_local_parts_of_the_fullest_peer(four_ranks: Ranks) -> 
     for found, at_b, _ in four_ranks(inner.measured):
         assert found == [inputs + 2 * most, inputs + 2 * least, 10**8]
         assert at_b == frozenset()
+
+
+# Some begin a step before others have ended the one before
+
+PATIENCE = timedelta(seconds=100)
+
+
+class Begins(NamedTuple):
+    """One step. `ahead`: the last stage's ranks begin it only when the first stage's have begun their first forward.
+    `length`: of sequences. `evaluating`: only the second peer of the first stage has changed its mode."""
+
+    ahead: bool = True
+    length: int = LENGTH
+    evaluating: bool = False
+
+
+def data(step: int, how: Begins) -> tuple[Tensor, Tensor]:
+    inputs, targets = (part[:, : how.length].contiguous() for part in batch(step, 4))
+    return inputs, targets
+
+
+def train_ahead(
+    programs: Sequence[Sequence[str]], steps: Sequence[Begins]
+) -> list[tuple[list[float] | None, Gradients]]:
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    store, now, found = dist.distributed_c10d._get_default_store(), [0], []
+
+    def begun(*_: Any) -> None:
+        if stage == 0:
+            store.set(f"inner_ahead/{now[0]}/{peer}", "begun")
+
+    hook = module.register_forward_pre_hook(begun)
+    groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
+    with Pipeline({stage: module}, [0, 1], loss_fn, 4, **groups) as pipe:
+        pipe.load(Schedule.parse(problem((0, 1), 4), programs))
+        for step, how in enumerate(steps):
+            now[0] = step
+            optimizer.zero_grad()
+            module.train(not (how.evaluating and (stage, peer) == (0, 1)))
+            if how.ahead and stage == 1:
+                store.wait([f"inner_ahead/{step}/{peer}"], PATIENCE)
+            losses = pipe.step(*data(step, how)).losses
+            found.append((losses, gradients({stage: module})))
+            optimizer.step()
+    hook.remove()
+    for step in range(len(steps)) if stage == 0 else ():
+        store.delete_key(f"inner_ahead/{step}/{peer}")
+    return found
+
+
+def test_no_rank_waits_for_others_than_its_peers_between_two_steps(four_ranks: Ranks) -> None:
+    """The last stage begins a step when the first stage computes in it: did all meet before each step, this never
+    ended. Where the batch of all ranks has another shape, or the module of one peer another mode, the step that has
+    begun is undone, on all peers, and runs again."""
+    steps = [
+        Begins(ahead=False),
+        Begins(),
+        Begins(),
+        Begins(ahead=False, length=LENGTH // 2),
+        Begins(length=LENGTH // 2),
+        Begins(ahead=False, length=LENGTH // 2, evaluating=True),
+        Begins(ahead=False, length=LENGTH // 2),
+        Begins(length=LENGTH // 2),
+    ]
+    ranks = four_ranks(train_ahead, programs=SPLIT, steps=steps)
+    for step, plain in enumerate(cases.plain_training(make_stages(), map(data, range(len(steps)), steps), 4)):
+        largest = max(float(abs(gradient).max()) for gradient in plain.gradients.values())
+        for first, last in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):
+            assert last[step][0] == pytest.approx(plain.losses, rel=1e-4)
+            require_close(first[step][1] | last[step][1], plain.gradients, rtol=1e-3, atol=1e-5 * largest)
