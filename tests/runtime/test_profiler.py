@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.ranks import cases
 from support.ranks.cases import LENGTH, WIDTH, Gradients, batch, loss_fn, numbers, own_stages
+from support.ranks.links import Slow
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,29 +20,8 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_runtime import Pipeline, StepReport
 from optpipe_runtime.measure.measured import Measured
-from optpipe_runtime.memory.engines import CopyEngine, Handle
 
 Span = tuple[float, float]  # on the machine's clock
-
-
-class Recorded:
-    """An engine whose transfers take `s` seconds more, and are noted."""
-
-    def __init__(self, engine: CopyEngine, s: float) -> None:
-        self._engine, self._s = engine, s
-        self.spans: list[Span] = []
-
-    def run(self, work: Callable[[], object]) -> Handle:
-        def slowly() -> None:
-            start = time.perf_counter()
-            time.sleep(self._s)
-            work()
-            self.spans.append((start, time.perf_counter()))
-
-        return self._engine.run(slowly)
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 def copies(
@@ -53,14 +33,14 @@ def copies(
     """Profiles where a rank's copies take so long; when they ran, out and back."""
     rank = torch.distributed.get_rank()
     with Pipeline(own_stages(placement), placement, loss_fn, 2, full_duplex=full_duplex, links=links) as pipe:
-        link = pipe._rank.link
-        down = up = Recorded(link.out, copy_s[rank])
+        link, back = pipe._rank.link, pipe._rank.link.back
+        spans: list[list[Span]] = [[], []]
+        link.out = link.back = Slow(link.out, lambda *span: spans[0].append(span), copy_s[rank])
         if full_duplex:
-            up = Recorded(link.back, copy_s[rank])
-        link.out, link.back = down, up
+            link.back = Slow(back, lambda *span: spans[1].append(span), copy_s[rank])
         pipe.profile(*batch(0, 2), activation_budget_bytes=10**9, repeats=3)
         assert pipe.measured is not None
-        return pipe.measured, down.spans, up.spans
+        return pipe.measured, spans[0], spans[full_duplex]
 
 
 def two_routes(loss_s: float) -> Measured:

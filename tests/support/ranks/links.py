@@ -32,19 +32,22 @@ class Transfer(NamedTuple):
 
 
 class Slow:
-    """A copy engine whose copies last a while and are noted."""
+    """A copy engine whose copies last `s` longer and are noted."""
 
-    def __init__(self, engine: CopyEngine, note: Callable[[float, float], None]) -> None:
-        self._engine, self._note = engine, note
+    def __init__(self, engine: CopyEngine, note: Callable[[float, float], None], s: float = COPY_S) -> None:
+        self._engine, self._note, self._s = engine, note, s
 
     def run(self, work: Callable[[], object]) -> Handle:
         def slowly() -> None:
             start = time.monotonic()
             work()
-            time.sleep(COPY_S)
+            time.sleep(self._s)
             self._note(start, time.monotonic())
 
         return self._engine.run(slowly)
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 def train(
