@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.close import require_close
 from support.ranks import cases, inner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, problem
+from support.ranks.cases import LENGTH, Gradients, batch, problem
 from support.ranks.inner import make_stages, mesh, parallel, two_stages
 from support.ranks.microbatches import Sizes, Turn, given, plain_turn
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
@@ -25,7 +25,7 @@ from support.ranks.worker import Ranks
 from torch import Tensor
 
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, PlannedSteps
+from optpipe_runtime import PlannedSteps
 from optpipe_runtime.lowering.prepare import one_at_a_time
 
 Steps = list[tuple[list[float], Gradients]]  # losses and gradients
@@ -193,8 +193,7 @@ def train_ahead(
             store.set(f"inner_ahead/{now[0]}/{peer}", "begun")
 
     hook = module.register_forward_pre_hook(begun)
-    groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
-    with Pipeline({stage: module}, [0, 1], loss_fn, 4, **groups) as pipe:
+    with two_stages({stage: module}, 4) as pipe:
         pipe.load(Schedule.parse(problem((0, 1), 4), programs))
         for step, how in enumerate(steps):
             now[0] = step

@@ -111,10 +111,10 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
 
 
-def two_stages(modules: dict[int, nn.Module], microbatches: int, loss: LossFn = loss_fn) -> Pipeline:
+def two_stages(modules: dict[int, nn.Module], microbatches: int, loss: LossFn = loss_fn, **options: Any) -> Pipeline:
     """One on ranks 0 and 1 together, one on ranks 2 and 3."""
     groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
-    return Pipeline(modules, [0, 1], loss, microbatches, **groups)
+    return Pipeline(modules, [0, 1], loss, microbatches, **groups, **options)
 
 
 class Seen(NamedTuple):
