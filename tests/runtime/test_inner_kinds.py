@@ -1,7 +1,7 @@
-"""Other stages that several ranks compute together: attention over parts of a sequence, and experts on different ranks.
-Each rank has half of every sequence. The gradients of what all have are averaged over them, by DDP or `fully_shard`: a
-mean over the ranks is one over the whole sequence. And stages of plain parameters, of which each has a part, and stages in parts
-that are updated on the host."""
+"""Other stages that several ranks compute together: attention over parts of a sequence, experts on different ranks,
+plain parameters of which each has a part, and parts that are updated on the host. Of attention and experts each rank
+has half of every sequence. The gradients of what all have are averaged over them, by DDP or `fully_shard`: a mean over
+the ranks is one over the whole sequence."""
 
 from __future__ import annotations
 
