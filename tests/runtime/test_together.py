@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from support.close import require_close
 from support.ranks import cases
-from support.ranks.cases import LENGTH, WIDTH, Gradients
-from support.ranks.post_validation import calm, clipping, in_parts, stages
-from support.ranks.replicas import mesh, parameters, wrapped
+from support.ranks.cases import Gradients
+from support.ranks.post_validation import batch, calm, clipping, placed
+from support.ranks.replicas import parameters
 from support.ranks.swaps import WAIT, heard
 from support.ranks.worker import Ranks
 from torch.nn.functional import mse_loss
@@ -45,13 +45,7 @@ def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int
     updates are ahead of their norm. In both, batches change their shape, on one replica only, and one update is not
     finite."""
     attacked, placement = steps is None, [stage.device for stage in schedules[0].problem.stages]
-    group, inner = mesh()["pipe"].get_group(), mesh()["replica"] if how == "inner" else None
-    replica, number = 0 if inner else mesh()["replica"].get_local_rank(), dist.get_rank(group)
-    modules = {
-        s: in_parts(module, inner) if inner else wrapped(module, "fsdp" if how == "windows" else how)
-        for s, module in enumerate(stages(len(placement), alone=False))
-        if placement[s] == number
-    }
+    (group, replica, number, _), inner, modules = placed(placement, "fsdp" if how == "windows" else how)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     chance, ran, m = random.Random(replica), Ran([], [], [], {}, 0, []), schedules[0].problem.microbatches
     whole = 1 if attacked and how == "windows" else None
@@ -69,9 +63,7 @@ def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int
             if attacked and number == 0 and not pipe.preparing:
                 pipe.offer(chance.choice(schedules))
             more = 2 if replica == 0 and step % 7 in (4, 5) else 1
-            generator = torch.Generator().manual_seed(2 * step + replica)
-            inputs, targets = torch.randn(2, more * SEQUENCES, LENGTH, WIDTH, generator=generator)
-            ran.losses.append(pipe.step(inputs, targets * (1 + step % 3)).loss)
+            ran.losses.append(pipe.step(*batch(step, more, SEQUENCES, replica)).loss)
             ran.methods.append(pipe.schedule.method)
             ran = ran._replace(windows=ran.windows + any(feature.is_fixed for feature in pipe._rank.features))
             if step == 6 and number == 1:

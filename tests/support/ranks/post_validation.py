@@ -23,7 +23,7 @@ from optpipe_runtime import Pipeline
 from optpipe_runtime.features.post_validation import feature as post_validation
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, own, pipeline
-from support.ranks.replicas import mesh, parameters, place, whole, wrapped
+from support.ranks.replicas import Place, mesh, parameters, place, whole, wrapped
 from support.ranks.swaps import failing, heard
 
 OPTIMIZERS = {
@@ -98,6 +98,16 @@ def in_parts(stage: nn.Module, inner: DeviceMesh) -> nn.Module:
     return parallelize_module(stage, inner, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+def placed(placement: Sequence[int], how: str) -> tuple[Place, DeviceMesh | None, dict[int, nn.Module]]:
+    """This rank, its inner peers, which get the same batch, and its stages."""
+    here, inner = place(alone=how == "alone"), mesh()["replica"] if how == "inner" else None
+    modules = {
+        s: wrapped(module, how) if inner is None else in_parts(module, inner)
+        for s, module in own(stages(len(placement), how == "alone"), placement, here.group).items()
+    }
+    return here if inner is None else here._replace(replica=0), inner, modules
+
+
 def batch(step: int, sequences: int, microbatches: int, replica: int) -> tuple[Tensor, Tensor]:
     """Losses, and so norms, differ much from step to step."""
     generator = torch.Generator().manual_seed(2 * step + replica)
@@ -109,13 +119,8 @@ def trained(
     placement: Sequence[int], schedules: Sequence[Schedule], turns: Sequence[Turn], habits: Habits, validated: bool
 ) -> Ran:
     """A training; `validated`: by `post_validate`, else each update waits for its norm."""
-    alone, m = habits.how == "alone", schedules[0].problem.microbatches
-    inner = mesh()["replica"] if habits.how == "inner" else None
-    group, replica, number, _ = place(alone)
-    modules = {
-        s: wrapped(module, habits.how) if inner is None else in_parts(module, inner)
-        for s, module in own(stages(len(placement), alone), placement, group).items()
-    }
+    m = schedules[0].problem.microbatches
+    (group, replica, number, _), inner, modules = placed(placement, habits.how)
     optimizer = OPTIMIZERS[habits.optimizer]([p for module in modules.values() for p in module.parameters()])
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(turns))
     torch.manual_seed(number)
@@ -130,7 +135,7 @@ def trained(
         if validated:
             pipe.post_validate(optimizer, habits.max_norm)
         for step, turn in enumerate(turns):
-            data = batch(step, turn.sequences, m, replica if inner is None else 0)
+            data = batch(step, turn.sequences, m, replica)
             if turn.load is not None:
                 pipe.load(schedules[turn.load])
             scarce = turn.memory == number
