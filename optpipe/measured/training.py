@@ -16,24 +16,12 @@ Order = tuple[tuple[Op, ...], ...]  # by device
 
 @dataclass(frozen=True, eq=False)
 class TrainingSteps:
-    """Whole training steps of one replica.
+    """Whole training steps of one replica."""
 
-    Attributes
-    ----------
-    steps
-        The ops of each, with micro-batches numbered from 0.
-    microbatches
-        How many each step has.
-    where
-        By stage: its device.
-    unused
-        What was left out, and why, one sentence each.
-    """
-
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # micro-batches numbered from 0 in each
     microbatches: int
-    where: tuple[int, ...]
-    unused: tuple[str, ...]
+    where: tuple[int, ...]  # by stage: its device
+    unused: tuple[str, ...]  # what was left out, and why, one sentence each
 
     @property
     def devices(self) -> int:
