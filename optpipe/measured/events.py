@@ -41,7 +41,7 @@ def read_pieces(path: str | Path) -> Iterator[str]:
         if packed:
             raise InputError(f"{path}: no text packed by gzip: {error}") from None
         if isinstance(error, UnicodeDecodeError):
-            raise InputError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
+            raise InputError(f"{path}: no text in UTF-8: {error.reason}") from None
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
