@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 
 from optpipe.process.protocol import End, read_request, write_frame
-from optpipe_solver.engines import REGISTRY, load
-from optpipe_solver.methods import ENGINES
+from optpipe_solver import engines
+from optpipe_solver.methods import ENGINES, ROBUST
 
 
 def main() -> None:
     request = read_request()
-    if request.method not in REGISTRY:
+    if request.method not in (*ENGINES, ROBUST):
         sys.exit(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
-    write_frame(End(spent_s=load(request.method).run(request, write_frame)))
+    write_frame(End(spent_s=engines.load(request.method).run(request, write_frame)))
 
 
 if __name__ == "__main__":

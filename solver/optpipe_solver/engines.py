@@ -1,14 +1,14 @@
-"""What an engine is, and which there are.
+"""What an engine is, and how it is found: the module of its name.
 
 Each engine runs in a process of its own (`optpipe_solver.engine`): highspy and ortools cannot live in one process,
-since their bundled HiGHS symbols clash. So an engine's package loads neither before `run`.
+since their bundled HiGHS symbols clash. So an engine's module loads neither before `run`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 from optpipe.evaluate.jit import are_compiled
 from optpipe.model.problem import Problem
@@ -16,11 +16,10 @@ from optpipe.process.protocol import Frame, Request
 
 
 class Engine(Protocol):
-    """A search that improves schedules or proves bounds, such as CP-SAT on windows of a schedule."""
+    """A module with a search that improves schedules or proves bounds, such as CP-SAT on windows of a schedule."""
 
-    name: str
-    most_threads: int | None  # that it can use; None: as many as it is given
-    open_ended: bool  # whether it makes no plan for its time, so that it may be stopped or go on at any moment
+    MOST_THREADS: int | None  # that it can use; None: as many as it is given
+    OPEN_ENDED: bool  # whether it makes no plan for its time, so that it may be stopped or go on at any moment
 
     def unsupported(self, problem: Problem) -> str | None:
         """Say in one sentence why the engine cannot work on this problem; None if it can. Loads nothing heavy."""
@@ -35,35 +34,22 @@ class Engine(Protocol):
         """
 
 
-REGISTRY = {  # name -> module:object
-    "relax": "optpipe_solver.relax:ENGINE",
-    "dispatch": "optpipe_solver.dispatch:ENGINE",
-    "lns": "optpipe_solver.lns:ENGINE",
-    "cpsat": "optpipe_solver.cpsat:ENGINE",
-    "milp": "optpipe_solver.milp:ENGINE",
-    "robust": "optpipe_solver.robust:ENGINE",
-}
-
-
 def load(name: str) -> Engine:
-    """Import an engine by its name. Raises KeyError if there is none of that name."""
-    engine: Engine = _imported(REGISTRY[name])
+    """Import an engine, one of `methods.ENGINES` or `methods.ROBUST`."""
+    engine: Engine = import_module(f"optpipe_solver.{name}")
     return engine
 
 
-def _imported(path: str) -> Any:
-    """What stands at `module:name`."""
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)
-
-
-LOOPS = {  # of engines that compile: module:function
-    "dispatch": ("optpipe.dispatch.clock:list_ops", "optpipe.dispatch.descend:descend"),
-    "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
+LOOPS = {  # of engines that compile: module and function
+    "dispatch": (("optpipe.dispatch.clock", "list_ops"), ("optpipe.dispatch.descend", "descend")),
+    "relax": (
+        ("optpipe_solver.relax.one_stage_search", "expand"),
+        ("optpipe_solver.relax.several_stages_search", "expand"),
+    ),
 }
 COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"
 
 
 def waits_for_compiler(name: str) -> bool:
     """Whether an engine compiles before it searches, which takes some seconds the first time on a machine."""
-    return not are_compiled(*map(_imported, LOOPS.get(name, ())))
+    return not are_compiled(*(getattr(import_module(module), loop) for module, loop in LOOPS.get(name, ())))

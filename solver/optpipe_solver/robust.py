@@ -9,7 +9,6 @@ what the portfolio judges by, so what it finds has not merely learnt the samples
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,41 +25,33 @@ from optpipe.prune import prune
 from optpipe.schedule import Schedule, check
 
 METHOD = "robust"
+MOST_THREADS: int | None = 1
+OPEN_ENDED = True
 OTHER_NOISE = 1_000_003  # added to the seed
 OPS_PER_S = 1.5e7  # ops times samples simulated in a second, about half of what a quiet machine does
 LONGER = 1.01  # the nominal time may become this times as long as at the start
 WORSE = 1.001  # the schedule at hand may be this times as long as the best (record-to-record travel, Dueck 1993)
 
 
-class RobustEngine:
-    """Makes a schedule better under noise."""
-
-    name = METHOD
-    most_threads: int | None = 1
-    open_ended = True
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why the engine cannot work on this problem, None if it can."""
-        return None if problem.microbatches > 1 else "with one micro-batch there is no order to change"
-
-    def run(self, request: Request, emit: Callable[[Frame], None]) -> float:
-        """Emits each schedule that is better by the engine's own noise, from the warm start on, until time is up.
-
-        Returns the seconds used by its own count of simulated ops. With one thread these are what is limited, so that
-        the search is the same on a busy machine.
-        """
-        if request.warm_start is None:
-            return 0.0
-        emit(Ready())
-        began = time.monotonic()
-        search = LocalSearch(request, request.warm_start.schedule(request.problem, METHOD))
-        while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
-            if search.step():
-                emit(Incumbent(method=METHOD, schedule=Programs.from_schedule(search.schedule)))
-        return search.spent_s
+def unsupported(problem: Problem) -> str | None:
+    """Why the engine cannot work on this problem, None if it can."""
+    return None if problem.microbatches > 1 else "with one micro-batch there is no order to change"
 
 
-ENGINE = RobustEngine()
+def run(request: Request, emit: Callable[[Frame], None]) -> float:
+    """Emits each schedule that is better by the engine's own noise, from the warm start on, until time is up.
+
+    Returns the seconds used by its own count of simulated ops. These are what is limited, so that the search is the
+    same on a busy machine.
+    """
+    if request.warm_start is None:
+        return 0.0
+    emit(Ready())
+    search = LocalSearch(request, request.warm_start.schedule(request.problem, METHOD))
+    while search.spent_s < request.time_limit_s:
+        if search.step():
+            emit(Incumbent(method=METHOD, schedule=Programs.from_schedule(search.schedule)))
+    return search.spent_s
 
 
 class LocalSearch:

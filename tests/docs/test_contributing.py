@@ -46,7 +46,7 @@ def test_the_engine_that_it_shows_finds_schedules() -> None:
     exec(compile(dedent(code), "CONTRIBUTING.md", "exec"), scope)
     problem = Problem.load(ROOT / "examples" / "problems" / "ample-8x24.json")
     frames: list[Frame] = []
-    scope["ENGINE"].run(Request(problem=problem, time_limit_s=10), frames.append)
+    scope["run"](Request(problem=problem, time_limit_s=10), frames.append)
     assert [type(frame) for frame in frames] == [Ready, Incumbent, Incumbent]
 
 

@@ -30,9 +30,9 @@ from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.process.protocol import Note
 from optpipe.reuse.by_rules import by_rules
 from optpipe.steps import StepScheduler
+from optpipe_solver import milp as milp_engine
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.milp import ENGINE as MILP
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 NOISE = 1e-6  # ms
@@ -122,7 +122,7 @@ def all_agree_with_every_schedule(problem: Problem, objective: Objective, milp: 
     event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven without CP-SAT and MILP")
     schedules, told["cpsat"] = cpsat_finds(problem, objective, 5.0)
     assert length(schedules[-1], objective) == pytest.approx(best_ms, abs=NOISE)
-    if MILP.unsupported(problem) is None:
+    if milp_engine.unsupported(problem) is None:
         frames = milp.frames(problem, objective=objective)
         of_milp, told["milp"] = read_frames(problem, frames)
         schedules += of_milp

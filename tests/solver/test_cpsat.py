@@ -39,7 +39,7 @@ OVERTAKING = problem_of(
 def answers(problem: Problem, objective: Objective = "makespan", seconds: float = 60.0, **asked: object) -> list[Frame]:
     frames: list[Frame] = []
     request = {"problem": problem, "method": "cpsat", "objective": objective, "time_limit_s": seconds, **asked}
-    cpsat.ENGINE.run(Request.model_validate(request), frames.append)
+    cpsat.run(Request.model_validate(request), frames.append)
     return frames
 
 

@@ -28,10 +28,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules, RulesRecord, level_of, parts_of
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
-from optpipe_solver import systems
-from optpipe_solver.dispatch import ENGINE
-from optpipe_solver.dispatch import search as dispatch_search
-from optpipe_solver.dispatch.search import search
+from optpipe_solver import dispatch, systems
 
 
 def pipeline(devices: int, microbatches: int, memory: int, chunks: int = 2) -> Problem:
@@ -162,7 +159,7 @@ def incumbents(problem: Problem, seconds: float, **asked: object) -> list[Incumb
     """What the engine emits within so many counted seconds."""
     frames: list[Frame] = []
     request = Request(problem=problem, method="dispatch", time_limit_s=seconds, threads=1, **asked)
-    search(request, frames.append)
+    dispatch.run(request, frames.append)
     return [frame for frame in frames if isinstance(frame, Incumbent)]
 
 
@@ -199,10 +196,10 @@ def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.M
     problem = pipeline(2, 4, memory=1000)
     given = Programs.from_schedule(systems.generate("zb-v", problem))
     request = Request(problem=problem, method="dispatch", time_limit_s=0.05, threads=1, warm_start=given)
-    assert search(request, lambda frame: None) > 0.05
-    monkeypatch.setattr(dispatch_search, "HOPELESS_TRIES", 10)
-    monkeypatch.setattr(dispatch_search, "HOPELESS_LENGTH", 0.5)  # as if it were twice as long
-    assert search(request, lambda frame: None) < 0.01
+    assert dispatch.run(request, lambda frame: None) > 0.05
+    monkeypatch.setattr(dispatch, "HOPELESS_TRIES", 10)
+    monkeypatch.setattr(dispatch, "HOPELESS_LENGTH", 0.5)  # as if it were twice as long
+    assert dispatch.run(request, lambda frame: None) < 0.01
 
 
 def test_one_that_would_be_late_does_not_hide_the_next_to_leave() -> None:
@@ -258,7 +255,7 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
 )
 def test_what_it_works_on(change: dict[str, int], reason: str | None) -> None:
     problem = Problem.from_dict({**pipeline(2, 4, memory=100).to_dict(), **change})
-    assert ENGINE.unsupported(problem) == reason
+    assert dispatch.unsupported(problem) == reason
 
 
 def test_ops_are_expected_when_a_micro_batch_alone_has_them() -> None:

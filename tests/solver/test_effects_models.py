@@ -56,7 +56,7 @@ def test_cp_sat_proves_the_best_of_all_programs(table: str, name: str) -> None:
     assert check(problem, start) == []
     frames: list[Frame] = []
     request = Request(problem=problem, method="cpsat", time_limit_s=60, warm_start=Programs.from_schedule(start))
-    cpsat.ENGINE.run(request, frames.append)
+    cpsat.run(request, frames.append)
     found = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
     assert tried > 10

@@ -104,8 +104,8 @@ def test_only_the_named_engine_is_loaded() -> None:
     code = (
         "import sys; from optpipe.process.protocol import Request; from optpipe_solver import milp\n"
         "request = Request.model_validate_json(sys.stdin.read())\n"
-        "assert milp.ENGINE.unsupported(request.problem) is None and 'highspy' not in sys.modules\n"
-        "milp.ENGINE.run(request, print)\n"
+        "assert milp.unsupported(request.problem) is None and 'highspy' not in sys.modules\n"
+        "milp.run(request, print)\n"
         "assert 'highspy' in sys.modules and 'ortools' not in sys.modules\n"
     )
     request = Request(problem=pipeline(2, 2), method="milp", time_limit_s=10).model_dump_json()

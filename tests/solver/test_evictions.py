@@ -68,8 +68,8 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     assert memory_bound(plain) == 10.0  # one micro-batch at a time
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
-    assert cpsat.ENGINE.unsupported(problem) == "the model has no evictions"
-    assert milp.ENGINE.unsupported(problem) == "the model has no evictions"
+    assert cpsat.unsupported(problem) == "the model has no evictions"
+    assert milp.unsupported(problem) == "the model has no evictions"
 
 
 def test_an_engine_asked_for_by_name_says_that_it_makes_none():

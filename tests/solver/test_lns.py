@@ -31,7 +31,7 @@ def naive(problem: Problem) -> Schedule:
 
 def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
     frames: list[Frame] = []
-    lns.ENGINE.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **asked}), frames.append)
+    lns.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **asked}), frames.append)
     return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
 
 

@@ -125,7 +125,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=examples(40))
 @given(problem=problems(), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objective: Objective) -> None:
-    assert milp.ENGINE.unsupported(problem) is None
+    assert milp.unsupported(problem) is None
     values, bound = solver.solve(problem, objective, time_limit_s=1)
     assert values
     assert values == sorted(values, reverse=True)
@@ -186,7 +186,7 @@ def test_a_device_without_memory_is_no_fault(solver: Solver) -> None:
 
 
 def test_what_is_supported() -> None:
-    unsupported = milp.ENGINE.unsupported
+    unsupported = milp.unsupported
     small = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3)
     large = small.model_copy(update={"microbatches": 1000})
     assert unsupported(small) is None

@@ -22,9 +22,10 @@ from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.ops import Kind
 from optpipe.process.protocol import Bound, Frame, Ready, Request
+from optpipe_solver import relax
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.paths import shortest_paths
-from optpipe_solver.relax import ENGINE, STATES_PER_S, one_device
+from optpipe_solver.relax import STATES_PER_S, one_device
 from optpipe_solver.relax.one_device import device_bounds, searchable_devices
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
@@ -206,7 +207,7 @@ def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(m
 
     monkeypatch.setattr(one_device, "device_bounds", search)
     frames: list[Frame] = []
-    ENGINE.run(Request(problem=SPAN, method="auto"), frames.append)
+    relax.run(Request(problem=SPAN, method="auto"), frames.append)
     assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)] == [5.0, 6.0, 9.0]
     assert isinstance(frames[0], Ready)
 
@@ -215,7 +216,7 @@ def test_it_stops_by_its_own_count_of_states(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(one_device, "searchable_devices", lambda problem: [0])
     monkeypatch.setattr(one_device, "device_bounds", lambda problem, d, objective: count(1.0))
     frames: list[Frame] = []
-    spent_s = ENGINE.run(Request(problem=SPAN, method="auto", time_limit_s=0.5), frames.append)
+    spent_s = relax.run(Request(problem=SPAN, method="auto", time_limit_s=0.5), frames.append)
     assert 0.5 < spent_s <= 0.5 + one_device.POPS / STATES_PER_S
 
 
@@ -231,4 +232,4 @@ def test_what_it_cannot_search_is_left_to_others_and_said() -> None:
     }
     for reason, problem in why.items():
         assert searchable_devices(problem) == []
-        assert reason in str(ENGINE.unsupported(problem))
+        assert reason in str(relax.unsupported(problem))

@@ -43,11 +43,11 @@ def test_the_engine_counts_its_work_with_one_thread():
         problem=start().problem, jitter=0.05, time_limit_s=0.5, warm_start=Programs.from_schedule(start())
     )
     found: list[list[object]] = [[], []]
-    spent = [robust.ENGINE.run(request, frames.append) for frames in found]
+    spent = [robust.run(request, frames.append) for frames in found]
     assert spent[0] == spent[1]
     assert 0.5 <= spent[0] < 1.0
     assert found[0] == found[1] != []
-    assert robust.ENGINE.run(request.model_copy(update={"warm_start": None}), print) == 0.0
+    assert robust.run(request.model_copy(update={"warm_start": None}), print) == 0.0
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -14,7 +14,7 @@ from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
 from optpipe.sizes import told_apart
-from optpipe_solver.bounds.least_memory import without_evictions
+from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 

@@ -4,27 +4,25 @@ When the forward of stage b runs, every stage a before it on the route and on th
 least its residual: its activation, or what offload or recompute leave of it. So every schedule needs the maximum over b
 of what b needs by itself and the residuals before b, and one micro-batch at a time needs no more. What remains is the
 choice for each stage, under the limit of pinned host memory. What may be evicted to a peer is taken to need no room
-there (`relaxed`).
+there (`without_evictions`).
 """
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.model.arrays import NONE
-from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts
 from optpipe.sizes import told_apart
 from optpipe_solver import plan
+from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 
@@ -39,9 +37,6 @@ class Relief:
     @property
     def is_recomputed(self) -> bool:
         return self.level != NONE
-
-
-Costs = TypeVar("Costs", bound=StageCosts)
 
 
 class _Option(NamedTuple):
@@ -72,56 +67,6 @@ class _State(NamedTuple):
             reliefs.append(state.relief)
             state = state.before
         return tuple(reversed(reliefs))
-
-
-def relaxed(costs: Costs) -> Costs:
-    """A relaxation without evictions: for every schedule of the problem it has one that is no longer.
-
-    Instead of being evicted, an activation leaves as much for nothing and is back at once, like a recompute that takes
-    no time. So what holds for all schedules of the relaxation holds for those with evictions, too.
-    """
-    if not costs.can_evict:
-        return costs
-    kept = each_microbatch(operator.sub, costs.activation_bytes, costs.evict_bytes)
-    evicted = Level(name="evicted", recompute_ms=0.0, checkpoint_bytes=kept)
-    gone = dict.fromkeys((*RECOMPUTE, *EVICTION))
-    return costs.model_copy(update={**gone, "levels": (*costs.all_levels, evicted)})
-
-
-def one_level(problem: Problem) -> Problem:
-    """A relaxation in which each stage has one level: for every schedule of the problem it has one that is no longer.
-
-    The level takes no longer than any of the stage's levels, and keeps no more than any keeps when what can leave of
-    its checkpoint has left, which here it does for nothing.
-    """
-
-    def merged(costs: Costs) -> Costs:
-        levels = costs.all_levels
-        if len(levels) < 2 and not any(level.can_offload for level in levels):
-            return costs
-        kept = (each_microbatch(operator.sub, x.checkpoint_bytes, x.offload_bytes or 0) for x in levels)
-        return costs.model_copy(
-            update={
-                "levels": None,
-                "recompute_ms": each_microbatch(_least_number, *(x.recompute_ms for x in levels)),
-                "checkpoint_bytes": each_microbatch(_least_number, *kept),
-            }
-        )
-
-    layers = problem.layers and tuple(map(merged, problem.layers))
-    return problem.model_copy(update={"stages": tuple(map(merged, problem.stages)), "layers": layers})
-
-
-def without_evictions(problem: Problem) -> Problem:
-    """The problem with `relaxed` stages and layers: a bound on its schedules is one on those of the problem."""
-    if not any(costs.can_evict for costs in (*problem.stages, *(problem.layers or ()))):
-        return problem
-    layers = problem.layers and tuple(map(relaxed, problem.layers))
-    return problem.model_copy(update={"stages": tuple(map(relaxed, problem.stages)), "layers": layers})
-
-
-def _least_number(*numbers: float) -> float:
-    return min(numbers)
 
 
 def least_memory(problem: Problem) -> list[int]:

@@ -19,9 +19,9 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
-from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.one_machine import one_machine_bound
-from optpipe_solver.bounds.paths import shortest_paths, shortest_times
+from optpipe_solver.bounds.paths import shortest_paths
+from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
 MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
@@ -71,18 +71,14 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     bounds = [deferral_bound(problem, objective)]
     if len(paths.round_trip) > plan.MEMORY_BOUND_PASSES:
         return bounds[0]
-    ms = {j: shortest_times(problem, j) for j in paths.passing}
     held = {j: stage_bytes(problem, j) for j in paths.passing}
-    passes_on: list[list[tuple[int, int]]] = [[] for _ in problem.devices]  # micro-batch and stage
-    for j, s in paths.round_trip:
-        passes_on[problem.stages[s].device].append((j, s))
     weights = _weights()
     for d in np.flatnonzero(paths.used).tolist():
-        stages = [(held[j][s], ms[j][:, s]) for j, s in passes_on[d]]
+        stages = [(held[j][s], paths.ms[j][:, s]) for j, s in paths.passes[d]]
         for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
             needed = work[d] * weights[COMPUTE]
-            for j, s in passes_on[d]:
-                costs = _choice_costs(problem, s, j, held[j][s], ms[j][:, s], paths.round_trip[j, s], measure)
+            for (j, s), (stage_held, ms) in zip(paths.passes[d], stages, strict=True):
+                costs = _choice_costs(problem, s, j, stage_held, ms, paths.round_trip[j, s], measure)
                 needed = needed + paths.passing[j] * (costs @ weights).min(axis=0)
             unused = _unused(measure, stages, float(needed.max()) / 2)
             longest = float((needed + unused * weights[MEMORY]).max())
@@ -202,7 +198,7 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
     is a bound on the span, too, where the first stage's device starts at 0; elsewhere there is none, 0.
     """
     costs, paths = problem.costs, shortest_paths(problem)
-    ms = {j: shortest_times(problem, j) for j in paths.passing}
+    ms = paths.ms
     held = {j: stage_bytes(problem, j) for j in paths.passing}
     if objective == "span" and not paths.one_entry:
         return 0.0

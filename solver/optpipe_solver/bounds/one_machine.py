@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.paths import Paths, shortest_paths, shortest_times
+from optpipe_solver.bounds.paths import Paths, shortest_paths
 
 Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a stage
 
@@ -36,15 +35,11 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
     is its end, and waits for the last input gradient of every other one.
     """
     paths = shortest_paths(problem)
-    ms = {j: shortest_times(problem, j) for j in paths.passing}
-    passes: list[list[Pass]] = [[] for _ in problem.devices]
-    for j, s in paths.round_trip:
-        passes[problem.stages[s].device].append((j, s))
 
     def ops(at: Pass, begin: float, after: float) -> list[Ops]:
         """Of one pass: forwards, input gradients, weight gradients; `after` input gradients."""
         j, s = at
-        forward, backward, weight = (float(ms[j][kind, s]) for kind in (Kind.F, Kind.B, Kind.W))
+        forward, backward, weight = (float(paths.ms[j][kind, s]) for kind in (Kind.F, Kind.B, Kind.W))
         count, arrives, trip = paths.passing[j], paths.reaches[at] - begin, paths.round_trip[at]
         return [
             Ops(count * forward, arrives, trip - forward + after),
@@ -53,15 +48,13 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
         ]
 
     longest = 0.0
-    for each in filter(None, passes):
+    for each in filter(None, paths.passes):
         if objective == "makespan":
             longest = max(longest, _longest([op for at in each for op in ops(at, 0.0, paths.after[at])]))
             continue
         first = _first_passes(each, paths)
-        own = [
-            op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths, ms[at[0]]))
-        ]
-        longest = max(longest, _longest(own))
+        between = [op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths))]
+        longest = max(longest, _longest(between))
         if paths.one_entry:
             entry = [op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]
             longest = max(longest, _longest(entry))
@@ -73,11 +66,11 @@ def _first_passes(passes: list[Pass], paths: Paths) -> Mapping[int, Pass]:
     return {j: (j, s) for j, s in sorted(passes, key=lambda at: -paths.reaches[at])}
 
 
-def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths, ms: Floats) -> float:
+def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths) -> float:
     """Return the least ms from an input gradient's end to the end of its device's last op: its own weight gradient, or
     the way back to the first pass of the device, and the weight gradient there."""
     j, s = at
-    start = first[j]
+    ms, start = paths.ms[j], first[j]
     ends, returns = (paths.reaches[each] + paths.round_trip[each] for each in (at, start))
     return float(max(ms[Kind.W, s], returns - ends + ms[Kind.W, start[1]]))
 

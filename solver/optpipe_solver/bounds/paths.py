@@ -18,6 +18,8 @@ class Paths(NamedTuple):
     ones, and stage."""
 
     passing: dict[int, int]  # how many micro-batches each class has
+    ms: dict[int, Floats]  # `shortest_times` of each class
+    passes: list[list[tuple[int, int]]]  # by device what passes it: the first micro-batch of a class, and a stage
     used: Flags  # (D,) devices that some micro-batch passes
     arrives: Floats  # (D,) until a forward reaches each device
     leaves: Floats  # (D,) from its last input gradient to the end
@@ -46,9 +48,11 @@ def shortest_paths(problem: Problem) -> Paths:
     round_trip: dict[tuple[int, int], float] = {}
     after: dict[tuple[int, int], float] = {}
     home: dict[tuple[int, int], float] = {}
+    passes: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
+    times = {j: shortest_times(problem, j) for j in examples}
     one_entry = len({int(device[problem.route(j)[0]]) for j in examples}) == 1
     for j in examples:
-        route, ms = problem.route(j), shortest_times(problem, j)
+        route, ms = problem.route(j), times[j]
         there_ms, back_ms = (costs.message_ms[way, :, j].tolist() for way in (FORWARDS, GRADIENTS))
         on = list(accumulate((ms[Kind.F, a] + there_ms[b] for a, b in pairwise(route)), initial=0.0))
         back = list(accumulate((ms[Kind.B, a] + back_ms[a] for a in route[:-1]), initial=0.0))
@@ -63,6 +67,7 @@ def shortest_paths(problem: Problem) -> Paths:
             home[j, s] = back[k] + ms[Kind.W, route[0]]
             returns[device[s]] = min(returns[device[s]], home[j, s])
             round_trip[j, s] = on[-1] - on[k] + last + back[-1] - back[k]
+            passes[device[s]].append((j, s))
     passing = dict(zip(examples, np.bincount(costs.alike).tolist(), strict=True))
     used = np.isfinite(arrives)
-    return Paths(passing, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry)
+    return Paths(passing, times, passes, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry)

@@ -7,32 +7,25 @@ from collections.abc import Callable
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Ready, Request
 
+MOST_THREADS: int | None = None
+OPEN_ENDED = False
 # With more, CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule.
 MOST_FORWARDS = 200
 
 
-class CpSatEngine:
-    """Solves the whole problem with CP-SAT."""
-
-    name = "cpsat"
-    most_threads: int | None = None
-    open_ended = False
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why the engine cannot work on this problem, None if it can."""
-        forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
-        if forwards > MOST_FORWARDS:
-            return f"the problem has {forwards} forwards, and this engine takes {MOST_FORWARDS} at most"
-        # A proof would have to consider evictions.
-        return "the model has no evictions" if problem.costs.can_evict.any() else None
-
-    def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
-        """Emits better and better schedules and bounds, until time is up or the best schedule is optimal."""
-        # Loads ortools, which takes a second and cannot share a process with highspy.
-        from optpipe_solver.cpsat.whole_problem import WholeProblemSearch
-
-        emit(Ready())
-        WholeProblemSearch(request, emit).run()
+def unsupported(problem: Problem) -> str | None:
+    """Why the engine cannot work on this problem, None if it can."""
+    forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
+    if forwards > MOST_FORWARDS:
+        return f"the problem has {forwards} forwards, and this engine takes {MOST_FORWARDS} at most"
+    # A proof would have to consider evictions.
+    return "the model has no evictions" if problem.costs.can_evict.any() else None
 
 
-ENGINE = CpSatEngine()
+def run(request: Request, emit: Callable[[Frame], None]) -> None:
+    """Emits better and better schedules and bounds, until time is up or the best schedule is optimal."""
+    # Loads ortools, which takes a second and cannot share a process with highspy.
+    from optpipe_solver.cpsat.whole_problem import WholeProblemSearch
+
+    emit(Ready())
+    WholeProblemSearch(request, emit).run()

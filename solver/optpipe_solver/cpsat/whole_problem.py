@@ -26,7 +26,7 @@ from optpipe.process.protocol import Bound, Frame, Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.bounds.least_memory import one_level
+from optpipe_solver.bounds.relaxations import one_level
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import BestGridSchedule, place_on_grid

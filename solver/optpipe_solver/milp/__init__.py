@@ -8,35 +8,23 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Ready, Request
 
+MOST_THREADS: int | None = None
+OPEN_ENDED = False
 
-class MilpEngine:
-    """Solves the whole problem."""
 
-    name = "milp"
-    most_threads: int | None = None
-    open_ended = False
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why the engine cannot work on this problem, None if it can."""
-        costs = problem.costs
-        if costs.can_evict.any():
-            return "the model has no evictions"
-        if not costs.ms[[Kind.F, Kind.B, Kind.W]].all():
-            return "the model tells the order of ops by their times, and some take none; cpsat and lns know it"
-        if not _all_offloads_fit_on_host(problem):
-            return (
-                "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
-                "know it"
-            )
-        return None
-
-    def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
-        """Emits better and better schedules, and bounds of the whole problem, until time is up or all is proven."""
-        # Imported only in the engine's process: the portfolio asks `unsupported` alone.
-        from optpipe_solver.milp.solve import solve
-
-        emit(Ready())
-        solve(request, emit)
+def unsupported(problem: Problem) -> str | None:
+    """Why the engine cannot work on this problem, None if it can."""
+    costs = problem.costs
+    if costs.can_evict.any():
+        return "the model has no evictions"
+    if not costs.ms[[Kind.F, Kind.B, Kind.W]].all():
+        return "the model tells the order of ops by their times, and some take none; cpsat and lns know it"
+    if not _all_offloads_fit_on_host(problem):
+        return (
+            "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
+            "know it"
+        )
+    return None
 
 
 def _all_offloads_fit_on_host(problem: Problem) -> bool:
@@ -48,4 +36,10 @@ def _all_offloads_fit_on_host(problem: Problem) -> bool:
     return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
 
 
-ENGINE = MilpEngine()
+def run(request: Request, emit: Callable[[Frame], None]) -> None:
+    """Emits better and better schedules, and bounds of the whole problem, until time is up or all is proven."""
+    # Imported only in the engine's process: the portfolio asks `unsupported` alone.
+    from optpipe_solver.milp.solve import solve
+
+    emit(Ready())
+    solve(request, emit)

@@ -82,7 +82,7 @@ class EngineRuns:
             if run.repeat:
                 self._planned.append(run)
             share = max(1, -(-threads // free))
-            share = min(share, engines.load(run.engine).most_threads or share)
+            share = min(share, engines.load(run.engine).MOST_THREADS or share)
             self.start(run, self._allotted_s(run), share)
             free, threads = free - 1, threads - share
 
@@ -111,7 +111,7 @@ class EngineRuns:
         Where the clock counts, one that makes no plan for its time is stopped at the end of its share, or goes on while
         it gains.
         """
-        goes_on = not self._counted and engines.load(run.engine).open_ended
+        goes_on = not self._counted and engines.load(run.engine).OPEN_ENDED
         limit_s = max(allotted_s - plan.ENGINE_END_S, allotted_s / 2)
         asked = {
             "method": run.engine,

@@ -7,8 +7,8 @@ from functools import partial
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.least_memory import one_level, without_evictions
 from optpipe_solver.bounds.paths import shortest_paths
+from optpipe_solver.bounds.relaxations import one_level, without_evictions
 from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search, several_stages_state
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
@@ -30,15 +30,8 @@ def searchable_devices(problem: Problem) -> list[int]:
     if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
         return []
     problem = one_level(without_evictions(problem))
-    return [d for d, passes in enumerate(_passes(problem)) if len(passes) == 1 or _all_stay(problem, passes)]
-
-
-def _passes(problem: Problem) -> list[Passes]:
-    """Return what micro-batches pass on each device: the first one of each route, and the stage."""
-    passes: list[Passes] = [[] for _ in problem.devices]
-    for j, s in shortest_paths(problem).round_trip:
-        passes[problem.stages[s].device].append((j, s))
-    return passes
+    each = enumerate(shortest_paths(problem).passes)
+    return [d for d, passes in each if len(passes) == 1 or _all_stay(problem, passes)]
 
 
 def _all_stay(problem: Problem, passes: Passes) -> bool:
@@ -61,9 +54,10 @@ def device_bounds(
     what can follow (`one_stage_moves`) and its bound (`one_stage_bound`); else the files of `several_stages`.
     """
     problem = one_level(without_evictions(problem))
-    passes = _passes(problem)[d]
+    paths = shortest_paths(problem)
+    passes = paths.passes[d]
     j, stages = passes[0][0], [s for _, s in passes]
-    microbatches = shortest_paths(problem).passing[j]
+    microbatches = paths.passing[j]
     expand: Callable[[States, int], float]
     if len(stages) == 1:
         expand = partial(one_stage_search.expand, one_stage_device(problem, j, stages[0], microbatches, objective))
@@ -72,7 +66,7 @@ def device_bounds(
         device = several_stages_device(problem, j, stages, microbatches, objective)
         expand = partial(several_stages_search.expand, device)
         must_equal = several_stages_state.must_equal(device)
-    begins_ms = float(shortest_paths(problem).arrives[d]) if objective == "makespan" else 0.0
+    begins_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
     states = no_states(most_states, must_equal)
     while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
         least_ms = float(expand(states, POPS))

@@ -34,5 +34,5 @@ def cpsat_finds(problem: Problem, objective: Objective, seconds: float) -> tuple
     """The schedules of CP-SAT and its own bound, in seconds of counted work."""
     frames: list[Frame] = []
     request = Request(problem=problem, method="cpsat", objective=objective, time_limit_s=seconds, threads=1)
-    cpsat.ENGINE.run(request, frames.append)
+    cpsat.run(request, frames.append)
     return read_frames(problem, frames)

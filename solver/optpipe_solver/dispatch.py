@@ -1,33 +1,47 @@
-"""The engine's search: descents in rules until time is up."""
+"""The engine `dispatch`: local search over the rules by which a list scheduler chooses what runs next.
+
+It finds schedules with and without transfers and recomputes.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from optpipe.dispatch.descents import compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import rules_of_schedule
+from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Ready, Request
 from optpipe_solver.incumbent import BestSchedule
 
 METHOD = "dispatch"
+MOST_THREADS: int | None = 1
+OPEN_ENDED = True
 OPS_PER_S = 3e6  # simulated, about what a busy machine does
 HOPELESS_TRIES = 500  # after which the search ends unless rules lead near the schedule given:
 HOPELESS_LENGTH = 1.1  # times as long
 
 
-def search(request: Request, emit: Callable[[Frame], None]) -> float:
-    """Run the engine. Returns the seconds used by its own count of simulated ops.
+def unsupported(problem: Problem) -> str | None:
+    """Why the engine cannot work on this problem, None if it can."""
+    if problem.microbatches == 1:
+        return "with one micro-batch there is nothing to choose"
+    return None if problem.costs.ms.any() else "nothing takes any time"
 
-    With one thread these are what is limited, so that the search is the same on a busy machine.
+
+def run(request: Request, emit: Callable[[Frame], None]) -> float:
+    """Emits better and better schedules until time is up; returns the seconds used by its own count of simulated ops.
+
+    These are what is limited, so that the search is the same on a busy machine.
     """
+    compile_at_once()
     simulator = Simulator(request.problem)
     compile_descents(simulator)
     emit(Ready())
     best = BestSchedule(request, emit)
-    began, spent_s, simulated = time.monotonic(), 0.0, 0
+    spent_s, simulated = 0.0, 0
     shortest_ms = NEVER  # by rules
     offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
     hopeless_ms = HOPELESS_LENGTH * best.value
@@ -41,6 +55,6 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
         if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD, listed)):
             offered_ms = ms
             best.offer(schedule)
-        if (spent_s if request.threads == 1 else time.monotonic() - began) > request.time_limit_s:
+        if spent_s > request.time_limit_s:
             break
     return spent_s
