@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.examples import examples
-from support.problems.units import ACTIVATION, paired, unevenly, units
+from support.problems.units import ACTIVATION, paired, units
 
 from optpipe import InputError, Kind, Op, Schedule, certify, check
 from optpipe_solver.systems import generate
@@ -64,21 +60,6 @@ def test_no_more_leaves_than_has_to():
     evicted = [op for op in moves(generate("bpipe", problem), Kind.E) if op.stage == 0]
     assert len(evicted) <= 512 / 2
     assert len(evicted) == len({op.microbatch for op in evicted})
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data(), st.integers(1, 11), st.integers(1, 30))
-def test_uneven_stages_and_slow_links_are_valid_too(data, p, m):
-    draw: Any = data.draw
-    problem = paired(
-        unevenly(draw, units(p, m)),
-        draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])),
-        draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])),
-    )
-    schedule = generate("bpipe", problem)
-    assert check(problem, schedule) == []
-    assert max(peaks(schedule)) <= ceil((p + 2) / 2)
-    assert schedule.makespan_ms >= generate("1f1b", problem).makespan_ms - 1e-9
 
 
 @pytest.mark.parametrize("times", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1e12, 1e-9, 0)])

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.examples import examples
-from support.problems.units import ACTIVATION, unevenly, units
+from support.problems.units import ACTIVATION, units
 
 from optpipe import InputError, Kind, Schedule, certify, check
 from optpipe.model.program import KIND, STAGE
@@ -223,22 +220,6 @@ def test_each_launch_is_a_whole_group_and_its_window_that_of_the_other_chunks(v,
 
 # --- all of them
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(
-    st.data(),
-    st.integers(1, 6),
-    st.integers(1, 9),
-    st.integers(2, 4),
-    st.sampled_from(
-        ["chronos", "chronos-recomp", "chronos-recomp:recomputed=2", "chronos-zero2", "chronos-zero2:group=5"]
-    ),
-)
-def test_valid_for_any_stages(data, p, m, v, method):
-    problem = unevenly(data.draw, units(p, m, v=v, **AGAIN))
-    schedule = generate(method, problem)
-    assert check(problem, schedule) == []
 
 
 def test_a_row_of_stages_is_cut_into_chunks():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.problems.units import ACTIVATION, unevenly, units
+from support.problems.units import ACTIVATION, units
 
 from optpipe import DeadlockError, InputError, Kind, Op, Problem, certify, check
 from optpipe.model.placement import Placement
@@ -121,13 +121,6 @@ def test_a_last_group_that_is_smaller_deadlocks():
         in_order(units(p, m, v=v), [program(i) for i in range(p)]).timeline  # noqa: B018
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.data(), st.integers(1, 9), st.integers(1, 25), st.integers(2, 4))
-def test_interleaved_runs_on_uneven_stages(data, p, m, v):
-    problem = unevenly(data.draw, units(p, m, v=v))
-    assert check(problem, generate("interleaved", problem)) == []
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 8), (3, 5), (4, 8), (8, 3), (8, 32)])
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pytest.mark.parametrize("figures", [FULL, SELECTIVE])
@@ -164,14 +157,6 @@ def test_recomputation_costs_its_time_and_saves_its_bytes(p, m, every, figures):
 def test_what_a_paper_excludes_is_one_sentence(problem, method, sentence):
     with pytest.raises(InputError, match=f"^{sentence}"):
         generate(method, problem)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data(), st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
-def test_1f1b_runs_on_uneven_stages_with_or_without_recomputation(data, p, m, every):
-    problem = unevenly(data.draw, units(p, m, **FULL))
-    for method in ("gpipe", "1f1b", f"1f1b-recompute:every={every}"):
-        assert check(problem, generate(method, problem)) == []
 
 
 @settings(max_examples=examples(60), deadline=None)

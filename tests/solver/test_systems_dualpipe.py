@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.problems.units import ACTIVATION, unevenly, units
+from support.problems.units import ACTIVATION, units
 
 from optpipe import InputError, Kind, Pair, Problem, Schedule, certify, check
 from optpipe.model.placement import rechunk
@@ -139,15 +139,3 @@ def test_an_odd_row_is_refused():
         match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds all parameters twice",
     ):
         generate("dualpipe", units(4, 8), placements="all")
-
-
-@settings(max_examples=examples(80), deadline=None)
-@given(st.data(), st.integers(1, 5), st.integers(1, 24), st.sampled_from([None, 0.75, 1.0]))
-def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
-    problem = unevenly(data.draw, with_factor(units(2 * n, m), factor))
-    placed = rechunk(problem, 1, "bidirectional")
-    ways = data.draw(st.lists(st.integers(0, 1), min_size=m, max_size=m))
-    for stages in (placed, placed.replace(microbatch_routes=ways)):
-        assert check(stages, generate("dualpipe", stages)) == []
-    bent = unevenly(data.draw, with_factor(units(n, m, v=2, shape="v"), factor))
-    assert check(bent, generate("dualpipe-v", bent)) == []

@@ -6,12 +6,9 @@ from itertools import product
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.examples import examples
-from support.problems.units import unevenly, units
+from support.problems.units import units
 
-from optpipe import Device, InputError, Kind, Problem, Schedule, certify, check
+from optpipe import InputError, Kind, Problem, Schedule, certify, check
 from optpipe.model.ops import OPTIMIZER
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.order import in_order
@@ -86,18 +83,6 @@ def test_where_equations_5_and_7_hold_all_of_it_hides(p):
     assert overlap(generate("chronos-offload", problem)) == 1.0
     assert not fits_in_bubbles(on_host(p, 2 * p, step / 2, step / 2 + 0.01, back))
     assert not fits_in_bubbles(on_host(p, 2 * p, step / 2, step / 2, back + 0.01))
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data())
-def test_uneven_stages_and_shared_links(data):
-    p, v = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 3))
-    problem = unevenly(data.draw, on_host(p, data.draw(st.integers(1, 6)), 1, 2, 1, v))
-    link = data.draw(st.sampled_from([None, "pcie0"]))
-    problem = problem.replace(devices=[Device(activation_budget_bytes=10**9, link=link)] * p)
-    schedule = generate(f"chronos-offload:chunks={data.draw(st.integers(1, v - 1))}", problem)
-    assert check(problem, schedule) == []
-    assert 0.0 <= overlap(schedule) <= 1.0
 
 
 def test_what_it_needs_is_one_sentence():

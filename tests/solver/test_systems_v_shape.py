@@ -134,27 +134,6 @@ def test_v_auto_asks_what_each_device_has_room_for(data, p, m):
     assert not check(problem, schedule) or schedule.programs == generate("v-min", problem).programs
 
 
-@given(data=st.data(), name=st.sampled_from(NAMES), p=st.integers(1, 6), m=st.integers(1, 14))
-@settings(max_examples=examples(60), deadline=None)
-def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m):
-    even = units(p, m, v=2, shape="v")
-    own = data.draw(st.permutations(range(p + 1)))  # one device has no stage
-    ms = st.floats(0.1, 9.0)
-    stages = [
-        {
-            **stage.model_dump(),
-            "device": own[stage.device],
-            "forward_ms": data.draw(ms),
-            "backward_input_ms": data.draw(ms),
-        }
-        for stage in even.stages
-    ]
-    problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
-    schedule = generate(name, problem)
-    assert check(problem, schedule) == []
-    assert max(peaks(problem, schedule)) <= chunks(name, p)
-
-
 def test_other_stages_are_refused_or_made():
     row = units(4, 8)
     for name in (*NAMES, "v-auto"):

@@ -55,22 +55,6 @@ def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
     assert [peak.bytes for peak in certify(problem, schedule).device] == held
 
 
-@given(data=st.data(), name=st.sampled_from(["zb-h1", "zb-h2"]), p=st.integers(1, 7), m=st.integers(1, 16))
-@settings(max_examples=examples(60), deadline=None)
-def test_they_are_valid_for_uneven_stages_and_any_m(data, name, p, m):
-    own, ms = data.draw(st.permutations(range(p + 1))), st.floats(0.1, 9.0)
-    even = units(p, m)
-    stages = [
-        {**stage.model_dump(), "device": own[s], "backward_input_ms": data.draw(ms)}
-        for s, stage in enumerate(even.stages)
-    ]
-    problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
-    schedule = generate(name, problem)
-    assert check(problem, schedule) == []
-    most = p if name == "zb-h1" else 2 * p - 1
-    assert max(peak.bytes for peak in certify(problem, schedule).device) == min(m, most) * ACTIVATION
-
-
 @pytest.mark.parametrize(("p", "m", "held"), [(3, 6, GRADIENT), (6, 11, ACTIVATION), (4, 8, ACTIVATION), (4, 5, 0)])
 @pytest.mark.parametrize("uneven", [0.0, 0.3])
 def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
