@@ -14,9 +14,7 @@ import numpy as np
 from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.paths import Paths, shortest_paths
-
-Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a stage
+from optpipe_solver.bounds.paths import Pass, Paths, shortest_paths
 
 
 class Ops(NamedTuple):

@@ -12,22 +12,24 @@ from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
+Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a stage
+
 
 class Paths(NamedTuple):
-    """The least times in ms on the paths of micro-batches; dictionaries by the first micro-batch of each class of equal
-    ones, and stage."""
+    """The least times in ms on the paths of micro-batches; by the first micro-batch of each class of equal ones, or by
+    `Pass`."""
 
     passing: dict[int, int]  # how many micro-batches each class has
     ms: dict[int, Floats]  # `shortest_times` of each class
-    passes: list[list[tuple[int, int]]]  # by device what passes it: the first micro-batch of a class, and a stage
+    passes: list[list[Pass]]  # of each device
     used: Flags  # (D,) devices that some micro-batch passes
     arrives: Floats  # (D,) until a forward reaches each device
     leaves: Floats  # (D,) from its last input gradient to the end
     returns: Floats  # (D,) from its last input gradient to the end of that micro-batch's first stage
-    reaches: dict[tuple[int, int], float]  # until a forward reaches the stage
-    round_trip: dict[tuple[int, int], float]  # from a forward's start to its input gradient's end
-    after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
-    back: dict[tuple[int, int], float]  # from an input gradient's end to the end of the first stage
+    reaches: dict[Pass, float]  # until a forward reaches the stage
+    round_trip: dict[Pass, float]  # from a forward's start to its input gradient's end
+    after: dict[Pass, float]  # from an input gradient's end to the end of all
+    back: dict[Pass, float]  # from an input gradient's end to the end of the first stage
     one_entry: bool  # whether all routes begin on one device
 
 
@@ -44,11 +46,11 @@ def shortest_paths(problem: Problem) -> Paths:
     device, examples = costs.device, costs.examples.tolist()
     arrives = np.full(len(problem.devices), np.inf)
     leaves, returns = arrives.copy(), arrives.copy()
-    reaches: dict[tuple[int, int], float] = {}
-    round_trip: dict[tuple[int, int], float] = {}
-    after: dict[tuple[int, int], float] = {}
-    home: dict[tuple[int, int], float] = {}
-    passes: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
+    reaches: dict[Pass, float] = {}
+    round_trip: dict[Pass, float] = {}
+    after: dict[Pass, float] = {}
+    home: dict[Pass, float] = {}
+    passes: list[list[Pass]] = [[] for _ in problem.devices]
     times = {j: shortest_times(problem, j) for j in examples}
     one_entry = len({int(device[problem.route(j)[0]]) for j in examples}) == 1
     for j in examples:

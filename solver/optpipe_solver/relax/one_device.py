@@ -7,14 +7,12 @@ from functools import partial
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.paths import shortest_paths
+from optpipe_solver.bounds.paths import Pass, shortest_paths
 from optpipe_solver.bounds.relaxations import one_level, without_evictions
 from optpipe_solver.relax import one_stage_search, one_stage_state, several_stages_search, several_stages_state
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
-
-Passes = list[tuple[int, int]]  # of a device: the first micro-batch of a route, and a stage, in the order of passing
 
 MOST_STATES = 2**20  # of one device
 POPS = 1_000  # states taken for each bound that is yielded
@@ -34,7 +32,7 @@ def searchable_devices(problem: Problem) -> list[int]:
     return [d for d, passes in each if len(passes) == 1 or _all_stay(problem, passes)]
 
 
-def _all_stay(problem: Problem, passes: Passes) -> bool:
+def _all_stay(problem: Problem, passes: list[Pass]) -> bool:
     """Whether these are passes on one route, from which no activation can leave or be computed again."""
     stages = [problem.stages[s] for _, s in passes]
     return len({j for j, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
