@@ -1,5 +1,5 @@
 """A training script around a pipeline compared with the same training in one process; and docs/training.md, whose
-script runs."""
+script runs, and docs/packed.md."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from support.ranks.programs import OFFLOADED, SPLIT
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
+from optpipe_runtime.demo import reference, text
+from optpipe_runtime.demo.gpt import Size
 
-PAGE = (DOCS / "training.md").read_text(encoding="utf-8")
-EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py"]
+PYTHON = re.findall(r"^```python\n(.*?)^```$", (DOCS / "training.md").read_text(encoding="utf-8"), re.M | re.S)
+EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py", "examples/train_packed.py"]
+TEXTS = [(DOCS.parent / name).read_text(encoding="utf-8") for name in EXAMPLES]
 
 
 def test_optimizers_work_as_in_a_plain_run(ranks: Ranks) -> None:
@@ -98,10 +101,6 @@ def test_a_checkpoint_of_replicas_is_resumed_without_them(
         np.testing.assert_equal(loaded[rank][1], saved[rank][1])
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
 def quickly(script: str) -> str:
     """The script, content with the first schedule that a search finds, and with times that are measured once."""
     quick, searches = re.subn(
@@ -114,14 +113,19 @@ def quickly(script: str) -> str:
 
 
 def test_the_script_in_the_docs_runs(four_ranks: Ranks, tmp_path: Path) -> None:
-    said = four_ranks(scripts.run, text=quickly("\n".join(blocks("python"))), folder=str(tmp_path))
+    said = four_ranks(scripts.run, text=quickly("\n".join(PYTHON)), folder=str(tmp_path))
     assert [len(re.findall(r"step \d: loss \d+\.\d+, gradient norm \d", text)) for text in said] == [0, 3, 0, 3]
 
 
-def test_the_diff_in_the_docs_is_that_of_the_examples() -> None:
-    before, after = ((DOCS.parent / name).read_text(encoding="utf-8").splitlines() for name in EXAMPLES)
-    diff = list(difflib.unified_diff(before, after, *EXAMPLES, n=1, lineterm=""))
-    assert blocks("diff") == ["\n".join(diff) + "\n"]
+@pytest.mark.parametrize(("page", "first"), [("training.md", 0), ("packed.md", 1)])
+def test_the_diff_in_the_docs_is_that_of_the_examples(page: str, first: int) -> None:
+    two = slice(first, first + 2)
+    diff = difflib.unified_diff(*map(str.splitlines, TEXTS[two]), *EXAMPLES[two], n=1, lineterm="")
+    assert "```diff\n" + "\n".join(diff) + "\n```\n" in (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_ten_lines_of_a_script_are_added() -> None:
+    before, after = map(str.splitlines, TEXTS[:2])
     added = [
         line[2:]
         for line in difflib.ndiff(*(lines[lines.index("import argparse") :] for lines in (before, after)))
@@ -139,10 +143,18 @@ def require_same_losses(*said: str) -> None:
 
 
 def test_both_examples_print_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
-    plain, ours = ((DOCS.parent / name).read_text(encoding="utf-8") for name in EXAMPLES)
-    texts, arguments = (plain, quickly(ours)), ["--steps", "3"]
-    said = [ranks(scripts.run, text=text, folder=str(tmp_path), arguments=arguments) for text in texts]
+    texts, arguments = (TEXTS[0], quickly(TEXTS[1])), ["--steps", "3"]
+    said = [ranks(scripts.run, text=each, folder=str(tmp_path), arguments=arguments) for each in texts]
     require_same_losses(*map("".join, said))
+
+
+def test_packed_documents_have_the_losses_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(scripts.run, text=TEXTS[2], folder=str(tmp_path), arguments=["--steps", "3"])
+    size = Size(width=128, blocks=4, context=256)
+    documents = text.documents(text.corpus(), size.context)
+    plain = reference.trained(size, 2, [text.packed(documents, step, 8, 4) for step in range(3)])
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", "".join(said))]
+    assert losses == pytest.approx(list(plain), abs=1e-4)
 
 
 @pytest.mark.soak
@@ -151,7 +163,7 @@ def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    runs = [subprocess.Popen([*torchrun, str(DOCS.parent / name), "--steps", "3"], **pipes) for name in EXAMPLES]
+    runs = [subprocess.Popen([*torchrun, str(DOCS.parent / name), "--steps", "3"], **pipes) for name in EXAMPLES[:2]]
     said = [run.communicate(timeout=560) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     require_same_losses(*(out for out, _ in said))
