@@ -14,7 +14,6 @@ from optpipe_cli import (
     demo,
     diagnose,
     example,
-    formats,
     keys,
     measured,
     model,
@@ -62,8 +61,8 @@ register(
     schedule_commands.show,
     schedule_commands.check,
     schedule_commands.simulate,
-    formats.export,
-    formats.import_,
+    schedule_commands.export,
+    schedule_commands.import_,
 )
 app.add_typer(cache.app, name="cache", rich_help_panel="Schedules")
 register(app, "Service", serve.serve, worker.worker)

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from optpipe_server import Settings
+
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
+]
+MemoryMib = Annotated[
+    int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
+]
+LogJson = Annotated[
+    bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
+]
 
 
 def serve(
@@ -19,12 +32,8 @@ def serve(
     solves: Annotated[
         int, typer.Option(min=0, max=1000, help="Searches at a time; 0 leaves them to `optpipe worker`.")
     ] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
-    ] = None,
-    memory_mib: Annotated[
-        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
-    ] = None,
+    threads: Threads = None,
+    memory_mib: MemoryMib = None,
     queue: Annotated[int, typer.Option(min=0, help="Waiting jobs of one tenant, at most.")] = 100,
     keep: Annotated[int | None, typer.Option(min=1, help="Finished jobs to keep of each tenant. Default: all.")] = None,
     keep_days: Annotated[
@@ -33,9 +42,7 @@ def serve(
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Event streams at a time, at most.")] = 1000,
     shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
-    log_json: Annotated[
-        bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
-    ] = None,
+    log_json: LogJson = None,
 ) -> None:
     """Run the service that solves problems while a training runs."""
     from optpipe_cli.extras import need
@@ -55,6 +62,8 @@ def serve(
         kept=Retention(keep, keep_days),
         streams=streams,
     )
-    if threads is not None:
-        settings = replace(settings, threads=threads)
-    run(settings, host, port, ready=lambda url: print(f"listening on {url}", flush=True))
+    run(with_threads(settings, threads), host, port, ready=lambda url: print(f"listening on {url}", flush=True))
+
+
+def with_threads(settings: Settings, threads: int | None) -> Settings:
+    return settings if threads is None else replace(settings, threads=threads)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
+
+from optpipe_cli.serve import LogJson, MemoryMib, Threads, with_threads
 
 
 def worker(
@@ -13,12 +14,8 @@ def worker(
         str, typer.Option(envvar="OPTPIPE_DATABASE", help="PostgreSQL URL. The password may be in PGPASSWORD.")
     ],
     solves: Annotated[int, typer.Option(min=1, max=1024, help="Searches at a time.")] = 1,
-    threads: Annotated[
-        int, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
-    ] = max(1, (os.cpu_count() or 1) - 1),
-    memory_mib: Annotated[
-        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
-    ] = None,
+    threads: Threads = None,
+    memory_mib: MemoryMib = None,
     name: Annotated[
         str | None, typer.Option(help="Name in the database and the logs. Default: host and process id.")
     ] = None,
@@ -27,9 +24,7 @@ def worker(
         int | None,
         typer.Option(min=0, max=65535, help="Port of /metrics and /healthz; 0 takes a free one. Default: not served."),
     ] = None,
-    log_json: Annotated[
-        bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
-    ] = None,
+    log_json: LogJson = None,
     shared_cache: Annotated[
         bool, typer.Option(help="Tenants find each other's schedules. Must be as for the service.")
     ] = False,
@@ -44,7 +39,5 @@ def worker(
     from optpipe_server.work.worker import work
 
     logs.configure(log_json)
-    settings = Settings(
-        database=database, solves=solves, threads=threads, memory_mib=memory_mib, shared_cache=shared_cache
-    )
-    work(settings, name or default_worker_name(), metrics_host, metrics_port)
+    settings = Settings(database, solves=solves, memory_mib=memory_mib, shared_cache=shared_cache)
+    work(with_threads(settings, threads), name or default_worker_name(), metrics_host, metrics_port)

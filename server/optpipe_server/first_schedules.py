@@ -193,7 +193,7 @@ def _better(known: InitialResult, new: InitialResult) -> InitialResult:
 
 def _verified(request: Request, answer: Answer) -> Result:
     """The last valid schedule of an answer, with its bound."""
-    known = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
+    bound_only = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
     for frame in reversed(answer.incumbents):
         try:
             programs = frame.schedule
@@ -207,4 +207,4 @@ def _verified(request: Request, answer: Answer) -> Result:
             return Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
         log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
         REJECTED.inc()
-    return replace(known, status="infeasible", reason=answer.infeasible) if answer.infeasible else known
+    return replace(bound_only, status="infeasible", reason=answer.infeasible) if answer.infeasible else bound_only

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.service.databases import shared_on_sqlite
+from support.service.postgres import shared_on_sqlite
 
 from optpipe_server.http.bodies import MOST_PARTS
 from optpipe_server.http.own_processes import MOST_COMPARED

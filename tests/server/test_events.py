@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.problems.chain import chain
 from support.service import client_of, events
-from support.service.databases import on_sqlite, shared_on_sqlite
+from support.service.postgres import on_sqlite, shared_on_sqlite
 from support.service.rest import submit, until_over
 
 from optpipe_server import Settings

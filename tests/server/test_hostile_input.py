@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.examples import examples
 from support.problems.chain import chain
-from support.service.databases import shared_on_sqlite
+from support.service.postgres import shared_on_sqlite
 
 from optpipe.model.problem import Problem
 from optpipe_server.http.bodies import Submission
-from optpipe_server.http.guarded_route import strict_json
+from optpipe_server.http.guarded_route import LONGEST_BODY, strict_json
 from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
+TEXT = json.dumps(chain().to_dict())
 GOOD = json.dumps({"problem": chain().to_dict(), "method": "hang"})
+MANY = LONGEST_BODY // 12
 NONSENSE = {"problem": chain().to_dict(), "devices": [{"program": ["0F0"]}, {"program": ["nonsense"]}]}
 
 
@@ -105,3 +107,33 @@ def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> 
     except (ReplyError, ValidationError):
         return
     assert submission.problem == Problem.from_dict(json.loads(body)["problem"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"problem":{{"stages":[{"{}," * MANY}1]}}}}',
+        f'{{"problem":{{"devices":[{"1," * MANY}1]}}}}',
+        f'{{"problem":{{"layers":[{"[]," * MANY}1]}}}}',
+        f'{{"problem":{{"routes":[[{"-1," * MANY}1]]}}}}',
+        f'{{"problem":{{"routes":[{"[-1]," * MANY}1]}}}}',
+        f'{{"problem":{{"microbatch_routes":[{"-1," * MANY}1]}}}}',
+        f'{{"problem":{TEXT},"warm_start":{{"devices":[{"1," * MANY}1]}}}}',
+        f'{{"problem":{TEXT},"warm_start":{{"devices":[{{"program":[{"1," * MANY}1]}}]}}}}',
+        f'{{"problem":{TEXT},"warm_start":{{"ops":[{"{}," * MANY}1]}}}}',
+        f'{{"problem":{TEXT},"warm_start":{{"links":{{"a":[{"1," * MANY}1]}}}}}}',
+        f'{{"problem":{TEXT},"warm_start":{{"placement":{{"layers":[{"0," * MANY}1]}}}}}}',
+    ],
+    ids=lambda body: body[:60] if len(body) < 200 else body.split("[")[0][-20:],
+)
+def test_a_hundred_thousand_faults_make_a_short_reply(body: str) -> None:
+    """Pydantic would list them all, in a minute and gigabytes, unless it is told to stop."""
+    with pytest.raises(ValidationError) as caught:
+        Submission.model_validate(strict_json(body.encode()))
+    assert caught.value.error_count() < 30
+
+
+def test_an_object_with_very_many_names_is_refused() -> None:
+    body = '{"problem":1,' + ",".join(f'"{number}":1' for number in range(80_000)) + "}"
+    with pytest.raises(ReplyError, match="an object with 80001 names"):
+        strict_json(body.encode())

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import httpx
 from support.problems.chain import chain, one_by_one
-from support.service.databases import on_sqlite
+from support.service.postgres import on_sqlite
 from support.service.rest import submit, until_cached, until_over, until_running
 
 from optpipe.evaluate.objective import TOLERANCE

@@ -12,7 +12,7 @@ import pytest
 from support.fakes.service import document
 from support.problems.chain import chain, gpipe, one_by_one
 from support.service import client_of, events
-from support.service.databases import on_sqlite
+from support.service.postgres import on_sqlite
 from support.until import until
 
 from optpipe_server import Settings, first_schedules

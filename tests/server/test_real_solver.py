@@ -9,7 +9,7 @@ import httpx
 import pytest
 from support.problems.chain import chain
 from support.service import events
-from support.service.databases import on_sqlite
+from support.service.postgres import on_sqlite
 from support.service.rest import until_cached
 
 from optpipe.schedule import ScheduleFile, check

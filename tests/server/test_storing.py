@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from optpipe.errors import InputError
 from optpipe_cli.app import app
 from optpipe_server import Settings
-from optpipe_server.database import Database, Jobs, sqlite_file
+from optpipe_server.database import Database, Jobs, sqlite
 from optpipe_server.http import service
 from optpipe_server.http.service import Service
 
@@ -75,7 +75,7 @@ def test_a_file_that_is_gone_stops_acceptance_until_it_is_back(settings: Setting
 
 def test_a_disk_without_room_is_not_ready(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     with client_of(settings) as (client, _):
-        monkeypatch.setattr(sqlite_file, "LEAST_FREE_MIB", 2**40)
+        monkeypatch.setattr(sqlite, "LEAST_FREE_MIB", 2**40)
         reply = client.get("/readyz")
         assert (reply.status_code, "MiB left" in reply.json()["detail"]) == (503, True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.problems.chain import chain
-from support.service.databases import shared_on_sqlite
+from support.service.postgres import shared_on_sqlite
 from support.service.rest import submit, until_running
 
 from optpipe import compare

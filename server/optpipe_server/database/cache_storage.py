@@ -40,8 +40,8 @@ class TableStorage:
         if cells is not None:
             rows.append(schedules.c.cell.in_(cells))
         with self._database.read() as db:
-            found = db.execute(select(schedules.c.problem_sha256, schedules.c.features).where(*rows).limit(most))
-            return [(row.problem_sha256, row.features) for row in found]
+            near = db.execute(select(schedules.c.problem_sha256, schedules.c.features).where(*rows).limit(most))
+            return [(row.problem_sha256, row.features) for row in near]
 
     def entries(self) -> Sequence[tuple[str, int]]:
         rows = select(schedules.c.entry, schedules.c.hits).where(*self._rows()).order_by(*_LAST_USED)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select, update
+from sqlalchemy import URL, Connection, ExceptionContext, create_engine, event, make_url, select, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.pool import NullPool
@@ -23,18 +21,9 @@ from sqlalchemy.types import Float
 from optpipe.errors import InputError
 from optpipe_server.database.migrations import upgrade
 from optpipe_server.database.retry import first_line
-from optpipe_server.database.sqlite_file import (
-    SqliteFile,
-    UnusableError,
-    is_damaged,
-    require_no_orphaned_log,
-    require_one_name,
-)
+from optpipe_server.database.sqlite import SqliteFile
 from optpipe_server.database.tables import probes
 
-BUSY_MS = 10_000  # how long a connection to SQLite waits for another that writes
-CONNECTIONS = 20  # to SQLite, per process
-CONNECT_S = 3  # to PostgreSQL
 PROBE_BYTES = 2**16  # written to see whether jobs can be stored
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
@@ -91,9 +80,14 @@ class Database:
         parsed = _parsed(url)
         self.sqlite = parsed.get_backend_name() == "sqlite"
         self._writing: Any = threading.Lock() if self.sqlite else nullcontext()
-        self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
-        self._file = SqliteFile(str(parsed.database)) if self.sqlite else None
-        self.engine = _engine(parsed, self._file)
+        self._file = SqliteFile(str(parsed.database), secondary) if self.sqlite else None
+        if self._file is not None:
+            self.engine = self._file.connections(parsed)
+        else:
+            from optpipe_server.database.postgres import connections  # needs psycopg, which is optional
+
+            self.engine = connections(parsed)
+        event.listen(self.engine, "handle_error", _invalidate_if_broken)
         self._reading = self.engine.execution_options(
             **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
         )
@@ -111,9 +105,6 @@ class Database:
         self.engine.dispose()
         if self._file is not None:
             self._file.close()
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -152,9 +143,11 @@ class Database:
     def _migrate(self, url: URL) -> None:
         if self._file is not None:
             with self.write() as connection:
-                upgrade(connection, only_check=self._lock_file is None)
+                upgrade(connection, only_check=not self._file.is_locked)
             self._file.keep_log()
             return
+        from optpipe_server.database.postgres import CONNECT_S
+
         unlimited = create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S})
         with unlimited.begin() as connection:  # a migration may take its time
             upgrade(connection)
@@ -187,65 +180,6 @@ def _shown(url: URL) -> str:
         .difference_update_query(("password", "passfile", "sslpassword"))
         .render_as_string()
     )
-
-
-def _only_writer(file: str, secondary: bool) -> int | None:
-    """Take the lock beside the file, which is released when the process ends, however it ends.
-
-    Returns None if another process has it and `secondary` allows that.
-    """
-    try:
-        require_one_name(file)
-        require_no_orphaned_log(file)
-        lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(FileExistsError):  # readable by this user only, as SQLite would not make it
-            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        if secondary:
-            return None
-        raise InputError(
-            f"database = 'sqlite:///{file}': another process has it; processes can share a PostgreSQL database"
-        ) from None
-    return lock
-
-
-def _engine(url: URL, file: SqliteFile | None) -> Engine:
-    if file is not None:
-        engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
-        event.listen(engine, "do_connect", lambda *_: file.require_same())  # else SQLite would make an empty file
-        event.listen(engine, "connect", _configure)
-        event.listen(engine, "begin", _begin)
-        event.listen(engine, "handle_error", _tell_if_damaged)
-        event.listen(engine, "handle_error", _invalidate_if_broken)
-        return engine
-    from optpipe_server.database.postgres import connections  # needs psycopg, which is optional
-
-    engine = connections(url)
-    event.listen(engine, "handle_error", _invalidate_if_broken)
-    return engine
-
-
-def _configure(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # transactions begin in `_begin`
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", f"busy_timeout = {BUSY_MS}"):
-        connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin(connection: Connection) -> None:
-    """Take the write lock at once for a transaction that will write, so that two of them cannot block each other
-    halfway."""
-    reads_only = connection.get_execution_options().get("reads_only", False)
-    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
-
-
-def _tell_if_damaged(context: ExceptionContext) -> None:
-    if is_damaged(context.original_exception):
-        raise UnusableError(f"it is damaged ({context.original_exception}); put a whole copy in its place")
 
 
 def _invalidate_if_broken(context: ExceptionContext) -> None:

@@ -53,16 +53,16 @@ def first_waiting(tenant: str) -> Select[tuple[int]]:
 
 def jobs_ahead(tenant: str, all_standings: list[Standing]) -> int:
     """Count the waiting jobs of others that have their turn before the tenant's next job, as things stand."""
-    own = next((standing for standing in all_standings if standing.tenant == tenant and standing.waiting), None)
-    if own is None:
+    theirs = next((standing for standing in all_standings if standing.tenant == tenant and standing.waiting), None)
+    if theirs is None:
         return 0
-    return sum(min(other.waiting, _turns_before(other, own)) for other in all_standings if other is not own)
+    return sum(min(other.waiting, _turns_before(other, theirs)) for other in all_standings if other is not theirs)
 
 
-def _turns_before(other: Standing, own: Standing) -> int:
-    """How often another tenant has its turn before `own` has. Each turn adds a running job and makes its last turn the
+def _turns_before(other: Standing, tenant: Standing) -> int:
+    """How often another tenant has its turn before this one. Each turn adds a running job and makes its last turn the
     latest, so with as many running jobs it comes first only once."""
-    return max(own.running - other.running, int(other < own))
+    return max(tenant.running - other.running, int(other < tenant))
 
 
 def lock_turns(db: Connection) -> None:

@@ -74,9 +74,9 @@ def last_figures(db: Connection, job: Row[Any]) -> Any:
 def update_best(db: Connection, job: Row[Any], result: Result, **values: Any) -> None:
     """Update what is known of the problem of a job that this transaction holds, and other columns. Keep a bound that is
     higher than the last one."""
-    known = best_values(result, job.lower_bound_ms)
-    update_job(db, job, **known, **values)
-    bound, before = known["lower_bound_ms"], job.lower_bound_ms
+    best = best_values(result, job.lower_bound_ms)
+    update_job(db, job, **best, **values)
+    bound, before = best["lower_bound_ms"], job.lower_bound_ms
     if bound is not None and (before is None or raises(bound, before)):
         add_bound(db, job.id, job.problem_version, bound, now())
 
@@ -98,8 +98,8 @@ def end_values(state: State, reason: str | None) -> dict[str, Any]:
 
 def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
     """Return the columns that say what is known of a problem, by a result and by a former bound."""
-    known = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
-    result = replace(result, lower_bound_ms=max(known, default=None))
+    told = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
+    result = replace(result, lower_bound_ms=max(told, default=None))
     return {"status": result.status, "lower_bound_ms": result.lower_bound_ms, "gap": result.gap}
 
 

@@ -94,8 +94,8 @@ class JobQueries:
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
         """Return one incumbent with its programs and its problem."""
         with self._database.read() as db:
-            found = db.execute(_INCUMBENT, {"job": job_id, "after": seq - 1}).one_or_none()
-        return found if found is not None and found.seq == seq else None
+            following = db.execute(_INCUMBENT, {"job": job_id, "after": seq - 1}).one_or_none()
+        return following if following is not None and following.seq == seq else None
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """Return the versions of these jobs by id; purged jobs are missing."""

@@ -53,9 +53,9 @@ class Streams:
             rules, rules.c.job == jobs.c.id
         )
         query = select(problems.c.problem, *(column for column in rules.c if column.name != "job")).select_from(joined)
-        mine = jobs.c.id == job_id, jobs.c.tenant == tenant, jobs.c.state == "stream"
+        of_job = jobs.c.id == job_id, jobs.c.tenant == tenant, jobs.c.state == "stream"
         with self._database.read() as db:
-            found = db.execute(query.where(*mine)).one_or_none()
-        if found is None:
+            stream = db.execute(query.where(*of_job)).one_or_none()
+        if stream is None:
             raise ConflictError(NO_STREAM)
-        return found
+        return stream

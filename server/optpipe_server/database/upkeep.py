@@ -10,9 +10,9 @@ from optpipe_cache import Retention
 from optpipe_server.database.engine import Database, clock_s
 from optpipe_server.database.incumbents import add_log_line, end_values, update_job
 from optpipe_server.database.refusals import CANCELLED
-from optpipe_server.database.tables import jobs, schedules
+from optpipe_server.database.tables import State, jobs, schedules
 
-FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
+WITH_SCHEDULE = ("feasible", "optimal")  # the status of a job that has a schedule
 LONGEST_S = 60.0  # of any lease
 PRUNED_AT_ONCE = 100  # jobs
 MOST_LOSSES = 5  # of workers, after which a job goes on; one that crashes its worker each time has to end
@@ -46,7 +46,8 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
             elif losses <= MOST_LOSSES:
                 values = {"state": "queued", "worker": None, "lease_until": None}
             else:
-                values = end_values("done" if job.status in FOUND else "failed", f"its worker was lost {losses} times")
+                state: State = "done" if job.status in WITH_SCHEDULE else "failed"
+                values = end_values(state, f"its worker was lost {losses} times")
                 add_log_line(db, job.id, job.attempt, values["reason"], "error")
             update_job(db, job, losses=losses, **values)
     return reaped
@@ -62,8 +63,8 @@ def prune(database: Database, kept: Retention) -> int:
     if not old:
         return 0
     with database.write() as db:  # not those that go on or have ended again meanwhile
-        found = tuple_(jobs.c.number, jobs.c.ended_at).in_([tuple(row) for row in old])
-        return db.execute(delete(jobs).where(found)).rowcount
+        unchanged = tuple_(jobs.c.number, jobs.c.ended_at).in_([tuple(row) for row in old])
+        return db.execute(delete(jobs).where(unchanged)).rowcount
 
 
 def prune_schedules(database: Database, kept: Retention) -> int:

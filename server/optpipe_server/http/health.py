@@ -18,7 +18,7 @@ from optpipe_server.database.tables import State
 from optpipe_server.http.auth import ADMIN, READ
 from optpipe_server.http.context import Context
 from optpipe_server.http.guarded_route import guarded_router
-from optpipe_server.http.replies import SOON, ReplyError
+from optpipe_server.http.replies import ENDING, SOON_S, ReplyError
 from optpipe_server.http.service import Service
 from optpipe_server.metrics import JOBS, REGISTRY, REQUESTS
 
@@ -51,7 +51,7 @@ async def readyz(request: Request) -> Ready:
     """
     service: Service = request.app.state.service
     if service.job_updates.closing:
-        raise ReplyError(503, "The service is about to end.", SOON)
+        raise ReplyError(503, ENDING, retry_s=SOON_S)
     await service.probe()
     return Ready(solves=service.settings.solves)
 

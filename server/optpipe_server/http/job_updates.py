@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from optpipe_server.database import Jobs
 from optpipe_server.database.jobs import is_best, is_over
 from optpipe_server.database.retry import first_line
-from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.replies import AWAY, ENDING, SOON_S, ReplyError
 from optpipe_server.http.schemas import EndedJob, Incumbent
 from optpipe_server.http.shares import Shares
 from optpipe_server.metrics import STREAMS
@@ -119,7 +119,7 @@ class JobUpdates:
         end; 429 if half of all that may be are the tenant's.
         """
         if self.closing:
-            raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
+            raise ReplyError(503, ENDING, retry_s=SOON_S)
         with self._shares.one(tenant):
             topic = self._topics.setdefault(job_id, Topic())
             topic.subscribers += 1
@@ -127,7 +127,7 @@ class JobUpdates:
                 if topic.version < version:
                     self._subscribed.set()
                     if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
-                        raise ReplyError(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
+                        raise ReplyError(503, AWAY, retry_s=SOON_S)
                 yield topic
             finally:
                 topic.subscribers -= 1

@@ -116,13 +116,13 @@ async def run_process(what: str, request: str, limit_s: float, folder: str | Non
                         await process.stdin.send(request.encode() + b"\n")
                     output = b"".join([chunk async for chunk in process.stdout])
         except TimeoutError:
-            raise ReplyError(503, f"{what}: it was not done after {limit_s:g} s.", {"Retry-After": "60"}) from None
+            raise ReplyError(503, f"{what}: it was not done after {limit_s:g} s.", retry_s=60) from None
         text = output.decode(errors="replace").strip()
         if not text.endswith(WHOLE):
             errors.seek(0)
             why = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             log.error("a process failed", what=what, why=why)
-            raise ReplyError(503, f"{what}: its process ended before it was done.", {"Retry-After": "60"})
+            raise ReplyError(503, f"{what}: its process ended before it was done.", retry_s=60)
         return text
 
 

@@ -22,21 +22,24 @@ from starlette.routing import Match
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
-from optpipe_server.database.sqlite_file import UnusableError
+from optpipe_server.database.sqlite import UnusableError
 
 log = logging.getLogger("optpipe.server")
 
 LONGEST_DETAIL = 500  # characters
 NO_ROUTE = "There is no such route; GET /openapi.json describes all routes."
 AWAY = "The database cannot be used at the moment."
-SOON = {"Retry-After": "5"}
+ENDING = "The service is about to end."
+SOON_S = 5  # when a client should ask again
 
 
 class ReplyError(HTTPException):
-    """A request that is refused, with an HTTP status and a sentence."""
+    """A request that is refused, with an HTTP status and a sentence; with `retry_s` it may be sent again by then."""
 
-    def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(status, detail, headers)
+    def __init__(
+        self, status: int, detail: str, headers: Mapping[str, str] | None = None, retry_s: int | None = None
+    ) -> None:
+        super().__init__(status, detail, headers if retry_s is None else {"Retry-After": str(retry_s)})
 
 
 class ProblemDocument(Record):
@@ -128,7 +131,7 @@ async def _database_failed(_request: Request, error: SQLAlchemyError) -> Respons
     why = getattr(error, "orig", None) or error
     log.error("the database failed: %s", why)
     detail = f"The database cannot be used: {why}." if isinstance(error, UnusableError) else AWAY
-    return problem_document(503, detail, SOON)
+    return problem_document(503, detail, {"Retry-After": str(SOON_S)})
 
 
 async def _unexpected(_request: Request, _error: Exception) -> Response:

@@ -237,16 +237,16 @@ async def export(
     """
 
     def exported() -> Response:
-        made = export_as(_drawable(context.incumbent(job, seq)), to, without_offload)
-        if made.misfits and not despite_memory:
-            first, more = made.misfits[0], len(made.misfits) - 1
+        rows = export_as(_drawable(context.incumbent(job, seq)), to, without_offload)
+        if rows.misfits and not despite_memory:
+            first, more = rows.misfits[0], len(rows.misfits) - 1
             others = f"; {more} more do not fit either" if more else ""
             without = " without offloads" if without_offload else ""
             raise ReplyError(
                 409, f"It does not fit{without}: {first}{others}. despite_memory=true gives it all the same."
             )
         media_type = {"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv")
-        return Response(made.text, media_type=media_type)
+        return Response(rows.text, media_type=media_type)
 
     return await context.computed(context.service.pictures, exported)
 

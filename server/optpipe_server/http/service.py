@@ -141,7 +141,7 @@ class Service:
                     self._one_large.release()
         if given is not None and source == "warm_start":
             sentence = "Other large problems are being handled, so the warm start cannot be checked now."
-            raise ReplyError(503, sentence, {"Retry-After": "10"})
+            raise ReplyError(503, sentence, retry_s=10)
         return InitialResult()
 
     async def _turn_of_large_comes(self) -> bool:
@@ -218,8 +218,8 @@ class Service:
             raise ConflictError(CANCELLED_DETAIL)
         if job.state == "stream":
             raise ConflictError(STREAM_DETAIL)
-        asked = Problem.from_json(self.jobs.problem(job))
-        if (structure(asked), asked.microbatches) != (structure(problem), problem.microbatches):
+        former = Problem.from_json(self.jobs.problem(job))
+        if (structure(former), former.microbatches) != (structure(problem), problem.microbatches):
             raise ConflictError(
                 "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew."
             )

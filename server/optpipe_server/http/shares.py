@@ -32,11 +32,11 @@ class Shares:
     def one(self, tenant: str, wait_s: float = 4.0) -> Iterator[None]:
         """Hold one more for the tenant. Raises `ReplyError` if there are too many (503) or it has its share (429);
         `wait_s` is what the client is told to wait."""
-        wait = {"Retry-After": str(round(wait_s) + 1)}
+        retry_s = round(wait_s) + 1
         if self._held.total() >= self._most:
-            raise ReplyError(503, f"There are {self._most} {self._what} already.", wait)
+            raise ReplyError(503, f"There are {self._most} {self._what} already.", retry_s=retry_s)
         if tenant != LOCAL and self._held[tenant] >= self._of_a_tenant:
-            raise ReplyError(429, f"Your tenant has {self._of_a_tenant} {self._what} already.", wait)
+            raise ReplyError(429, f"Your tenant has {self._of_a_tenant} {self._what} already.", retry_s=retry_s)
         with _counted(self._held, tenant):
             yield
 

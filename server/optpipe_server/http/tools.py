@@ -143,7 +143,7 @@ async def look_up(sent: LookupBody, context: Context) -> Response:
         try:
             hit = context.service.caches.cache_of(context.tenant).lookup(sent.problem, sent.objective)
         except InputError as error:  # not the client's mistake
-            raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
+            raise ReplyError(503, f"The cache cannot be used: {error}", retry_s=60) from None
         if hit is None:
             return None
         return {
@@ -212,13 +212,15 @@ async def estimate_problem(sent: EstimateBody, context: Context) -> Response:
 
     def estimated() -> dict[str, Any]:
         require_counts("estimate: parallelism and run give", sent.parallelism.stages, sent.run.microbatches)
-        made = estimate(preset(MODELS, "model", sent.model), sent.parallelism, preset(GPUS, "gpu", sent.gpu), sent.run)
+        answer = estimate(
+            preset(MODELS, "model", sent.model), sent.parallelism, preset(GPUS, "gpu", sent.gpu), sent.run
+        )
         return {
-            "problem": made.problem.to_dict(),
-            "parameters": made.parameters,
-            "state_bytes": [device.state for device in made.devices],
-            "workspace_bytes": [device.workspace for device in made.devices],
-            "reserved_bytes": [device.reserved for device in made.devices],
+            "problem": answer.problem.to_dict(),
+            "parameters": answer.parameters,
+            "state_bytes": [device.state for device in answer.devices],
+            "workspace_bytes": [device.workspace for device in answer.devices],
+            "reserved_bytes": [device.reserved for device in answer.devices],
         }
 
     return await context.computed(context.service.checks, estimated)
@@ -233,13 +235,15 @@ async def problem_from(form: str, sent: MeasuredBody, context: Context) -> Respo
     """
 
     def measured() -> dict[str, Any]:
-        made = problem_of(
+        measurements = problem_of(
             form,
             [(file.name, file.text) for file in sent.files],
             Given(sent.activation_bytes, sent.activation_budget_bytes, sent.weight_share, sent.step, sent.replica),
             MeasuredRun(sent.microbatches, sent.devices, sent.chunks, sent.shape),
         )
-        require_counts("problem-from: the files have", len(made.problem.stages), made.problem.microbatches)
-        return made.to_dict()
+        require_counts(
+            "problem-from: the files have", len(measurements.problem.stages), measurements.problem.microbatches
+        )
+        return measurements.to_dict()
 
     return await context.computed(context.service.checks, measured)

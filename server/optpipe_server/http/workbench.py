@@ -60,7 +60,7 @@ def _drawn_all(generator: WarmProcess, sent: WorkbenchBody) -> dict[str, Any]:
     frames: list[Frame] = []
     request = CompareRequest(problem=sent.problem, methods=sent.methods, placements=sent.placements)
     if not generator.ask(request, time.monotonic() + LONGEST_S, frames.append):
-        raise ReplyError(503, f"The schedules were not made within {LONGEST_S:g} s.", {"Retry-After": "5"})
+        raise ReplyError(503, f"The schedules were not made within {LONGEST_S:g} s.", retry_s=5)
     if refused := next((frame.reason for frame in frames if isinstance(frame, Refused)), None):
         raise InputError(f"workbench: {refused}")
     bounds = {frame.method: frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)}
@@ -74,17 +74,17 @@ def _drawn_all(generator: WarmProcess, sent: WorkbenchBody) -> dict[str, Any]:
     }
 
 
-def _verified(found: Incumbent, sent: WorkbenchBody, bound_ms: float | None) -> _Row:
+def _verified(incumbent: Incumbent, sent: WorkbenchBody, bound_ms: float | None) -> _Row:
     """What a method made, verified on the problem."""
     try:
-        schedule = replace(found.schedule.schedule(sent.problem, found.method), method=found.method)
+        schedule = replace(incumbent.schedule.schedule(sent.problem, incumbent.method), method=incumbent.method)
         wrong, misfits = schedule.compiled.complaints, schedule.compiled.certificate.complaints()
     except OptPipeError as error:
-        return _without_schedule(found.method, f"is no schedule: {error}")
+        return _without_schedule(incumbent.method, f"is no schedule: {error}")
     if wrong != misfits:
-        return _without_schedule(found.method, f"is no schedule: {wrong[0]}")
+        return _without_schedule(incumbent.method, f"is no schedule: {wrong[0]}")
     shown = {
-        "method": found.method,
+        "method": incumbent.method,
         "fits": not wrong,
         "reason": wrong[0] if wrong else None,
         "placement": schedule.placement.model_dump(mode="json", exclude_none=True) if schedule.placement else None,

@@ -9,7 +9,7 @@ from itertools import count
 import httpx
 import pytest
 from support.service import client_at
-from support.service.databases import shared_on_sqlite
+from support.service.postgres import shared_on_sqlite
 from support.service.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys

@@ -15,7 +15,7 @@ from sqlalchemy import update
 from support.patience import hold_timers
 from support.problems.chain import gpipe, one_by_one
 from support.processes import over
-from support.service.databases import on_sqlite
+from support.service.postgres import on_sqlite
 from support.service.work import Work, problem, sound
 from support.until import until
 

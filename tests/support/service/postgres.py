@@ -47,6 +47,11 @@ alter sequence jobs_number_seq restart; alter sequence log_number_seq restart
 """
 
 
+# For tests that do not depend on the database; `tests/server/database` has what its statements do on each.
+on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+shared_on_sqlite = pytest.mark.parametrize("shared", ["sqlite"], indirect=True)  # the server of a file of tests
+
+
 class Postgres:
     """One server on a socket of its own. Its data survive `stop`."""
 
