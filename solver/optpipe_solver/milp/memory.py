@@ -66,15 +66,15 @@ def _drop_after_offload(v: Variables, memory: _DeviceMemory) -> None:
     can only be E - T of y itself."""
     for a, y in product(memory.leaving, memory.ops):
         if M := v.M.get((a, y)):
-            v.add_follows(v.E[y], v.O[a], float(v.paths.time[y]), v.transfer_span(Kind.O, a), when=(M,))
+            v.rows.add_follows(v.E[y], v.O[a], float(v.paths.time[y]), v.transfer_span(Kind.O, a), when=(M,))
 
 
 def _reload_before_or_after_op(v: Variables, memory: _DeviceMemory) -> None:
     """Eq. 15 and 16, for the moment A at which the reload allocates: before y, or after it."""
     for a, y in product(memory.leaving, memory.ops):
         if N := v.N.get((a, y)):
-            v.add_follows(v.E[y], v.A[a], float(v.paths.time[y]), when=(N,))
-            v.add_follows(v.A[a], v.E[y], when=(v.W[a], ~N))
+            v.rows.add_follows(v.E[y], v.A[a], float(v.paths.time[y]), when=(N,))
+            v.rows.add_follows(v.A[a], v.E[y], when=(v.W[a], ~N))
 
 
 def _away_only_between_forward_and_backward(v: Variables, memory: _DeviceMemory) -> None:
@@ -143,6 +143,6 @@ def _bytes_away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) ->
             v.rows.add_clause(~X, v.W[c])
             v.rows.add_clause(~X, v.L[b, c])
             v.rows.add_clause(~X, ~v.N.get((b, v.number(Kind.F, c)), FALSE))
-            v.add_follows(v.A[b], v.O[c], span=v.transfer_span(Kind.O, c), when=(X,))
+            v.rows.add_follows(v.A[b], v.O[c], span=v.transfer_span(Kind.O, c), when=(X,))
             away.append((-int(v.costs.offload[c]), X))
     return away

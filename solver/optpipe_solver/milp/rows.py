@@ -23,17 +23,17 @@ class Literal(NamedTuple):
 
 NOTHING = 1e-9  # rounding may leave so much of a row that just holds
 TRUE, FALSE = Literal(-1), Literal(-1, False)
+Span = tuple[float, Literal]  # the length of a transfer, and whether it counts
 
 
 class Precedence(NamedTuple):
-    """`later >= earlier + gap + span`, required if all of `when` hold. `span` is the length of a transfer, which counts
-    if its literal holds."""
+    """`later >= earlier + gap + span`, required if all of `when` hold."""
 
     later: int
     earlier: int
-    gap: float = 0.0
-    span: tuple[float, Literal] = (0.0, TRUE)
-    when: tuple[Literal, ...] = ()
+    gap: float
+    span: Span
+    when: tuple[Literal, ...]
 
 
 class Carry(NamedTuple):
@@ -105,15 +105,16 @@ class Rows:
         if TRUE not in literals:
             self.add((), ((1.0, literal) for literal in literals), 1.0)
 
-    def add_precedence(self, precedence: Precedence) -> None:
-        """Adds the row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all.
+    def add_follows(
+        self, later: int, earlier: int, gap: float = 0.0, span: Span = (0.0, TRUE), when: tuple[Literal, ...] = ()
+    ) -> None:
+        """Adds the row of a `Precedence`, with the smallest big-M that the variables' bounds allow, or the one for all.
         Adds none if its literals cannot hold, or if it always holds."""
-        if FALSE in precedence.when or any(~literal in precedence.when for literal in precedence.when):
+        if FALSE in when or any(~literal in when for literal in when):
             return
-        when = tuple(literal for literal in precedence.when if literal != TRUE)
-        later, earlier, gap, (length, made) = precedence.later, precedence.earlier, precedence.gap, precedence.span
+        self.precedences.append(Precedence(later, earlier, gap, span, when))
+        when, (length, made) = tuple(literal for literal in when if literal != TRUE), span
         big = self.upper[earlier] + gap + length - self.lower[later] if self._big_m is None else self._big_m
-        self.precedences.append(precedence)
         if big > 0 or not when:
             literals = [(-length, made), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))

@@ -26,7 +26,7 @@ Order = dict[tuple[Hashable, Hashable], Literal]  # by two nodes: whether the fi
 def dependencies(v: Variables) -> None:
     """Eq. 5, 6 and 8, and the order of Eq. 1: `LongestPaths.arcs`."""
     for x, y, delay in v.paths.arcs:
-        v.add_follows(v.E[y], v.E[x], v.paths.time[y] + delay)
+        v.rows.add_follows(v.E[y], v.E[x], v.paths.time[y] + delay)
 
 
 def no_overlap_on_device(v: Variables) -> None:
@@ -34,14 +34,14 @@ def no_overlap_on_device(v: Variables) -> None:
     micro-batch (`j' ≠ j, c' ≠ c`); any two ops of a device exclude each other."""
     for (x, y), P in v.P.items():
         if P != TRUE:
-            v.add_follows(v.E[y], v.E[x], v.paths.time[y], when=(P,))
+            v.rows.add_follows(v.E[y], v.E[x], v.paths.time[y], when=(P,))
 
 
 def makespan(v: Variables) -> None:
     """Eq. 4. The first forward of all starts at 0, so its start needs no term."""
     precedes_some = (v.paths.lag > -np.inf).any(axis=1)
     for x in np.flatnonzero(~precedes_some).tolist():
-        v.add_follows(v.C, v.E[x])
+        v.rows.add_follows(v.C, v.E[x])
 
 
 def span(v: Variables) -> None:
@@ -101,10 +101,10 @@ def forward_offload_reload_backward(v: Variables) -> None:
     for a in v.activations:
         F, B = v.number(Kind.F, a), v.number(Kind.B, a)
         when = () if v.keeps_place(a) else (v.W[a],)
-        v.add_follows(v.O[a], v.E[F])
-        v.add_follows(v.A[a], v.O[a], span=v.transfer_span(Kind.O, a))
-        v.add_follows(v.R[a], v.A[a])
-        v.add_follows(v.E[B], v.R[a], float(v.paths.time[B]), v.transfer_span(Kind.R, a), when)
+        v.rows.add_follows(v.O[a], v.E[F])
+        v.rows.add_follows(v.A[a], v.O[a], span=v.transfer_span(Kind.O, a))
+        v.rows.add_follows(v.R[a], v.A[a])
+        v.rows.add_follows(v.E[B], v.R[a], float(v.paths.time[B]), v.transfer_span(Kind.R, a), when)
 
 
 def no_overlap_on_link(v: Variables) -> None:
@@ -117,18 +117,18 @@ def no_overlap_on_link(v: Variables) -> None:
     """
     for a, b in v.K:
         offload, reload = v.transfer_span(Kind.O, a), v.transfer_span(Kind.R, a)
-        v.add_follows(v.O[b], v.O[a], span=offload, when=(v.K[a, b],))  # Eq. 10
-        v.add_follows(v.R[b], v.R[a], span=reload, when=(v.L[a, b],))  # Eq. 11
+        v.rows.add_follows(v.O[b], v.O[a], span=offload, when=(v.K[a, b],))  # Eq. 10
+        v.rows.add_follows(v.R[b], v.R[a], span=reload, when=(v.L[a, b],))  # Eq. 11
         if H := v.H.get((a, b)):  # Eq. 12 and 13, where the link is half duplex
-            v.add_follows(v.R[b], v.O[a], span=offload, when=(H,))
-            v.add_follows(v.O[a], v.R[b], span=v.transfer_span(Kind.R, b), when=(~H,))
+            v.rows.add_follows(v.R[b], v.O[a], span=offload, when=(H,))
+            v.rows.add_follows(v.O[a], v.R[b], span=v.transfer_span(Kind.R, b), when=(~H,))
 
 
 def reloads_allocate_in_link_order(v: Variables) -> None:
     """Not of the paper: reloads of a device allocate in the order that they have on the link."""
     for (a, b), L in v.L.items():
         if v.costs.device[a[0]] == v.costs.device[b[0]]:
-            v.add_follows(v.A[b], v.A[a], when=(L, v.W[a], v.W[b]))
+            v.rows.add_follows(v.A[b], v.A[a], when=(L, v.W[a], v.W[b]))
 
 
 def no_cycles_of_three(rows: Rows, order: Order) -> None:

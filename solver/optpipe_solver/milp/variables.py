@@ -8,11 +8,10 @@ from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.milp.precedences import COMPUTE, LongestPaths, equal_microbatches
-from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
+from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Span
 from optpipe_solver.milp.switches import Switches
 
 Activation = tuple[int, int]  # stage and micro-batch
-Span = tuple[float, Literal]  # a length, and whether it counts
 
 
 class Variables:
@@ -164,12 +163,6 @@ class Variables:
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
         """The length of the whole activation's transfer, all parts together, and whether it is made."""
         return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.W[a]
-
-    def add_follows(
-        self, later: int, earlier: int, gap: float = 0.0, span: Span = (0.0, TRUE), when: tuple[Literal, ...] = ()
-    ) -> None:
-        """Adds the row `later >= earlier + gap + span`, required if all of `when` hold."""
-        self.rows.add_precedence(Precedence(later, earlier, gap, span, when))
 
     # --- known orders of transfers
 
