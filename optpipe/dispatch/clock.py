@@ -14,7 +14,7 @@ import numpy as np
 from optpipe.dispatch.devices import bytes_to_keep_free, choose_op, end_op, start_op, tell_next_stage
 from optpipe.dispatch.figures import Figures
 from optpipe.dispatch.links import serve_link
-from optpipe.dispatch.state import RECOMPUTE, State, look_at_links, reset
+from optpipe.dispatch.state import RECOMPUTE, State, look_soon_at_links, reset
 from optpipe.evaluate.jit import compiled, compiled_in_place, compiled_phase
 from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
@@ -55,7 +55,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         if state.running[d]:
             end_op(state, d)
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
-                look_at_links(figures, state, d, now)
+                look_soon_at_links(figures, state, d, now)
                 continue
         reserved = bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
         k, s = choose_op(figures, rules, state, d, now, reserved)

@@ -205,7 +205,7 @@ def look_soon(state: State, place: int, moment: float) -> None:
 
 
 @compiled_phase
-def look_at_links(figures: Figures, state: State, d: int, now: float) -> None:
+def look_soon_at_links(figures: Figures, state: State, d: int, now: float) -> None:
     for way in range(2):
         link = figures.links[way, d]
         look_soon(state, link, max(now, state.link_free_at[link]))
