@@ -139,7 +139,7 @@ def test_several_routes_keep_their_stages():
 
 @pytest.mark.parametrize("placement", [None, Placement(chunks=2, shape="v"), Placement(chunks=6)])
 def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
-    problem = pipeline(memory=6)
+    problem = pipeline(memory=6, microbatches=4)
     placed = placement.apply(problem) if placement else problem
     best = min(
         (generate(name, placed) for name in ("adaoffload", "zb-auto")), key=lambda schedule: schedule.makespan_ms
