@@ -89,12 +89,10 @@ def _runs(
         raise InputError(reason)
     if timed and (overlap := training.overlap):
         unused.append(f"{what}{overlap}")
-    if timed and not training.clocks_are_known:
-        assumed.append("that the clocks of devices that exchange no messages agree")
     if not timed:
         assumed.append(f"the order of ops: {ASSUMED}, as not all starts were measured")
     spans = training.spans_ms if timed else [whole_ms.get(step[0].step, float("nan")) for step in training.steps]
-    ahead = tuple(training.ahead_ms.get(d, 0.0) for d in range(training.devices))
+    ahead = tuple(training.ahead_ms[d] if timed else 0.0 for d in range(training.devices))
     runs = []
     for step, span_ms, messages_ms in zip(training.steps, spans, training.messages_ms, strict=True):
         order = training.order_of(step) if timed else _megatrons(training, step)

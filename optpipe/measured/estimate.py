@@ -46,7 +46,7 @@ def estimate(recording: Recording, given: Given) -> Measurements:
     messages_ms = [ms for of_step in training.messages_ms for ms in of_step]
     message = MeasuredTimes.from_samples(messages_ms) if messages_ms else None
     ample = _roomy_problem(figures, training.where, training.microbatches, message, given)
-    measured_ms = median(training.spans_ms) if training.clocks_are_known else None
+    measured_ms = median(training.spans_ms) if training.are_timed else None
     if measured_ms == 0:
         raise InputError(NO_TIME)
     order, reasons = _order_that_ran(training, ample)

@@ -43,19 +43,15 @@ class TrainingSteps:
 
     @cached_property
     def ahead_ms(self) -> dict[int, float]:
-        """By device, how far its clock is ahead (`clocks_ahead`)."""
+        """By device, how far its clock is ahead (`clocks_ahead`): of all devices where all starts were measured, since
+        each stage of a whole step has messages with the next one."""
         return clocks_ahead(self.steps, self.where)
-
-    @property
-    def clocks_are_known(self) -> bool:
-        """Whether messages tell how far the clocks of all devices are apart."""
-        return self.are_timed and set(self.where) <= self.ahead_ms.keys()
 
     @property
     def spans_ms(self) -> list[float]:
         """Of each step whose starts were measured, from the first start to the last end over all devices, by the clock
-        of stage 0's device. Clocks that nothing is known of count as equal to it."""
-        ahead = [self.ahead_ms.get(d, 0.0) for d in range(self.devices)]
+        of stage 0's device."""
+        ahead = self.ahead_ms
         return [
             max(each.end_ms - ahead[each.device] for each in step)
             - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
