@@ -49,7 +49,7 @@ def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
 
 def test_a_part_stays_where_memory_suffices_for_it_alone():
     problem = pipeline(1, 2, 16, stage(offload=(1, 1, 8), offload_parts=2))
-    away = Schedule.parse(problem, ["0F0 0O0 0O0.1 0D0 0D0.1 0F1 0BW1 0R0 0R0.1 0BW0".split()])
+    away = Schedule.parse(problem, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0F1", "0BW1", "0R0", "0R0.1", "0BW0"]])
     moved = [op for op in prune(away).programs[0].ops() if op.kind in (Kind.O, Kind.D, Kind.R)]
     assert [op.kind for op in moved] == [Kind.O, Kind.D, Kind.R]
     assert len({op.part for op in moved}) == 1
