@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
+from optpipe_solver import budget  # loads OR-Tools, before a test of the MILP loads HiGHS: the other way round it fails
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _work_is_counted() -> Iterator[None]:
-    counting = sys.modules.get("optpipe_solver.budget")  # not imported here: it loads OR-Tools
     with pytest.MonkeyPatch.context() as patch:
-        if counting:
-            patch.setattr(counting, "BACKSTOP", 1000.0)
+        patch.setattr(budget, "BACKSTOP", 1000.0)
         yield
