@@ -34,7 +34,8 @@ def test_every_start_is_the_end_of_its_cause(pair):
         if cause == NONE:
             assert (why, timeline.start[row]) == (Cause.BEGIN, 0.0)
             continue
-        ops = [rows.op(each) for each in (row, row + 1)[: 1 + (row in rows.first)]]
+        first = row - int(rows.second[row])  # a pair starts as one
+        ops = [rows.op(each) for each in (first, first + 1)[: 1 + (first in rows.first)]]
         messages = {nominal_message_ms(problem, op) for op in ops if why == Cause.ACROSS and op.kind in COMPUTE}
         late[row] = timeline.start[row] - timeline.end[cause]
         assert any(np.isclose(late[row], each) for each in {0.0, *messages})
