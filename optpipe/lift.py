@@ -20,8 +20,8 @@ from optpipe.model.arrays import Flags, Floats, Ints, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
-from optpipe.schedule import Schedule, link_orders
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, link_orders, of_kinds
+from optpipe.schedule import Schedule
 
 TOLERANCE_MS = 1e-6  # times closer than this are the same moment
 
@@ -70,7 +70,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     ends = np.searchsorted(device[in_program], np.arange(len(problem.devices) + 1))
     programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
     by_rank = in_program[np.argsort(rank[in_program], kind="stable")]
-    return Schedule(problem, programs, link_orders(problem, table[by_rank], device[by_rank]), method)
+    return Schedule(problem, programs, link_orders(problem.shared_links, table[by_rank], device[by_rank]), method)
 
 
 def grain(start: Floats) -> float:

@@ -23,10 +23,10 @@ from optpipe.evaluate.timeline import Timeline
 from optpipe.files import read_file, write_file
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.figures import Items
-from optpipe.model.ops import HOST_LINK, MARKS, OPTIMIZER, Kind
+from optpipe.model.ops import MARKS, OPTIMIZER, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.program import MICROBATCH, STAGE, Program, of_kinds, parse_programs
+from optpipe.model.program import MICROBATCH, STAGE, Program, link_orders, of_kinds, parse_programs
 from optpipe.model.records import Document, Record, TotalMs
 from optpipe.model.rules import Rules
 from optpipe.show.page import Picture, plot, still
@@ -82,18 +82,11 @@ class Schedule:
 
     @classmethod
     def in_order(cls, problem: Problem, table: Table, device: Ints | None = None, method: str = "") -> Schedule:
-        """The schedule whose programs and shared links all keep one order of ops.
-
-        Parameters
-        ----------
-        table
-            (n, 5) rows of a program, in this order.
-        device
-            (n,) of which program each row is; by default that of the device of its stage.
-        """
+        """The schedule whose programs and shared links all keep one order of ops: the rows of a table (n, 5), each of a
+        device (n,), by default that of its stage."""
         device = problem.costs.device[table[:, STAGE]] if device is None else device
         programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
-        return cls(problem, programs, link_orders(problem, table, device), method)
+        return cls(problem, programs, link_orders(problem.shared_links, table, device), method)
 
     @cached_property
     def compiled(self) -> CompiledSchedule:
@@ -168,16 +161,6 @@ class Schedule:
     def save(self, path: str | Path) -> None:
         """Writes a schedule file, whole or not at all."""
         ScheduleFile.from_schedule(self).save(path)
-
-
-def link_orders(problem: Problem, table: Table, device: Ints) -> dict[str, Program]:
-    """By shared link with any: its transfers among the rows of a table (n, 5), each of a device (n,), in their
-    order."""
-    transfer = of_kinds(table, *HOST_LINK)
-    links = {
-        link: Program(table[transfer & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()
-    }
-    return {link: order for link, order in links.items() if len(order)}
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import InputError
-from optpipe.model.ops import OP, Kind, Op, Pair, parse_item
+from optpipe.model.ops import HOST_LINK, OP, Kind, Op, Pair, parse_item
 
 KIND, STAGE, MICROBATCH, PART, JOINED = range(5)  # the columns of a program's table
 
@@ -151,3 +151,13 @@ def parse_programs(entries: Any, what: str) -> tuple[Program, ...]:
         except InputError as error:
             raise InputError(f"{what}[{d}]: {error}") from None
     return tuple(programs)
+
+
+def link_orders(
+    shared_links: Mapping[str, tuple[int, ...]], table: NDArray[np.int32], device: NDArray[np.int64]
+) -> dict[str, Program]:
+    """By shared link with any: its transfers among the rows of a table (n, 5), each of a device (n,), in their
+    order."""
+    transfer = of_kinds(table, *HOST_LINK)
+    links = {link: Program(table[transfer & np.isin(device, sharers)]) for link, sharers in shared_links.items()}
+    return {link: order for link, order in links.items() if len(order)}
