@@ -31,13 +31,13 @@ from benchmarks.random_problems import random_problem  # noqa: E402
 from optpipe.evaluate.objective import raises, reaches, shorter  # noqa: E402
 from optpipe.model.problem import Problem  # noqa: E402
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Request  # noqa: E402
-from optpipe_solver import plan  # noqa: E402
+from optpipe_solver import tuning  # noqa: E402
 from optpipe_solver.portfolio import Portfolio, engine_processes, engine_runs, heuristic_runs  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ablation.jsonl"
-ENGINES = tuple(dict.fromkeys(run.engine for run in plan.AUTO))
-HEURISTICS = (*plan.HEURISTICS, "published")
+ENGINES = tuple(dict.fromkeys(run.engine for run in tuning.AUTO))
+HEURISTICS = (*tuning.HEURISTICS, "published")
 KEYS = ("problem", "sha256", "seconds", "heuristics", "without")
 
 
@@ -122,7 +122,7 @@ def search(problem: Problem, without: str, seconds: float, heuristics: bool) -> 
 def run_heuristics(portfolio: Portfolio) -> None:
     """Only what heuristics do before engines start."""
     if portfolio.begin():
-        share = plan.heuristics_share(portfolio.limit.seconds)
+        share = tuning.heuristics_share(portfolio.limit.seconds)
         runs = portfolio.heuristics.run(portfolio.heuristics.streams(), share)
         while next(runs, True) is None and not portfolio.state.optimal:
             pass
@@ -131,9 +131,9 @@ def run_heuristics(portfolio: Portfolio) -> None:
 @contextmanager
 def without_part(name: str) -> Iterator[None]:
     """Leave an engine, a heuristic or the published schedules out of `auto`."""
-    engines = tuple(run for run in plan.AUTO if run.engine != name)
-    heuristics = tuple(heuristic for heuristic in plan.HEURISTICS if heuristic != name)
-    with patch.object(plan, "AUTO", engines), patch.object(plan, "HEURISTICS", heuristics):
+    engines = tuple(run for run in tuning.AUTO if run.engine != name)
+    heuristics = tuple(heuristic for heuristic in tuning.HEURISTICS if heuristic != name)
+    with patch.object(tuning, "AUTO", engines), patch.object(tuning, "HEURISTICS", heuristics):
         if name == "published":
             with patch.object(heuristic_runs, "variants", lambda problem: iter(())):
                 yield
@@ -146,7 +146,7 @@ def recorded_engines(ran: set[str]) -> Iterator[None]:
     """Note the engines that are started."""
     start: Callable[..., None] = engine_runs.EngineRuns.start
 
-    def noted(runs: Any, run: plan.EngineRun, *rest: Any) -> None:
+    def noted(runs: Any, run: tuning.EngineRun, *rest: Any) -> None:
         ran.add(run.engine)
         start(runs, run, *rest)
 

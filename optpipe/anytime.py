@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from optpipe.errors import FrameError, InputError, SolverError
-from optpipe.known import CacheUse, ScheduleCache, better_start
+from optpipe.known import ScheduleCache, SearchCache, better_start
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
@@ -35,7 +35,7 @@ class _Known:
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(self, request: Request, admit: Callable[[int], None] | None, used: CacheUse) -> None:
+    def __init__(self, request: Request, admit: Callable[[int], None] | None, used: SearchCache) -> None:
         self._used = used
         self._child = Child(SOLVER, request, admit)
         began = time.monotonic()
@@ -76,7 +76,7 @@ class _Answered(Search):
     """A search that is over when it begins: what is known is proven."""
 
     def __init__(self, result: Result) -> None:
-        self._known, self._used, self._results = _Known(result), CacheUse(None), iter((result,))
+        self._known, self._used, self._results = _Known(result), SearchCache(None), iter((result,))
 
     @property
     def mark(self) -> str:
@@ -225,7 +225,7 @@ def _searching(
             f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    asked, used = SolveOptions.from_arguments(what, options), CacheUse(cache)
+    asked, used = SolveOptions.from_arguments(what, options), SearchCache(cache)
     hit = used.hit(problem, asked.objective) if asked.starts_from_known else None
     if hit:
         if hit.status == "optimal" and asked.answered_by_optimum:

@@ -59,7 +59,7 @@ def better_start(problem: Problem, warm_start: Schedule | None, hit: Hit, object
         return hit.schedule
 
 
-class CacheUse:
+class SearchCache:
     """A search's use of a cache, if it has one.
 
     An error of the cache becomes a note, and so does a schedule from elsewhere, such as the pack; the search goes on.

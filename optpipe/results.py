@@ -7,7 +7,7 @@ from html import escape
 from typing import Self
 
 from optpipe.evaluate.jitter import Noise
-from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches
 from optpipe.options import Placements, SearchOptions
 from optpipe.schedule import Found, Schedule, Status
 from optpipe.show.page import still
@@ -148,7 +148,7 @@ def merged(best: Result, new: Result) -> Result:
 
     A bound above the schedule's length is wrong and is dropped.
     """
-    kept = min((best, new), key=lambda result: NEVER if result.value_ms is None else result.value_ms)
+    kept = min((best, new), key=lambda result: NO_SCHEDULE_MS if result.value_ms is None else result.value_ms)
     if kept.schedule is None:
         kept = new
     longest = length_ms(kept.schedule, kept.objective)

@@ -17,7 +17,7 @@ from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.jit import are_compiled, plain
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.rules import Rules
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     rules
         The best ones of this descent.
     ms
-        The length that they lead to; `NEVER` where they lead to no schedule.
+        The length that they lead to; `NO_SCHEDULE_MS` where they lead to no schedule.
     tried
         How many rules were simulated since the last step.
     listed
@@ -63,8 +63,8 @@ def descents(
     starts: list[tuple[float, int, Rules]] = []
     for n, rules in enumerate(chain(given_rules, first_rules(simulator))):
         ms = simulator.length_ms(rules, objective, state)
-        yield Step(rules, ms, 1, state if ms < NEVER else None)
-        if ms < NEVER:
+        yield Step(rules, ms, 1, state if ms < NO_SCHEDULE_MS else None)
+        if ms < NO_SCHEDULE_MS:
             starts.append((ms, n, rules))
     starts.sort()
     different = list({ms: rules for ms, _, rules in starts}.items())[: HEATS[0]] if race else []

@@ -25,7 +25,7 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 class Figures(NamedTuple):
     """The problem for `clock.list_ops`. S stages stand in `stage_order`.
 
-    The last axis of figures has a column for each class of equal micro-batches (`Costs.alike`). The first axis of what
+    The last axis of figures has one column a class of equal micro-batches (`Costs.class_of`). The first axis of what
     depends on it says what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
     is (V = 1 + the most levels of a stage).
 
@@ -57,7 +57,7 @@ class Figures(NamedTuple):
         (D, classes) how long each micro-batch keeps each device busy.
     offset_ms
         (2, S, classes) how long after its micro-batch's begin the F, the B of each stage starts at full speed.
-    alike
+    class_of
         (m,) the column of each micro-batch.
     """
 
@@ -76,14 +76,14 @@ class Figures(NamedTuple):
     stages_on_link: Ints
     work_ms: Floats
     offset_ms: Floats
-    alike: Ints
+    class_of: Ints
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Figures:
         order, costs, effects = stage_order(problem), problem.costs, Effects(problem)
         device = costs.device[order]
         # An op that takes no time gets an instant, so that the order of starts says what came first.
-        examples = costs.examples
+        examples = costs.representatives
         compute, timed = np.ix_(np.array(COMPUTE), order), np.ix_(np.array((*COMPUTE, *TRANSFERS)), order)
         levels = range(costs.levels.recompute_ms.shape[0])
         ms = np.array([each[..., examples][timed] for each in (costs.ms, *map(costs.level_ms, levels))])
@@ -113,7 +113,7 @@ class Figures(NamedTuple):
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
                 work_ms=_work_ms(ms[0] * (place != NONE), device, len(problem.devices)),
                 offset_ms=offset_ms,
-                alike=costs.alike,
+                class_of=costs.class_of,
             )
         )
 
@@ -157,7 +157,7 @@ class Choices(NamedTuple):
                 chunk=chunks_of_stages(costs.device[order]),
                 carry_ms=np.maximum(carry_ms(costs, order), least_ms),
                 patience_ms=np.maximum(costs.ms[: Kind.B + 1, order].max(axis=-1), instant_ms(problem)),
-                order_is_free=bool(costs.alike.max() > 0 and not problem.fixed_order),
+                order_is_free=bool(costs.class_of.max() > 0 and not problem.fixed_order),
             )
         )
 
@@ -194,7 +194,7 @@ def _along_routes(problem: Problem, order: Ints, ms: Floats, message_ms: Floats)
     place = np.full(ms.shape[1:], NONE, dtype=np.int64)
     next_stage, offset_ms = np.full((2, *place.shape), NONE, dtype=np.int64), np.zeros((2, *place.shape))
     for r, stages in enumerate(problem.all_routes):
-        route, columns = index[list(stages)], np.flatnonzero(costs.route[costs.examples] == r)
+        route, columns = index[list(stages)], np.flatnonzero(costs.route[costs.representatives] == r)
         place[np.ix_(route, columns)] = np.arange(len(route))[:, None]
         next_stage[0][np.ix_(route[:-1], columns)] = route[1:, None]
         next_stage[1][np.ix_(route[1:], columns)] = route[:-1, None]

@@ -20,7 +20,7 @@ import numpy as np
 from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows
 from optpipe.dispatch.memory_shares import stage_order
 from optpipe.evaluate.jit import plain
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.lift import lift_table
 from optpipe.model.arrays import NONE, Floats, Ints, Table
 from optpipe.model.ops import Kind
@@ -53,7 +53,7 @@ class Simulator:
         self.problem, self.is_compiled = problem, is_compiled
         self.figures, self.choices = Figures.from_problem(problem), Choices.from_problem(problem)
         self.stages = len(self.figures.device)
-        self.ops = 3 * int((self.figures.place[:, self.figures.alike] != NONE).sum())
+        self.ops = 3 * int((self.figures.place[:, self.figures.class_of] != NONE).sum())
 
     @cached_property
     def loops(self) -> Loops:
@@ -63,10 +63,12 @@ class Simulator:
         return loops if self.is_compiled else Loops(*map(plain, loops))
 
     def length_ms(self, rules: Rules, objective: Objective, room: State | None = None) -> float:
-        """The length of the schedule that the rules lead to; `NEVER` if they lead to none, since what is in flight
+        """The length of the schedule that rules lead to; `NO_SCHEDULE_MS` if they lead to none, since what is in flight
         fills the memory. `room` is used anew, if given."""
         state = self._run(rules, room)
-        return NEVER if state is None else float(self.loops.listed_ms(self.figures, state, objective == "span"))
+        if state is None:
+            return NO_SCHEDULE_MS
+        return float(self.loops.listed_ms(self.figures, state, objective == "span"))
 
     def schedule(self, rules: Rules, method: str, listed: State | None = None) -> Schedule | None:
         """The schedule that the rules lead to, without useless transfers; None if they lead to none. `listed` is what
@@ -88,12 +90,12 @@ class Simulator:
     def _run(self, rules: Rules, room: State | None = None) -> State | None:
         """Returns when ops and transfers start; None if some compute ops do not."""
         state = room or self.new_state()
-        return state if self.loops.list_ops(self.figures, in_rows(rules), state, NEVER) else None
+        return state if self.loops.list_ops(self.figures, in_rows(rules), state, NO_SCHEDULE_MS) else None
 
     def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints, level: Ints) -> tuple[Table, Floats]:
         """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts and (S, m) levels in the
         order of entry."""
-        started = start < NEVER
+        started = start < NO_SCHEDULE_MS
         kind, stage, j, part = np.nonzero(started)
         part = np.where(np.array(kinds)[kind] == Kind.C, level[stage, j], part)
         table = np.array(

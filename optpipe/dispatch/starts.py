@@ -69,7 +69,7 @@ def entry_orders(problem: Problem) -> Iterator[Ints]:
     or falling to it, so that light ones fill and empty the pipeline, or heavy ones do.
     """
     yield np.arange(problem.microbatches)
-    if problem.fixed_order or problem.costs.alike.max() == 0:
+    if problem.fixed_order or problem.costs.class_of.max() == 0:
         return
     rising = _by_work(problem)
     yield rising

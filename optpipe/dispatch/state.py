@@ -171,7 +171,7 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.link_free_at[:] = 0.0
     state.work_left[:] = 0.0
     for j in range(microbatches):
-        state.column[j] = figures.alike[rules.order[j]]
+        state.column[j] = figures.class_of[rules.order[j]]
         for d in range(len(figures.memory)):
             state.work_left[d] += figures.work_ms[d, state.column[j]]
         for s in range(stages):

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 Objective = Literal["makespan", "span"]
 
 TOLERANCE = 1e-9  # relative, and in ms
-NEVER = float("inf")  # the length of a schedule that is not there
+NO_SCHEDULE_MS = float("inf")  # the length of a schedule that is not there
 
 
 class Timed(Protocol):
@@ -27,7 +27,7 @@ class Timed(Protocol):
 def length_ms(schedule: Timed | None, objective: Objective) -> float:
     """The length that counts, in ms: the makespan, or the span (OptPipe, Eq. 3). Infinite without a schedule."""
     if schedule is None:
-        return NEVER
+        return NO_SCHEDULE_MS
     return schedule.makespan_ms if objective == "makespan" else schedule.span_ms
 
 

@@ -48,7 +48,7 @@ def numbered_as_computed(schedule: Schedule, stage: int, reader: str) -> Schedul
     Equal micro-batches change names, and the schedule stays the same. Raises InputError if others would have to;
     `reader` says who takes the j-th one for number j, and as what.
     """
-    order, alike = forwards_of(schedule, stage), schedule.problem.costs.alike
+    order, alike = forwards_of(schedule, stage), schedule.problem.costs.class_of
     differs = np.flatnonzero(alike[order] != alike)
     if differs.size:
         k = int(differs[0])

@@ -185,7 +185,7 @@ class Costs:
         return upto - total * part // n
 
     @cached_property
-    def alike(self) -> Ints:
+    def class_of(self) -> Ints:
         """(m,) the class of each micro-batch: those of one class take one route and have the same figures.
 
         Only such micro-batches can change places in a schedule.
@@ -205,19 +205,19 @@ class Costs:
         return classes
 
     @cached_property
-    def examples(self) -> Ints:
+    def representatives(self) -> Ints:
         """(classes,) the first micro-batch of each class."""
-        return np.unique(self.alike, return_index=True)[1]
+        return np.unique(self.class_of, return_index=True)[1]
 
     @cached_property
     def classes(self) -> list[list[int]]:
         """The micro-batches of each class."""
-        return [np.flatnonzero(self.alike == c).tolist() for c in range(len(self.examples))]
+        return [np.flatnonzero(self.class_of == c).tolist() for c in range(len(self.representatives))]
 
     @property
     def are_equal(self) -> bool:
         """Whether all micro-batches of a route have the same figures."""
-        return len(self.examples) == len(np.unique(self.route))
+        return len(self.representatives) == len(np.unique(self.route))
 
 
 def stored_width(array: Any) -> int:

@@ -12,7 +12,7 @@ from math import inf
 from optpipe.dispatch.descents import Step, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import rules_of_schedule
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, of_kinds
@@ -38,14 +38,14 @@ class RulesSearch:
     Attributes
     ----------
     ms
-        The length of the shortest schedule found; `NEVER` where rules lead to none, or do not say all: they know no
+        Length of the shortest schedule found; `NO_SCHEDULE_MS` where rules lead to none or do not say all: they know no
         pairs, no evictions and no updates on the host.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:
         programs = () if schedule is None else schedule.programs
         said = all(of_kinds(each.table, *SAID).all() and not each.table[:, JOINED].any() for each in programs)
-        self.ms = NEVER
+        self.ms = NO_SCHEDULE_MS
         self._method = METHOD if schedule is None else schedule.method
         self._best: Rules | None = None
         self._simulator, self._simulated = Simulator(problem), 0

@@ -17,7 +17,7 @@ from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import moved_rules, rules_of_schedule, whole_reliefs
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
-from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
 from optpipe.process.niceness import be_a_nicer_thread
@@ -111,7 +111,8 @@ class PlannedStep:
         """Simulate about so many rules, unless the search is over."""
         tries = 0
         while tries < most_tries and (step := next(self._steps, None)):
-            if not self._over.is_set() and step.ms < NEVER and (self._best is None or shorter(step.ms, self._best.ms)):
+            is_better = self._best is None or shorter(step.ms, self._best.ms)
+            if not self._over.is_set() and step.ms < NO_SCHEDULE_MS and is_better:
                 self._best = step
             tries += step.tried
 

@@ -159,7 +159,7 @@ class Attempts:
             except LostError:
                 raise
             except Exception as error:
-                counts = reads_first or not self._can_stop or not attempt.is_known_to_be_doomed
+                counts = reads_first or not self._can_stop or not attempt.must_undo
                 if counts and not (attempt.is_trial and ran_out(error)):
                     raise
                 self._executor.abandon()
@@ -206,7 +206,7 @@ class _Attempt:
         return not self.met and (not self.all_know or any(feature.is_wrong() for feature in self.features))
 
     @property
-    def is_known_to_be_doomed(self) -> bool:
+    def must_undo(self) -> bool:
         """The same, but False if the ranks are lost to each other."""
         try:
             return self.is_doomed

@@ -11,7 +11,7 @@ from optpipe.dispatch.descents import compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.evaluate.jit import compile_at_once
-from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Ready, Request
 from optpipe_solver.incumbent import BestSchedule
@@ -42,8 +42,8 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float:
     emit(Ready())
     best = BestSchedule(request, emit)
     spent_s, simulated = 0.0, 0
-    shortest_ms = NEVER  # by rules
-    offered_ms = NEVER  # the shortest so far, also where that is no better as a schedule
+    shortest_ms = NO_SCHEDULE_MS  # by rules
+    offered_ms = NO_SCHEDULE_MS  # the shortest so far, also where that is no better as a schedule
     hopeless_ms = HOPELESS_LENGTH * best.value
     given = rules_of_schedule(simulator, best.schedule)
     for rules, ms, tried, listed in descents(simulator, request.objective, request.seed, given):

@@ -19,7 +19,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.heap import settle
 from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request, requests, write_frame
 from optpipe.reuse.by_rules import by_rules
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit
@@ -27,7 +27,7 @@ from optpipe_solver.portfolio.search_state import Emit
 
 def main() -> None:
     asked = requests(Request)
-    resource.setrlimit(resource.RLIMIT_DATA, (plan.FIRST_MAX_BYTES, plan.FIRST_MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (tuning.FIRST_MAX_BYTES, tuning.FIRST_MAX_BYTES))
     compile_at_once()
     small = _small()
     answer(Request(problem=small), lambda _: None)  # so that nobody waits for imports and compiled code
@@ -48,10 +48,10 @@ def answer(request: Request, emit: Emit) -> None:
     request's time limit.
     """
     ops = 3 * len(request.problem.stages) * request.problem.microbatches
-    large = ops / plan.OPS_PER_S > plan.FIRST_LIST_S
-    enough = time.monotonic() + (min(request.time_limit_s, plan.FIRST_LIST_S) if large else 0.0)
+    large = ops / tuning.OPS_PER_S > tuning.FIRST_LIST_S
+    enough = time.monotonic() + (min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
     try:
-        search = _search(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
+        search = _search(request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S}), emit)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return

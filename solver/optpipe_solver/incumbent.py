@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import NEVER, length_ms, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, shorter
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver.paths import has_only_known_ops
+from optpipe_solver.schedule_facts import has_only_known_ops
 
 
 class BestSchedule:
@@ -25,7 +25,7 @@ class BestSchedule:
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
         self.schedule: Schedule | None = None
-        self.value = NEVER
+        self.value = NO_SCHEDULE_MS
         warm = self._warm_start(request.warm_start) if request.warm_start else None
         if warm is not None:
             self.schedule, self.value = warm, length_ms(warm, request.objective)

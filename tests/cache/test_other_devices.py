@@ -9,7 +9,7 @@ import pytest
 from support.problems import pipeline, stage
 
 from optpipe import Problem, check
-from optpipe.evaluate.objective import NEVER
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.placement import Placement, Shape
 from optpipe.reuse.by_rules import RulesSearch, by_rules
 from optpipe.reuse.devices import resized
@@ -64,7 +64,7 @@ def test_a_search_in_rules_goes_on_where_it_ended() -> None:
     problem = Placement.balanced(row, 3, "looped").apply(row)
     search = RulesSearch(problem, None, "makespan")
     assert search.go_on(10**6, until=time.monotonic()) is None
-    assert search.ms == NEVER
+    assert search.ms == NO_SCHEDULE_MS
     lengths = [schedule.makespan_ms for most in (10**5, 5 * 10**5, 2 * 10**6) if (schedule := search.go_on(most))]
     assert lengths == sorted(lengths, reverse=True)
     assert len(set(lengths)) == 3

@@ -26,7 +26,7 @@ from support.problems.small import (
 )
 
 from optpipe import Problem, certify, check
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.process.protocol import Note
 from optpipe.reuse.by_rules import by_rules
 from optpipe.steps import StepScheduler
@@ -114,7 +114,7 @@ def no_schedule_is_shorter(problem: Problem) -> None:
 
 def all_agree_with_every_schedule(problem: Problem, objective: Objective, milp: Solver) -> None:
     best_ms = best_or_reject(problem, objective)
-    if best_ms == NEVER:
+    if best_ms == NO_SCHEDULE_MS:
         event("no schedule fits")
         return
     assert infeasibility(problem) is None
@@ -167,6 +167,6 @@ def test_a_bound_that_is_too_high_by_2_percent_is_seen() -> None:
             best_ms, _ = best_of_all(problem, "makespan")
         except TooManyError:
             return False
-        return best_ms < NEVER and 1.02 * max(bounds_of(problem, "makespan").values()) > best_ms + NOISE
+        return best_ms < NO_SCHEDULE_MS and 1.02 * max(bounds_of(problem, "makespan").values()) > best_ms + NOISE
 
     find(unequal_and_tiny(), is_seen, settings=settings(max_examples=50, phases=[Phase.generate]))

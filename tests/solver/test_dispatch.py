@@ -21,7 +21,7 @@ from optpipe.dispatch.descents import descents
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules, moved_rules, rules_of_schedule, spread
-from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -65,7 +65,7 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
             schedule = simulator.schedule(rules, "dispatch")
             simulated = {objective: simulator.length_ms(rules, objective) for objective in ("makespan", "span")}
             if schedule is None:
-                assert set(simulated.values()) == {NEVER}
+                assert set(simulated.values()) == {NO_SCHEDULE_MS}
                 break
             assert check(problem, schedule) == []
             if not (
@@ -85,7 +85,7 @@ def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Probl
     for rules in some_rules(simulator, seed):
         for _ in range(4):
             plain = PlainListScheduler(simulator.figures, rules)
-            assert list_ops(simulator.figures, in_rows(rules), state, NEVER) == plain.run()
+            assert list_ops(simulator.figures, in_rows(rules), state, NO_SCHEDULE_MS) == plain.run()
             np.testing.assert_array_equal(state.start, plain.start)
             np.testing.assert_array_equal(state.moved, plain.moved)
             rules = changed(simulator, rules, random)

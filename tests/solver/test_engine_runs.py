@@ -15,14 +15,14 @@ from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
-from optpipe_solver import engines, plan
+from optpipe_solver import engines, tuning
 from optpipe_solver.heuristics import generate
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.search_state import SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.tuning import EngineRun
 
 PROBLEM: Problem = chain(m=6)
 NAIVE, BETTER = generate("naive", PROBLEM), generate("adaoffload", PROBLEM)
@@ -94,7 +94,7 @@ def test_an_engine_has_a_second_at_least(started: list[Started]) -> None:
     for share in (0.001, 0.5):
         planned = [EngineRun("lns", share), EngineRun("lns", repeat=True)]
         searching(planned, time_limit_s=60.0).start_next(beside_heuristics=True)
-    assert started[0].allotted_s == plan.ENGINE_LEAST_S < 20.0 < started[1].allotted_s
+    assert started[0].allotted_s == tuning.ENGINE_LEAST_S < 20.0 < started[1].allotted_s
 
 
 @pytest.mark.parametrize(("threads", "order"), [(1, ["dispatch"]), (2, ["lns", "dispatch"])])
@@ -113,7 +113,7 @@ def test_where_the_clock_counts_open_ended_engines_make_no_end(threads: int, sta
     runs = searching([], threads=threads)
     for run in (*TABLE, EngineRun("relax")):
         runs.start(run, 10.0, 1)
-    open_ended_s = 9.5 if threads == 1 else plan.NO_LIMIT_S
+    open_ended_s = 9.5 if threads == 1 else tuning.NO_LIMIT_S
     assert [engine.time_limit_s for engine in started] == [9.5, *[open_ended_s] * 3]
     assert all(engine.deadline > time.monotonic() + engine.allotted_s / 2 for engine in started)
 
@@ -217,7 +217,7 @@ def test_where_the_milp_has_ended_there_is_none() -> None:
 def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
     """Whether its turn comes too late, or not at all because heuristics took all of the time."""
     told: list[Frame] = []
-    runs = milp_runs(told, plan.ENGINE_END_S)
+    runs = milp_runs(told, tuning.ENGINE_END_S)
     if turn:
         runs.start_next(beside_heuristics=False)
     runs.stop_all()

@@ -21,8 +21,8 @@ from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.cpsat.grid_schedule import is_expressible
-from optpipe_solver.paths import allocation_times, has_only_known_ops, tails
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
+from optpipe_solver.schedule_facts import allocation_times, has_only_known_ops, tails
 
 EVICT = {"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION}
 

@@ -19,7 +19,7 @@ from optpipe import InputError, Problem, certify, check
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.objective import length_ms
-from optpipe_solver import plan, systems
+from optpipe_solver import systems, tuning
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS, generate
@@ -149,7 +149,7 @@ def test_on_a_slow_link_every_activation_leaves_in_part():
 
 
 def test_a_search_descends_however_many_starts_fail_before(monkeypatch):
-    monkeypatch.setattr(plan, "DESCENT_FAILURES", 2)
+    monkeypatch.setattr(tuning, "DESCENT_FAILURES", 2)
     problem = pipeline([0, 1], 4, 2, (10, 10, 8, 12))
     starts = len(list(first_rules(Simulator(problem, is_compiled=False))))
     assert len(list(STREAMS["adaoffload"](problem, "makespan"))) > starts > 10

@@ -14,8 +14,8 @@ from optpipe import Problem, check
 from optpipe.process.protocol import Note, Request
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.heuristics.pairs import join_pairs
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.tuning import EngineRun
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:

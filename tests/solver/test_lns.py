@@ -15,7 +15,7 @@ from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice
-from optpipe_solver.paths import deliveries, tails
+from optpipe_solver.schedule_facts import deliveries, tails
 from optpipe_solver.systems import generate
 
 

@@ -19,7 +19,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.parts import in_all_parts
@@ -33,7 +33,7 @@ from optpipe_solver.portfolio.time_limit import TimeLimit
 def few_tries() -> Iterator[None]:
     """What is said here holds of any schedule."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "GENERATE_TRIES", 8)
+        patch.setattr(tuning, "GENERATE_TRIES", 8)
         yield
 
 
@@ -143,7 +143,7 @@ def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
             yield better if clock[0] >= gains_at_s else naive
 
     heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, state, TimeLimit(request), print)
-    for _ in heuristics.run({"naive": stream()}, plan.HEURISTICS_SHARE, lambda: clock[0] < ready_s):
+    for _ in heuristics.run({"naive": stream()}, tuning.HEURISTICS_SHARE, lambda: clock[0] < ready_s):
         pass
     assert clock[0] == pytest.approx(until_s, abs=1.0)
 
@@ -171,7 +171,7 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
     monkeypatch.setattr(HeuristicRuns, "published", published)
     state = SearchState(request, lambda frame: None)
     heuristics = HeuristicRuns(request, None, state, TimeLimit(request), print)
-    for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, plan.HEURISTICS_SHARE):
+    for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, tuning.HEURISTICS_SHARE):
         pass
     assert tried == order
 
@@ -179,5 +179,5 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
 @pytest.mark.parametrize(("parts", "first"), [(1, "adaoffload"), (64, "naive")])
 def test_where_many_parts_make_list_scheduling_slow_naive_comes_first(parts: int, first: str) -> None:
     costs = stage(sizes=(5, 2), offload=(1, 1, 5), offload_parts=parts)
-    request = Request(problem=pipeline(2, plan.LARGE_PARTS // 100, 20, costs))
+    request = Request(problem=pipeline(2, tuning.LARGE_PARTS // 100, 20, costs))
     assert next(iter(Portfolio(request, print).heuristics.streams())) == first

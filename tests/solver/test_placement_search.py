@@ -20,7 +20,7 @@ from optpipe import Device, Problem, Schedule, check
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_cli import main as cli
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import PlacementSearch, placement_search
 
@@ -91,7 +91,7 @@ def test_more_chunks_beat_what_one_chunk_can_ever_reach():
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_bounds_hold_for_every_placement(monkeypatch, objective):
-    monkeypatch.setattr(plan, "CHUNKS", 2)
+    monkeypatch.setattr(tuning, "CHUNKS", 2)
     problem = problem_of([stage(0, (2, 4, 2), 2, 2), stage(1, (4, 2, 2), 2, 0)], [2, 2], 1)
     best = min(best_of_all(placed, objective)[0] for placed in (problem, rechunk(problem, 2), rechunk(problem, 2, "v")))
     frames = run(problem, objective=objective)
@@ -211,9 +211,9 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert first.method == "naive"
     assert looks == FakePortfolio.with_published == FakePortfolio.with_rules
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
-    assert sum(request.time_limit_s for request in looks[1:]) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
+    assert sum(request.time_limit_s for request in looks[1:]) == pytest.approx(60 * tuning.FIRST_LOOK_SHARE, rel=0.2)
     # In rules on seven placements, on the half of them, on the half of these: each time for a third of their share.
-    a_round = plan.RULES_OPS_PER_S * 60 * plan.RULES_SHARE / 3 * (plan.COUNTED_SHARE if threads == 1 else threads)
+    a_round = tuning.RULES_OPS_PER_S * 60 * tuning.RULES_SHARE / 3 * (tuning.COUNTED_SHARE if threads == 1 else threads)
     seven, four, two = (round(a_round * each) for each in (1 / 7, 1 / 7 + 1 / 4, 1 / 7 + 1 / 4 + 1 / 2))
     assert sorted(FakePortfolio.in_rules, key=lambda each: (each[1], each[0])) == [
         *((chunks, seven) for chunks in (1, 2, 2, 3, 3, 4, 4)),
@@ -225,7 +225,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert deep[2].time_limit_s > 20.0
     if threads == 1:
         ran = [request for request in FakePortfolio.asked[2:] if request.method != "dispatch"]
-        assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - plan.RULES_SHARE) + 1e-6
+        assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - tuning.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
 
@@ -236,14 +236,14 @@ def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.
     search = PlacementSearch(
         Request(problem=problem, method="auto", placements="all", time_limit_s=300.0, threads=2), frames.append
     )
-    monkeypatch.setattr(plan, "FIRST_LOOK_SHARE", 1e-9)
+    monkeypatch.setattr(tuning, "FIRST_LOOK_SHARE", 1e-9)
     monkeypatch.setattr(search.candidates, "list_all", lambda named: setattr(search, "deadline", time.monotonic()))
     search.run()
     assert found(problem, frames)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
 
 
 def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monkeypatch):
-    monkeypatch.setattr(plan, "RULES_OPS_PER_S", 2e6)  # so that it ends by its count, also on a busy machine
+    monkeypatch.setattr(tuning, "RULES_OPS_PER_S", 2e6)  # so that it ends by its count, also on a busy machine
     frames: list[Any] = []
     problem = Problem.load(EXAMPLES / "zero-bubble" / "zb-8x24-half.json")
     request = Request(problem=problem, method="auto", placements="all", time_limit_s=20.0, threads=3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.problems.chain import chain
 
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.methods import ENGINES, HEURISTICS, MILP
-from optpipe_solver.plan import EngineRun, engine_runs
+from optpipe_solver.tuning import EngineRun, engine_runs
 
 PROBLEM = chain(m=10)  # 20 forwards
 
@@ -15,7 +15,7 @@ PROBLEM = chain(m=10)  # 20 forwards
 @pytest.fixture
 def table(monkeypatch):
     def set_to(*rows: EngineRun) -> None:
-        monkeypatch.setattr(plan, "AUTO", rows)
+        monkeypatch.setattr(tuning, "AUTO", rows)
 
     return set_to
 
@@ -27,7 +27,7 @@ def shares(method: str = "auto", jitter: float = 0.0, unfit: tuple[str, ...] = (
 def test_a_run_that_repeats_fills_the_rest(table):
     table(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=19), EngineRun("c", 0.1, repeat=True))
     assert shares() == {"a": 0.3, "c": 0.1}
-    assert shares(jitter=0.1) == {"a": 0.3, "c": 0.1, "robust": plan.JITTER_RUN.share}
+    assert shares(jitter=0.1) == {"a": 0.3, "c": 0.1, "robust": tuning.JITTER_RUN.share}
 
 
 def test_otherwise_all_time_is_shared(table):
@@ -44,10 +44,10 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 
 
 def test_the_table_itself_fits_the_time():
-    assert {run.engine for run in plan.AUTO} == {*ENGINES} - {MILP}
-    assert sum(run.share for run in plan.AUTO) <= 1.0  # runs that repeat fill the rest
-    assert [plan.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
-        plan.HEURISTICS_SHARE,
-        plan.HEURISTICS_S / 4,
+    assert {run.engine for run in tuning.AUTO} == {*ENGINES} - {MILP}
+    assert sum(run.share for run in tuning.AUTO) <= 1.0  # runs that repeat fill the rest
+    assert [tuning.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
+        tuning.HEURISTICS_SHARE,
+        tuning.HEURISTICS_S / 4,
         0.5,
     ]

@@ -11,7 +11,7 @@ import pytest
 from support.problems.planner import RESERVED, SMALL, few_choices, question
 
 from optpipe import InputError, OptPipeError, check, export_schedule
-from optpipe.evaluate.objective import NEVER
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.options import SearchOptions
 from optpipe.transformer.calibrate import NAMES, UNEXPLAINED
 from optpipe.transformer.presets import GPUS, MODELS
@@ -47,7 +47,7 @@ def found() -> Plan:
 
 def everything(asked: Question) -> float:
     """The shortest iteration that any published schedule or list scheduling has, of all candidates, without bounds."""
-    best = NEVER
+    best = NO_SCHEDULE_MS
     for candidate in candidates(asked):
         if candidate.state_bytes >= asked.gpu.memory_bytes or infeasibility(candidate.problem):
             continue

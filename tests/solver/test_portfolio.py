@@ -18,14 +18,14 @@ import optpipe
 from optpipe import InputError, Problem, check
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe_solver import plan, systems
+from optpipe_solver import systems, tuning
 from optpipe_solver.heuristics import STREAMS, generate
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio, engine_processes
+from optpipe_solver.tuning import EngineRun
 
 TESTS = Path(__file__).parents[1]
 HEURISTICS_SHARE = 0.01  # of the time
-PLANNED_S = 19.7 * (1 - HEURISTICS_SHARE) * plan.COUNTED_SHARE  # of 20 s, for engines on one thread
+PLANNED_S = 19.7 * (1 - HEURISTICS_SHARE) * tuning.COUNTED_SHARE  # of 20 s, for engines on one thread
 COSTS = problems.stage((10, 10, 8), (5, 2))
 EXAMPLES = TESTS.parent / "examples" / "problems"
 
@@ -39,9 +39,9 @@ def engines(monkeypatch):
     """Two engines, each behaving as told."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.5), EngineRun("milp", 0.5)))
-    monkeypatch.setattr(plan, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
-    monkeypatch.setattr(plan, "DESCENT_FAILURES", 10)
+    monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.5), EngineRun("milp", 0.5)))
+    monkeypatch.setattr(tuning, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
+    monkeypatch.setattr(tuning, "DESCENT_FAILURES", 10)
     monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
 
     def behave(cpsat: str, milp: str) -> None:
@@ -111,7 +111,7 @@ def test_an_engine_that_holds_too_much_is_ended(engines):
 
 def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypatch):
     engines("seed 8.0", "crash")  # of what it is given it spends most
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.1, repeat=True)))
+    monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.1, repeat=True)))
     told = notes(run(pipeline(), seed=5, time_limit_s=80.0, threads=1))
     assert sum(text.startswith("milp failed") for text in told) == 1
     seeds = [int(text.split()[-1]) for text in told if "seed" in text]
@@ -121,7 +121,7 @@ def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypa
 
 def test_an_engine_with_nothing_more_to_do_does_not_run_again(engines, monkeypatch):
     engines("seed 0.1", "seed 8.0")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.2, repeat=True)))
+    monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.2, repeat=True)))
     told = notes(run(pipeline(), time_limit_s=80.0, threads=1))
     assert sum(text.startswith("cpsat") for text in told) == 1
     assert sum(text.startswith("milp") for text in told) > 2
@@ -228,7 +228,7 @@ def test_the_milp_runs_if_it_is_asked_for_though_heuristics_meet_the_bound(engin
 
 @pytest.mark.parametrize("method", ["milp", "auto"])
 def test_how_the_milp_ended_is_told_to_who_asked_for_it(method, monkeypatch):
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("milp", 1.0),))
+    monkeypatch.setattr(tuning, "AUTO", (EngineRun("milp", 1.0),))
     told = [
         text.partition(" after ")[0] for text in notes(run(pipeline(2, 2, memory=8), method=method, solver="highs"))
     ]

@@ -19,7 +19,7 @@ from support.problems.strategies import problems_with_schedules
 
 from benchmarks.problems import offloading
 from optpipe import Problem, Schedule, certify, check
-from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver import relax
@@ -104,7 +104,7 @@ def test_it_is_what_a_plain_search_finds(problem, objective):
             continue
         begins_ms = shortest_paths(problem).arrives[d] if objective == "makespan" else 0.0
         bounds_ms = list(device_bounds(problem, d, objective, 50_000))
-        assert (bounds_ms[-1] if bounds_ms else NEVER) == pytest.approx(begins_ms + plain_ms)
+        assert (bounds_ms[-1] if bounds_ms else NO_SCHEDULE_MS) == pytest.approx(begins_ms + plain_ms)
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -114,7 +114,7 @@ def test_the_first_bound_of_several_steps_has_all_work_and_the_way_after_it(prob
         patch.setattr(one_device, "POPS", 1)
         for d in searchable_devices(problem):
             passes = [(0, s) for s in problem.all_routes[0] if problem.stages[s].device == d]
-            first_ms = next(device_bounds(problem, d), NEVER)
+            first_ms = next(device_bounds(problem, d), NO_SCHEDULE_MS)
             work_ms = sum(problem.costs.ms[kind, s, 0] for _, s in passes for kind in (Kind.F, Kind.B))
             paths = shortest_paths(problem)
             after_ms = paths.after[0, passes[0][1]]

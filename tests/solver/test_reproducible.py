@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from optpipe import Problem
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Programs, Request
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio, engine_processes, heuristic_runs, time_limit
+from optpipe_solver.tuning import EngineRun
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples" / "problems"
@@ -25,9 +25,9 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch):
     monkeypatch.setenv("cpsat", "seed")
     monkeypatch.setenv("milp", "tells")
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
-    monkeypatch.setattr(plan, "AUTO", (EngineRun("cpsat", 0.4), EngineRun("milp", 0.6)))
-    monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
-    monkeypatch.setattr(plan, "OPS_PER_S", 5_000)
+    monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.4), EngineRun("milp", 0.6)))
+    monkeypatch.setattr(tuning, "JITTER_RUN", EngineRun("milp", 0.5))
+    monkeypatch.setattr(tuning, "OPS_PER_S", 5_000)
     request = Request(
         problem=Problem.load(EXAMPLES / "slowlink-8x16.json"), time_limit_s=200.0, threads=1, seed=2, jitter=0.05
     )

@@ -12,7 +12,7 @@ import optpipe
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.jitter import Noise
 from optpipe.process.protocol import Bound, Incumbent, Note, Programs, Request
-from optpipe_solver import plan, robust
+from optpipe_solver import robust, tuning
 from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio, engine_processes
@@ -52,7 +52,7 @@ def test_the_engine_counts_its_work_with_one_thread():
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_the_portfolio_goes_by_the_percentile(monkeypatch, objective):
-    monkeypatch.setattr(plan, "AUTO", ())
+    monkeypatch.setattr(tuning, "AUTO", ())
     problem = start().problem
     frames: list[object] = []
     Portfolio(
@@ -93,7 +93,7 @@ def test_where_nothing_is_to_be_gained_by_nominal_times_only_robust_goes_on(monk
     monkeypatch.setenv("milp", "slow")
     monkeypatch.setenv("robust", "seed 2.0")
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
-    monkeypatch.setattr(plan, "AUTO", (plan.EngineRun("cpsat", 0.4), plan.EngineRun("milp", 0.3)))
+    monkeypatch.setattr(tuning, "AUTO", (tuning.EngineRun("cpsat", 0.4), tuning.EngineRun("milp", 0.3)))
     frames: list[object] = []
     request = Request(problem=Problem.load(EXAMPLES / "figure4-4x6.json"), jitter=0.05, time_limit_s=16.0, threads=1)
     Portfolio(request, frames.append).run()

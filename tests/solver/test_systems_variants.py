@@ -16,7 +16,7 @@ from support.problems.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Incumbent, Note, Request
-from optpipe_solver import plan, systems
+from optpipe_solver import systems, tuning
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs, time_limit
 from optpipe_solver.systems import SYSTEMS, System
 from optpipe_solver.systems.variants import variants
@@ -27,8 +27,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch):
     """What published schedules alone bring, and the first schedule of each heuristic."""
-    monkeypatch.setattr(plan, "AUTO", ())
-    monkeypatch.setattr(plan, "OPS_PER_S", 1)
+    monkeypatch.setattr(tuning, "AUTO", ())
+    monkeypatch.setattr(tuning, "OPS_PER_S", 1)
 
 
 def tight() -> Problem:
@@ -130,7 +130,7 @@ def test_of_many_choices_some_are_tried():
     groups = [method for method in variants(units(32, 8, v=2)) if method.startswith("gis:")]
     assert groups[0] == "gis:group=16"
     assert groups[-1] == "gis:group=32"
-    assert len(groups) <= plan.VARIANTS
+    assert len(groups) <= tuning.VARIANTS
 
 
 def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():

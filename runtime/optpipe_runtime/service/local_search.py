@@ -11,7 +11,7 @@ from functools import partial
 
 from optpipe.anytime import improve
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.objective import NEVER
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -36,11 +36,13 @@ class LocalSearch:
 
     async def follow(self, problem: Problem, running: Schedule | None) -> None:
         """Searches until time is up or the best is proven; cancelling it ends the processes."""
-        best_ms = NEVER
+        best_ms = NO_SCHEDULE_MS
         if running is not None:
             on_problem = Schedule(problem, running.programs, running.links, running.method)
             best_ms = (
-                NEVER if check(problem, on_problem) else self._value_ms(Result.from_schedule(on_problem, self._options))
+                NO_SCHEDULE_MS
+                if check(problem, on_problem)
+                else self._value_ms(Result.from_schedule(on_problem, self._options))
             )
         arguments = self._options.arguments()
         try:
@@ -67,7 +69,7 @@ class LocalSearch:
 
     def _value_ms(self, result: Result) -> float:
         """What the search minimizes."""
-        return NEVER if result.value_ms is None else result.value_ms
+        return NO_SCHEDULE_MS if result.value_ms is None else result.value_ms
 
 
 def _behind(pid: int) -> None:

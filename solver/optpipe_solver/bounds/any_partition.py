@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
@@ -32,7 +32,7 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     hop = min(np.min(problem.p2p_ms), *(np.min(message.ms) for message in problem.messages or ()), MOST_MS)
     p = len({problem.stages[s].device for s in problem.all_routes[0]})
     if p > len(layers):
-        return NEVER  # there is no partition
+        return NO_SCHEDULE_MS  # there is no partition
     kinds = [(j, 1) for j in range(problem.microbatches)] if _differ(layers) else [(0, problem.microbatches)]
     times = [_layer_times(problem, j) for j, _ in kinds]
     counts = np.array([count for _, count in kinds])

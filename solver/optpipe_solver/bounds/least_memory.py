@@ -21,7 +21,7 @@ from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.sizes import told_apart
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
@@ -90,7 +90,7 @@ def infeasibility(problem: Problem) -> str | None:
 def _hungriest(problem: Problem, device: int) -> int:
     """The micro-batch that needs most of a device's memory by itself."""
     relaxation = without_evictions(problem)
-    examples: list[int] = problem.costs.examples.tolist()
+    examples: list[int] = problem.costs.representatives.tolist()
     return max(examples, key=lambda j: _least(relaxation, device, j, limit_host=True))
 
 
@@ -112,7 +112,7 @@ def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
 
 
 def _least_on(problem: Problem, device: int, limit_host: bool) -> int:
-    examples: list[int] = problem.costs.examples.tolist()
+    examples: list[int] = problem.costs.representatives.tolist()
     return max(_least(problem, device, j, limit_host) for j in examples)
 
 
@@ -151,7 +151,7 @@ def _search(
         if s == stages[-1]:
             options = options[:1]  # nothing else runs on the device before its backward
         following = []
-        most = max(1, plan.RELIEF_STATES // len(options))
+        most = max(1, tuning.RELIEF_STATES // len(options))
         if len(states) > most:
             states, complete = sorted(states, key=lambda state: state.residual)[:most], False
         for state in states:

@@ -18,7 +18,7 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.bounds.one_machine import one_machine_bound
 from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.bounds.relaxations import without_evictions
@@ -69,7 +69,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     problem = without_evictions(problem)
     paths, work = shortest_paths(problem), _work(problem, (Kind.B, Kind.W))
     bounds = [deferral_bound(problem, objective)]
-    if len(paths.round_trip) > plan.MEMORY_BOUND_PASSES:
+    if len(paths.round_trip) > tuning.MEMORY_BOUND_PASSES:
         return bounds[0]
     held = {j: stage_bytes(problem, j) for j in paths.passing}
     weights = _weights()
@@ -132,11 +132,11 @@ def _choice_costs(
 
 @cache
 def _weights() -> Floats:
-    """Return (3, ways) all ways to split one over memory, link and compute, in `plan.WEIGHT_STEPS` steps.
+    """Return (3, ways) all ways to split one over memory, link and compute, in `tuning.WEIGHT_STEPS` steps.
 
     Each makes one bound of three limits.
     """
-    n = plan.WEIGHT_STEPS
+    n = tuning.WEIGHT_STEPS
     return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n
 
 
@@ -156,7 +156,7 @@ def measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
 
     sizes = {size for held in stages for size in (held.stays, held.waiting, *(x.checkpoint for x in held.levels))}
     by_values: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
-    for k in range(1, plan.MEASURES + 1 if len(stages) <= plan.MEASURE_STAGES else 1):
+    for k in range(1, tuning.MEASURES + 1 if len(stages) <= tuning.MEASURE_STAGES else 1):
         measure = steps(k)
         if any(measure(size) > share(size) for size in sizes if size <= memory):
             by_values.setdefault(tuple(map(measure, sizes)), measure)
@@ -251,11 +251,11 @@ def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     can come before that forward, no forward after that backward.
     """
     costs, factor = problem.costs, problem.overlap_factor or 1.0
-    examples = costs.examples
+    examples = costs.representatives
     passes = (costs.before[costs.route[examples]] != OFF_ROUTE).T  # (S, classes)
     forward, gradient = costs.ms[Kind.F][:, examples], costs.ms[list(backward)][..., examples].sum(axis=0)
     work = np.zeros(len(problem.devices))
-    np.add.at(work, costs.device, factor * (((forward + gradient) * passes) @ np.bincount(costs.alike)))
+    np.add.at(work, costs.device, factor * (((forward + gradient) * passes) @ np.bincount(costs.class_of)))
     for d in range(len(work)):
         used = (costs.device == d)[:, None] & passes
         if used.any():

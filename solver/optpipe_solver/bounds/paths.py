@@ -43,7 +43,7 @@ def shortest_times(problem: Problem, microbatch: int) -> Floats:
 
 def shortest_paths(problem: Problem) -> Paths:
     costs = problem.costs
-    device, examples = costs.device, costs.examples.tolist()
+    device, examples = costs.device, costs.representatives.tolist()
     arrives = np.full(len(problem.devices), np.inf)
     leaves, returns = arrives.copy(), arrives.copy()
     reaches: dict[Pass, float] = {}
@@ -70,6 +70,6 @@ def shortest_paths(problem: Problem) -> Paths:
             returns[device[s]] = min(returns[device[s]], home[j, s])
             round_trip[j, s] = on[-1] - on[k] + last + back[-1] - back[k]
             passes[device[s]].append((j, s))
-    passing = dict(zip(examples, np.bincount(costs.alike).tolist(), strict=True))
+    passing = dict(zip(examples, np.bincount(costs.class_of).tolist(), strict=True))
     used = np.isfinite(arrives)
     return Paths(passing, times, passes, used, arrives, leaves, returns, reaches, round_trip, after, home, one_entry)

@@ -19,7 +19,7 @@ from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.exact import common_step_ms, exact, serial_ms, with_times
-from optpipe_solver.paths import needs_fused
+from optpipe_solver.schedule_facts import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
 # less.
@@ -147,7 +147,7 @@ class Grid:
 
     @cached_property
     def _common(self) -> int:
-        examples = self.problem.costs.examples
+        examples = self.problem.costs.representatives
         holdings = (
             each.bytes
             for s, stage in enumerate(self.problem.stages)
@@ -169,13 +169,13 @@ class Grid:
 
     @cached_property
     def _parts(self) -> list[list[dict[int, int]]]:
-        examples = self.problem.costs.examples.tolist()
+        examples = self.problem.costs.representatives.tolist()
         return [[self._parts_of(s, j) for j in examples] for s in range(len(self.problem.stages))]
 
     @cached_property
     def _alike(self) -> list[int]:
         """The class of each micro-batch."""
-        alike: list[int] = self.problem.costs.alike.tolist()
+        alike: list[int] = self.problem.costs.class_of.tolist()
         return alike
 
     def _parts_of(self, s: int, j: int) -> dict[int, int]:

@@ -17,7 +17,7 @@ from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.heuristics import generate
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.methods import HEURISTICS
-from optpipe_solver.paths import (
+from optpipe_solver.schedule_facts import (
     allocation_times,
     deliveries,
     has_only_known_ops,

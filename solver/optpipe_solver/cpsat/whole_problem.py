@@ -166,7 +166,7 @@ def number_by_entry(schedule: Schedule) -> Schedule:
         enters = (
             (program[:, KIND] == Kind.F)
             & (program[:, STAGE] == route[0])
-            & (problem.costs.alike[program[:, MICROBATCH]] == c)
+            & (problem.costs.class_of[program[:, MICROBATCH]] == c)
         )
         entered = program[enters, MICROBATCH]
         name[entered] = np.sort(entered)

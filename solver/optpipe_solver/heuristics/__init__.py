@@ -6,6 +6,7 @@ for a compiler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,13 +17,13 @@ from typing import Protocol
 from optpipe.dispatch.descents import Step, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import NEVER, Objective, length_ms
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_solver import plan, systems
+from optpipe_solver import systems, tuning
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.pairs import in_pairs_or_not, with_fused_backwards
-from optpipe_solver.paths import needs_fused
+from optpipe_solver.schedule_facts import needs_fused
 
 __all__ = ["STREAMS", "generate"]
 
@@ -30,22 +31,22 @@ __all__ = ["STREAMS", "generate"]
 class Stream(Protocol):
     """A heuristic: yields one schedule at least, and ends soon after the deadline, a moment of `time.monotonic`."""
 
-    def __call__(self, problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]: ...
+    def __call__(self, problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]: ...
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
     """Return a heuristic's best schedule with little effort."""
     passes = len(problem.stages) * problem.microbatches
-    tries = min(plan.GENERATE_TRIES, max(2, plan.GENERATE_OPS // (3 * passes)))
+    tries = min(tuning.GENERATE_TRIES, max(2, tuning.GENERATE_OPS // (3 * passes)))
     return min(islice(STREAMS[method](problem, objective), tries), key=lambda schedule: length_ms(schedule, objective))
 
 
-def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+def naive(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
     """One micro-batch at a time, with offload or recompute only where memory demands it."""
     yield one_at_a_time(problem, "naive")
 
 
-def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+def zero_bubble(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
     """Zero bubble's automatic schedule within memory (Qi et al. 2023, section 3).
 
     Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
@@ -54,7 +55,7 @@ def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER)
     yield from _by_rules(problem, "zb-auto", ("zb-h1", "zb-h2"), objective, deadline, with_relief=False)
 
 
-def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
+def ada_offload(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
     """AdaOffload (OptPipe, Algorithm 1).
 
     Before its first backward a stage runs the forwards that memory admits. Then an offload follows each forward and a
@@ -80,11 +81,12 @@ def _by_rules(
     After that one come the published schedules. One micro-batch at a time is the answer where no rules lead to any.
     """
     best: Schedule | None = None
-    lengths, failures, began = {NEVER}, 0, monotonic()
+    lengths, failures, began = {NO_SCHEDULE_MS}, 0, monotonic()
     for simulator, step in _steps(problem, objective, with_relief):
         before, is_first = best, best is None
         failures += step.listed is None  # a start is none: the best may be yet to come
-        if step.ms not in lengths or (step.ms < NEVER and problem.overlap_factor is not None):  # pairs tell them apart
+        has_pairs = step.ms < NO_SCHEDULE_MS and problem.overlap_factor is not None
+        if step.ms not in lengths or has_pairs:  # pairs tell them apart
             lengths.add(step.ms)
             if schedule := simulator.schedule(step.rules, method, step.listed):
                 best = _shortest(objective, best, *in_pairs_or_not(problem, schedule))
@@ -95,7 +97,7 @@ def _by_rules(
             yield best
         failures = failures if best is before else 0
         ended = monotonic()
-        if failures == plan.DESCENT_FAILURES or 2 * ended - began > deadline:  # another one might take as long
+        if failures == tuning.DESCENT_FAILURES or 2 * ended - began > deadline:  # another one might take as long
             break
         began = ended
     if best is None:

@@ -16,8 +16,8 @@ def one_at_a_time(problem: Problem, method: str) -> Schedule:
 
     All programs and shared links keep one order of all ops, so nothing deadlocks.
     """
-    passes = [_one_pass(problem.route(j), reliefs(problem, j)) for j in problem.costs.examples.tolist()]
-    rows_of = [passes[alike] for alike in problem.costs.alike.tolist()]
+    passes = [_one_pass(problem.route(j), reliefs(problem, j)) for j in problem.costs.representatives.tolist()]
+    rows_of = [passes[alike] for alike in problem.costs.class_of.tolist()]
     kind, stage, part = np.concatenate(rows_of).T
     microbatch = np.repeat(np.arange(problem.microbatches), [len(rows) for rows in rows_of])
     table: Table = np.stack([kind, stage, microbatch, part, np.zeros_like(kind)], axis=1).astype(np.int32)

@@ -21,7 +21,7 @@ from optpipe_solver.milp.precedences import LongestPaths
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
-from optpipe_solver.paths import needs_fused
+from optpipe_solver.schedule_facts import needs_fused
 
 LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
 

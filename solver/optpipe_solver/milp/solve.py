@@ -79,7 +79,7 @@ class _Search:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
         request, solver, costs = self._request, self._request.solver, self._problem.costs
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
-        if len(costs.examples) == self._problem.microbatches:  # no two are equal: there is no order to fix
+        if len(costs.representatives) == self._problem.microbatches:  # no two are equal: there is no order to fix
             orders = ("none",)
         for order in orders:
             is_limited = self.best.schedule is not None and request.objective == "makespan"

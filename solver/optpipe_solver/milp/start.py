@@ -21,7 +21,7 @@ class Interval(NamedTuple):
     end: float
 
 
-NEVER = Interval(math.inf, math.inf)
+NO_SCHEDULE_MS = Interval(math.inf, math.inf)
 
 
 def assignment(v: Variables, schedule: Schedule) -> dict[int, float]:
@@ -88,7 +88,7 @@ class _Reading:
                 yield H, first <= second
 
     def _if_made(self, moved: dict[Activation, Interval | None], a: Activation) -> Interval:
-        return (moved[a] or NEVER) if a in self._offloaded else NEVER
+        return (moved[a] or NO_SCHEDULE_MS) if a in self._offloaded else NO_SCHEDULE_MS
 
     def _allocation_moment(self, b: Activation) -> float:
         """When the reload of b allocates: where its copy starts or, if that is during a compute op, before this op."""

@@ -172,7 +172,7 @@ class Variables:
         return self.order == "stages" and a[0] == b[0] and a[1] < b[1] and self._are_equal(a[1], b[1])
 
     def _are_equal(self, i: int, j: int) -> bool:
-        return bool(self.costs.alike[i] == self.costs.alike[j])
+        return bool(self.costs.class_of[i] == self.costs.class_of[j])
 
     def is_over_before(self, a: Activation, b: Activation) -> bool:
         """Whether all of a is over before b begins."""

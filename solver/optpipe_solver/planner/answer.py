@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Question
 from optpipe_solver.planner.today import Running
@@ -54,7 +54,7 @@ class Plan:
     @property
     def ruled_out(self) -> int:
         """How many candidates were left without a schedule because of their bounds."""
-        return sum(c.schedule is None and self._limit_ms <= c.bound_ms < NEVER for c in self.ranked)
+        return sum(c.schedule is None and self._limit_ms <= c.bound_ms < NO_SCHEDULE_MS for c in self.ranked)
 
     @property
     def left_open(self) -> int:
@@ -75,7 +75,7 @@ class Plan:
         """The best candidate of each other division that fits: those with a schedule first, then by their bounds."""
         best: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.ranked:
-            if candidate.bound_ms < NEVER and candidate.division != self.best.division:
+            if candidate.bound_ms < NO_SCHEDULE_MS and candidate.division != self.best.division:
                 best.setdefault(candidate.division, candidate)
         return list(best.values())
 
@@ -92,7 +92,7 @@ class Plan:
 
 def why_none(question: Question, candidates: Sequence[Candidate], time_limit_s: float) -> str:
     """Why there is no schedule: too little time, or which candidate misses by least and what it needs."""
-    left = sum(candidate.bound_ms < NEVER for candidate in candidates)
+    left = sum(candidate.bound_ms < NO_SCHEDULE_MS for candidate in candidates)
     if left:
         return (
             f"time_limit_s = {time_limit_s:g}: no schedule was found by then and {left} candidates "
@@ -112,7 +112,7 @@ def why_none(question: Question, candidates: Sequence[Candidate], time_limit_s: 
 
 def _nearest(candidates: Sequence[Candidate]) -> tuple[Candidate, int]:
     """The candidate whose fullest GPU needs least, and how many bytes that are."""
-    nearest, least = candidates[0], (NEVER, 0)
+    nearest, least = candidates[0], (NO_SCHEDULE_MS, 0)
     for candidate in sorted(candidates, key=lambda candidate: candidate.state_bytes):
         if candidate.state_bytes >= least[0]:
             break

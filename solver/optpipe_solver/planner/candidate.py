@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.figures import one_for_all
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
@@ -24,7 +24,7 @@ class Candidate:
     Attributes
     ----------
     bound_ms
-        No iteration without evictions is shorter; `NEVER` if memory admits none.
+        No iteration without evictions is shorter; `NO_SCHEDULE_MS` if memory admits none.
     schedule
         The best one so far.
     start
@@ -50,8 +50,8 @@ class Candidate:
 
     @property
     def iteration_ms(self) -> float:
-        """By the best schedule so far; `NEVER` without one."""
-        return self.with_step_end(self.schedule.makespan_ms) if self.schedule else NEVER
+        """By the best schedule so far; `NO_SCHEDULE_MS` without one."""
+        return self.with_step_end(self.schedule.makespan_ms) if self.schedule else NO_SCHEDULE_MS
 
     @property
     def least_ms(self) -> float:

@@ -16,7 +16,7 @@ from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 from optpipe.transformer.work import LEVELS
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.planner.candidate import ROOMY, Candidate
 
 Stack = Literal["optpipe", "torch", "megatron"]
@@ -98,7 +98,7 @@ def _estimates(question: Question) -> Iterator[Estimate]:
         least = pp if question.stack == "torch" else 1  # AutoModel refuses fewer micro-batches than ranks
         sizes = (
             size
-            for size in plan.MICROBATCH_SIZES
+            for size in tuning.MICROBATCH_SIZES
             if replica_batch % size == 0 and least <= replica_batch // size <= MAX_MICROBATCHES
         )
         for size in (size for size in sizes if gcd(size, cp) == 1):  # else replicas of smaller micro-batches are better
@@ -136,7 +136,7 @@ def _divisions(question: Question) -> Iterator[dict[str, int]]:
                 dp = question.gpus // tp // cp // pp
                 if pp > 1 and question.limit:
                     continue
-                if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= plan.MOST_DEGREE:
+                if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= tuning.MOST_DEGREE:
                     for ep in _divisors(gcd(dp * cp, model.experts)) if model.experts else (1,):
                         for zero in _zeros(question, pp, dp * cp):
                             yield {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "zero": zero}
@@ -152,7 +152,7 @@ def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
 def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:
     """Yield chunks and shapes. Of V-shaped ones torch places two, Megatron none."""
     yield 1, "looped"
-    for chunks in range(2, plan.CHUNKS + 1) if pp > 1 else ():
+    for chunks in range(2, tuning.CHUNKS + 1) if pp > 1 else ():
         if pp * chunks <= question.model.layers:
             yield chunks, "looped"
             if question.stack == "optpipe" or (question.stack == "torch" and chunks == 2):

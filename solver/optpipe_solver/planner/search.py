@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.evaluate.objective import NEVER, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.megatron import has_order
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
@@ -120,7 +120,7 @@ class PlanSearch:
 
     def may_win(self, candidate: Candidate) -> bool:
         """Whether its bound allows it to be shorter than the best by more than the gap."""
-        limit = NEVER if self.best is None else self.best.iteration_ms * (1 - self.options.gap)
+        limit = NO_SCHEDULE_MS if self.best is None else self.best.iteration_ms * (1 - self.options.gap)
         return shorter(candidate.bound_ms, limit)
 
     def _publish(self) -> None:
@@ -131,7 +131,7 @@ class PlanSearch:
         """
         self.phase = "published schedules"
         only_published = self.question.stack == "megatron"  # it has nothing to list and to search
-        work = self._work(*((1.0, 1.0) if only_published else (plan.PUBLISHED_SHARE, 0.5)))
+        work = self._work(*((1.0, 1.0) if only_published else (tuning.PUBLISHED_SHARE, 0.5)))
         waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
         first: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.candidates:
@@ -159,7 +159,7 @@ class PlanSearch:
             return
         self._looked_at.add(candidate)
         for schedule in published(candidate, self.question.stack):
-            work.spend(_ops(candidate) // plan.PUBLISHED_SPEED)
+            work.spend(_ops(candidate) // tuning.PUBLISHED_SPEED)
             self._take(candidate, schedule)
             if not self.may_win(candidate):
                 return
@@ -170,7 +170,7 @@ class PlanSearch:
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
         self.phase = "list scheduling"
-        work = self._work(plan.LISTED_SHARE, 0.5)
+        work = self._work(tuning.LISTED_SHARE, 0.5)
         for candidate in sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms)):
             if not work.is_left:
                 return
@@ -190,14 +190,14 @@ class PlanSearch:
     def _search(self) -> None:
         """Search the most promising candidates, in rounds; each round is judged when all of it is over."""
         self.phase = "searches"
-        share = 1 - plan.PUBLISHED_SHARE - plan.LISTED_SHARE
+        share = 1 - tuning.PUBLISHED_SHARE - tuning.LISTED_SHARE
         searched = set[Candidate]()
-        for count, part in plan.SOLVED:
+        for count, part in tuning.SOLVED:
             open_ones = sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms))
-            chosen = open_ones[: max(count, self._side_by_side * count // plan.SOLVED[0][0])]
+            chosen = open_ones[: max(count, self._side_by_side * count // tuning.SOLVED[0][0])]
             side_by_side = min(len(chosen), self._side_by_side)
-            seconds = min(share * part * self.options.time_limit_s, self._left_s - plan.SPARE_S)
-            if not chosen or seconds < plan.ENGINE_LEAST_S:
+            seconds = min(share * part * self.options.time_limit_s, self._left_s - tuning.SPARE_S)
+            if not chosen or seconds < tuning.ENGINE_LEAST_S:
                 return
             seconds = seconds * side_by_side / len(chosen)
             with ThreadPoolExecutor(side_by_side) as pool:
@@ -219,7 +219,7 @@ class PlanSearch:
     def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
         if candidate.state_bytes >= self.question.gpu.memory_bytes or infeasibility(candidate.problem):
-            candidate.bound_ms = NEVER
+            candidate.bound_ms = NO_SCHEDULE_MS
             self.too_large += 1
         else:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(trivial_bound(candidate.problem)))
@@ -237,7 +237,7 @@ class PlanSearch:
     def _work(self, share: float, until: float) -> _Work:
         """So much of the time, counted; whatever is done, no longer than until this share of the time is over."""
         seconds = self.options.time_limit_s
-        return _Work(share * seconds * plan.OPS_PER_S, lambda: self._left_s > (1 - until) * seconds)
+        return _Work(share * seconds * tuning.OPS_PER_S, lambda: self._left_s > (1 - until) * seconds)
 
     @property
     def _left_s(self) -> float:

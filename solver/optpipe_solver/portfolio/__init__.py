@@ -1,6 +1,6 @@
 """The search for one request: heuristics and engines by a plan, over one placement or many.
 
-`Portfolio` searches the problem's own stages, `PlacementSearch` all placements. What is tuned is in `plan`.
+`Portfolio` searches the problem's own stages, `PlacementSearch` all placements. What is tuned is in `tuning`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from threading import RLock
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import NEVER, raises, reaches, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, raises, reaches, shorter
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.portfolio.partitions import SHAPES
@@ -28,7 +28,7 @@ class Candidate:
     problem: Problem
     bound_ms: float = 0.0
     best: Programs | None = None  # of `problem`
-    best_ms: float = NEVER  # by what counts, the percentile where there is jitter
+    best_ms: float = NO_SCHEDULE_MS  # by what counts, the percentile where there is jitter
     infeasible: str | None = None
 
     @property
@@ -59,10 +59,10 @@ class Candidates:
         self._request, self._emit = request, emit
         problem = request.problem
         self.has_layers = problem.layers is not None and len(problem.all_routes) == 1
-        self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NEVER
+        self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NO_SCHEDULE_MS
         self.unplaced = Candidate(None, problem)
         self.all: list[Candidate] = []
-        self.best_ms, self.bound_ms = NEVER, float("-inf")
+        self.best_ms, self.bound_ms = NO_SCHEDULE_MS, float("-inf")
         self.last_note = ""
         self._notes: set[str] = set()
         self._handling = RLock()
@@ -160,7 +160,7 @@ class Candidates:
         """
         each = [c for c in self.all if not self.has_layers or c is self.unplaced or c.is_bidirectional]
         bound_ms = min([self._partitions_ms, *(c.bound_ms for c in each if not c.infeasible)])
-        if bound_ms < NEVER and raises(bound_ms, self.bound_ms):
+        if bound_ms < NO_SCHEDULE_MS and raises(bound_ms, self.bound_ms):
             self.bound_ms = bound_ms
             self._emit(Bound(method="all placements", lower_bound_ms=bound_ms))
 
@@ -187,7 +187,7 @@ class Candidates:
 
 
 def _placements(problem: Problem) -> Iterator[Placement]:
-    for chunks in range(1, plan.CHUNKS + 1):
+    for chunks in range(1, tuning.CHUNKS + 1):
         for shape in SHAPES if chunks > 1 else SHAPES[:1]:
             with suppress(InputError):  # fewer layers than stages
                 yield Placement.balanced(problem, chunks, shape)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
 from optpipe.schedule import Schedule
-from optpipe_solver import engines, plan
+from optpipe_solver import engines, tuning
 from optpipe_solver.methods import MILP, RELAX
-from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
 from optpipe_solver.portfolio.search_state import Emit, SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.tuning import EngineRun
 
 MIB = 2**20
 
@@ -32,10 +32,10 @@ class EngineRuns:
         self._planned = list(planned)
         self._processes = EngineProcesses()
         beside = request.method in ("auto", RELAX)  # what gives bounds only need not wait for heuristics
-        self._parallel = plan.side_by_side(request.threads) if beside else 1
-        share = 1 - plan.heuristics_share(limit.seconds)
+        self._parallel = tuning.side_by_side(request.threads) if beside else 1
+        share = 1 - tuning.heuristics_share(limit.seconds)
         self._counted = limit.counted and request.method != MILP
-        self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if self._counted else 1)
+        self._engines_s = share * limit.seconds * (tuning.COUNTED_SHARE if self._counted else 1)
         self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
         self._started = 0
         self._any_ready = False  # whether an engine's search has begun
@@ -61,7 +61,7 @@ class EngineRuns:
         return self._request.method == engine and (planned or running)
 
     def start_next(self, beside_heuristics: bool) -> None:
-        """Start planned runs as long as fewer than `plan.side_by_side` searches are under way.
+        """Start planned runs as long as fewer than `tuning.side_by_side` searches are under way.
 
         Heuristics that still run count as one of them. Each run has its share of the threads that are free, or as many
         as its engine can use.
@@ -71,7 +71,7 @@ class EngineRuns:
         threads = request.threads - sum(process.threads for process in running)
         threads -= beside_heuristics * (request.threads // self._parallel)
         while free > 0 and self._planned:
-            if self._left_s() <= plan.ENGINE_END_S:
+            if self._left_s() <= tuning.ENGINE_END_S:
                 self._drop_planned()
                 return
             able = [run for run in self._planned if self.may_gain(run)]
@@ -102,7 +102,7 @@ class EngineRuns:
     def _allotted_s(self, run: EngineRun) -> float:
         """A run's share of the time; all that is left if no run is planned behind it."""
         all_s = self._uncounted_s if self._counted else self._limit.left_s
-        share_s = max(run.share * self._parallel * self._engines_s, plan.ENGINE_LEAST_S)
+        share_s = max(run.share * self._parallel * self._engines_s, tuning.ENGINE_LEAST_S)
         return min(share_s, all_s) if self._planned else all_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
@@ -112,20 +112,20 @@ class EngineRuns:
         it gains.
         """
         goes_on = not self._counted and engines.load(run.engine).OPEN_ENDED
-        limit_s = max(allotted_s - plan.ENGINE_END_S, allotted_s / 2)
+        limit_s = max(allotted_s - tuning.ENGINE_END_S, allotted_s / 2)
         asked = {
             "method": run.engine,
-            "time_limit_s": plan.NO_LIMIT_S if goes_on else limit_s,
+            "time_limit_s": tuning.NO_LIMIT_S if goes_on else limit_s,
             "threads": threads,
             "seed": (self._request.seed + self._started) % 2**31,
         }
         self._started += 1
         start = self._state.start_for(run)
-        deadline = self._limit.until(plan.LOADING_S + self._longest_s(allotted_s))
+        deadline = self._limit.until(tuning.LOADING_S + self._longest_s(allotted_s))
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
 
     def _longest_s(self, allotted_s: float) -> float:
-        return allotted_s * (plan.COUNTED_TIMEOUT if self._counted else 1.0)
+        return allotted_s * (tuning.COUNTED_TIMEOUT if self._counted else 1.0)
 
     def may_gain(self, run: EngineRun) -> bool:
         """Whether the engine never ended early from the schedule that this run would start from."""
@@ -197,7 +197,7 @@ class EngineRuns:
                 process.report = message
 
     def _ended(self, process: EngineProcess) -> None:
-        spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_END_S
+        spent_s = float("inf") if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
         self._uncounted_s -= min(process.allotted_s, spent_s)
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))

@@ -9,11 +9,11 @@ from itertools import count
 from math import inf
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.process.protocol import Note, Request
 from optpipe.reuse.by_rules import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.methods import ENGINES, HEURISTICS
 from optpipe_solver.portfolio.search_state import Emit, SearchState
@@ -34,14 +34,14 @@ class Turn:
         self._limit, self._are_alone = limit, are_alone
         self._began = time.monotonic()
         self._until = limit.until(limit.left_s * (1.0 if limit.counted else share))
-        self._ops, self._max_ops = 0, share * limit.seconds * plan.OPS_PER_S
+        self._ops, self._max_ops = 0, share * limit.seconds * tuning.OPS_PER_S
 
     def count(self, ops: int, has_gained: bool = False) -> None:
         """Count what was done for one schedule, and whether it became the best."""
         self._ops += ops
         if has_gained:
             passed_s = time.monotonic() - self._began
-            self._until = min(self._limit.deadline, max(self._until, self._began + plan.STILL_GAINING * passed_s))
+            self._until = min(self._limit.deadline, max(self._until, self._began + tuning.STILL_GAINING * passed_s))
 
     def is_over(self, state: SearchState) -> bool:
         """Whether the turn is over. It is not before there is any schedule, and one of these heuristics."""
@@ -69,20 +69,20 @@ class HeuristicRuns:
         self._limit, self._emit = limit, emit
         problem = request.problem
         passes = len(problem.stages) * problem.microbatches
-        self._ops = 3 * passes * (plan.JITTER_WORK if request.jitter else 1)  # handled for one schedule
+        self._ops = 3 * passes * (tuning.JITTER_WORK if request.jitter else 1)  # handled for one schedule
         self._with_published = request.method in ("auto", *ENGINES)
         self._chunked = len(problem.stages) > len(problem.devices)
 
     def streams(self) -> Streams:
-        """The schedules of what the request names, a heuristic or a system; else of `plan.HEURISTICS`.
+        """The schedules of what the request names, a heuristic or a system; else of `tuning.HEURISTICS`.
 
         The most promising comes first. Where list scheduling takes its time `naive`, which takes none, does.
         """
         request, problem = self._request, self._request.problem
         if self._system:
             return {request.method: iter([self._system])}
-        names = [request.method] if request.method in HEURISTICS else list(plan.HEURISTICS)
-        if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > plan.LARGE_PARTS:
+        names = [request.method] if request.method in HEURISTICS else list(tuning.HEURISTICS)
+        if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > tuning.LARGE_PARTS:
             names.sort(key=lambda name: name != "naive")
         return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
 
@@ -96,10 +96,10 @@ class HeuristicRuns:
         """
         turn = Turn(self._limit, share, are_alone)
         published = self._published_in_half_the_time(turn)
-        shortest_ms = dict.fromkeys(streams, NEVER)
+        shortest_ms = dict.fromkeys(streams, NO_SCHEDULE_MS)
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
-            is_full_round = number % plan.ALL_EVERY_ROUNDS == 0
+            is_full_round = number % tuning.ALL_EVERY_ROUNDS == 0
             for name in [name for name in streams if is_full_round or shortest_ms[name] <= ahead_ms]:
                 if turn.is_over(self._state):
                     break

@@ -10,13 +10,13 @@ from itertools import accumulate, islice, permutations
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.objective import NEVER, Objective, length_ms, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, shorter
 from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Request
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
@@ -83,12 +83,12 @@ def improve_partitions(request: Request, starts: Sequence[Placement], deadline: 
     descents = [PartitionDescent(request.problem, request.objective, start, request.seed) for start in starts]
     for count in (len(descents), -(-len(descents) // 3)):
         for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:
-            seconds = plan.PARTITIONS_SHARE / 2 / count * request.time_limit_s
+            seconds = tuning.PARTITIONS_SHARE / 2 / count * request.time_limit_s
             until, ops = time.monotonic() + seconds, 0
             for handled in descent.steps:
                 ops += handled
                 now = time.monotonic()
-                is_over = ops > seconds * plan.OPS_PER_S if request.threads == 1 else now > until
+                is_over = ops > seconds * tuning.OPS_PER_S if request.threads == 1 else now > until
                 if is_over or now > deadline:
                     break
     return [descent.placement for descent in descents]
@@ -110,7 +110,7 @@ class PartitionDescent:
 
     def __init__(self, problem: Problem, objective: Objective, placement: Placement, seed: int = 0) -> None:
         self.problem, self.objective, self.placement, self.seed = problem, objective, placement, seed
-        self.length_ms = NEVER
+        self.length_ms = NO_SCHEDULE_MS
         self.steps = self._descend()
 
     def _descend(self) -> Iterator[int]:
@@ -128,8 +128,8 @@ class PartitionDescent:
         """Yield the neighbours that may have a shorter schedule, with lower bounds."""
         counts = self.placement.layers or ()
         pairs = list(permutations(range(len(counts)), 2))
-        if len(pairs) > plan.PARTITION_MOVES:
-            pairs = random.Random(self.seed).sample(pairs, plan.PARTITION_MOVES)
+        if len(pairs) > tuning.PARTITION_MOVES:
+            pairs = random.Random(self.seed).sample(pairs, tuning.PARTITION_MOVES)
         for less, more in pairs:
             if counts[less] > 1:
                 moved = list(counts)
@@ -144,10 +144,10 @@ class PartitionDescent:
         placed = placement.apply(self.problem)
         if not infeasibility(placed):
             try:
-                tried = list(islice(STREAMS["adaoffload"](placed, self.objective), plan.PARTITION_POLICIES))
+                tried = list(islice(STREAMS["adaoffload"](placed, self.objective), tuning.PARTITION_POLICIES))
             except OptPipeError:  # a policy that finds no way through proves nothing about the partition
                 tried = []
-            length = min((length_ms(schedule, self.objective) for schedule in tried), default=NEVER)
+            length = min((length_ms(schedule, self.objective) for schedule in tried), default=NO_SCHEDULE_MS)
             if shorter(length, self.length_ms):
                 self.placement, self.length_ms = placement, length
-        return plan.PARTITION_POLICIES * 3 * len(placed.stages) * placed.microbatches
+        return tuning.PARTITION_POLICIES * 3 * len(placed.stages) * placed.microbatches

@@ -16,10 +16,10 @@ from operator import methodcaller
 
 from optpipe.dispatch.descents import descents_are_compiled
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import NEVER
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.process.child import Child
 from optpipe.process.protocol import Note, Request
-from optpipe_solver import engines, plan
+from optpipe_solver import engines, tuning
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.candidates import Candidate, Candidates
@@ -61,7 +61,7 @@ class PlacementSearch:
         if self.named:
             self.first = self._portfolio(self.named, request.method, 1.0)
         else:
-            self.first = self._portfolio(self.candidates.unplaced, self._heuristic("naive"), plan.FIRST_LOOK_SHARE)
+            self.first = self._portfolio(self.candidates.unplaced, self._heuristic("naive"), tuning.FIRST_LOOK_SHARE)
 
     @property
     def left_s(self) -> float:
@@ -81,7 +81,7 @@ class PlacementSearch:
             return
         with self._compiling():
             self._search_all()
-        if candidates.best_ms == NEVER and candidates.last_note:
+        if candidates.best_ms == NO_SCHEDULE_MS and candidates.last_note:
             self.emit(Note(text=candidates.last_note))  # the last note is taken for the reason
 
     def _search_all(self) -> None:
@@ -114,20 +114,20 @@ class PlacementSearch:
 
     def _look_at_own_stages(self) -> Portfolio | None:
         """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule."""
-        share, unplaced, name = plan.FIRST_LOOK_SHARE / 2, self.candidates.unplaced, self._heuristic("adaoffload")
+        share, unplaced, name = tuning.FIRST_LOOK_SHARE / 2, self.candidates.unplaced, self._heuristic("adaoffload")
         self._use(share)
         if not self._is_of_use(unplaced):
             return None
         self.method_ran = name == self.request.method
-        portfolio = self._portfolio(unplaced, name, plan.FIRST_LOOK_MOST)
+        portfolio = self._portfolio(unplaced, name, tuning.FIRST_LOOK_MOST)
         if portfolio.begin():
             heuristics = portfolio.heuristics
-            for _ in heuristics.run(heuristics.streams(), share / plan.FIRST_LOOK_MOST):
+            for _ in heuristics.run(heuristics.streams(), share / tuning.FIRST_LOOK_MOST):
                 pass
         return portfolio
 
     def _look_at_all(self, first_look: Portfolio | None) -> None:
-        share = plan.FIRST_LOOK_SHARE
+        share = tuning.FIRST_LOOK_SHARE
         self._use(share)
         self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, first_look)
 
@@ -136,12 +136,12 @@ class PlacementSearch:
         partitions that come out."""
         if not self.candidates.has_layers:
             return
-        self._use(plan.PARTITIONS_SHARE + plan.FIRST_LOOK_SHARE)
+        self._use(tuning.PARTITIONS_SHARE + tuning.FIRST_LOOK_SHARE)
         starts = [c.placement for c in self.candidates.all if c.placement and not c.is_bidirectional]
         if (partition := partition_of_stages(self.request.problem)) is not None:
             starts.append(partition)
-        better = improve_partitions(self.request, starts, self.deadline - plan.ENGINE_END_S)
-        self._look_at(self.candidates.add_new(better), plan.FIRST_LOOK_SHARE)
+        better = improve_partitions(self.request, starts, self.deadline - tuning.ENGINE_END_S)
+        self._look_at(self.candidates.add_new(better), tuning.FIRST_LOOK_SHARE)
 
     def _search_in_rules(self) -> None:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
@@ -151,39 +151,40 @@ class PlacementSearch:
         to no schedule the share is left to others.
         """
         request, candidates = self.request, self.candidates.ranked()
-        if request.method != "auto" or request.time_limit_s < plan.RULES_S or self.candidates.proven or not candidates:
+        too_short = request.method != "auto" or request.time_limit_s < tuning.RULES_S
+        if too_short or self.candidates.proven or not candidates:
             return
-        planned, limit = (plan.COUNTED_SHARE, plan.COUNTED_TIMEOUT) if self.one_thread else (1.0, 1.0)
-        searches = [self._portfolio(each, "dispatch", plan.RULES_SHARE * limit).heuristics for each in candidates]
-        round_s = plan.RULES_SHARE * planned * request.time_limit_s / plan.RULES_ROUNDS
-        ops, shortest_ms = 0.0, NEVER
+        planned, limit = (tuning.COUNTED_SHARE, tuning.COUNTED_TIMEOUT) if self.one_thread else (1.0, 1.0)
+        searches = [self._portfolio(each, "dispatch", tuning.RULES_SHARE * limit).heuristics for each in candidates]
+        round_s = tuning.RULES_SHARE * planned * request.time_limit_s / tuning.RULES_ROUNDS
+        ops, shortest_ms = 0.0, NO_SCHEDULE_MS
         with ThreadPoolExecutor(request.threads) as pool:
-            for _ in range(plan.RULES_ROUNDS):
-                ops += round_s * plan.RULES_OPS_PER_S * min(1.0, request.threads / len(searches))
+            for _ in range(tuning.RULES_ROUNDS):
+                ops += round_s * tuning.RULES_OPS_PER_S * min(1.0, request.threads / len(searches))
                 lengths_ms = list(pool.map(methodcaller("by_rules", round(ops)), searches))
                 shortest_ms = min(shortest_ms, *lengths_ms)
                 order = sorted(range(len(searches)), key=lengths_ms.__getitem__)
                 searches = [searches[n] for n in order[: -(-len(searches) // 2)]]
-        if shortest_ms < NEVER:
-            self._use(plan.RULES_SHARE)
+        if shortest_ms < NO_SCHEDULE_MS:
+            self._use(tuning.RULES_SHARE)
 
     def _search_best_two(self) -> None:
         """Run everything there is on the best two, if the share is long enough for both."""
         best_two = self.candidates.ranked()[:2]
-        if len(best_two) == 2 and plan.BEST_TWO_SHARE * self.request.time_limit_s >= 2 * plan.PLACEMENT_S:
-            self._use(plan.BEST_TWO_SHARE)
+        if len(best_two) == 2 and tuning.BEST_TWO_SHARE * self.request.time_limit_s >= 2 * tuning.PLACEMENT_S:
+            self._use(tuning.BEST_TWO_SHARE)
             for candidate in best_two:
-                self._search(candidate, self.request.method, plan.BEST_TWO_SHARE / 2)
+                self._search(candidate, self.request.method, tuning.BEST_TWO_SHARE / 2)
 
     def _raise_least_bound(self) -> None:
         """Let `relax` search the placement with the least bound for half of this phase's share, then the one that has
         the least bound by then for half of what is left, and so on: the least bound holds for all. It ends at the best
         placement, which is searched anyway."""
         time_limit_s = self.request.time_limit_s
-        if self.request.method != "auto" or plan.LEAST_BOUND_SHARE * time_limit_s < plan.PLACEMENT_S:
+        if self.request.method != "auto" or tuning.LEAST_BOUND_SHARE * time_limit_s < tuning.PLACEMENT_S:
             return
-        relax, searched, share = engines.load(RELAX), {*self.candidates.ranked()[:1]}, plan.LEAST_BOUND_SHARE / 2
-        while (alive := self.candidates.ranked()) and share * time_limit_s >= plan.ENGINE_LEAST_S:
+        relax, searched, share = engines.load(RELAX), {*self.candidates.ranked()[:1]}, tuning.LEAST_BOUND_SHARE / 2
+        while (alive := self.candidates.ranked()) and share * time_limit_s >= tuning.ENGINE_LEAST_S:
             lowest = min(alive, key=lambda candidate: candidate.bound_ms)
             if lowest in searched or relax.unsupported(lowest.problem):
                 return
@@ -216,7 +217,7 @@ class PlacementSearch:
         """Meanwhile have the engine `dispatch` compile the rules, in its own process, if nobody did on this machine."""
         engine: Child | None = None
         request = self.request
-        uses_rules = request.method == "auto" and request.time_limit_s >= plan.RULES_S
+        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
         if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not descents_are_compiled():
             self.candidates.note(engines.COMPILING)
             asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
@@ -250,7 +251,7 @@ class PlacementSearch:
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        with_rules = searches if self.request.time_limit_s >= plan.RULES_S and descents_are_compiled() else []
+        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and descents_are_compiled() else []
         rules = (heuristics.by_simple_rules() for heuristics in with_rules)
         for _ in chain(*rules, *(heuristics.published() for heuristics in searches)):
             if self.left_s < self.request.time_limit_s / 2:

@@ -1,6 +1,6 @@
 """`Portfolio`: the search for one request, an algorithm portfolio (Gomes and Selman 2001).
 
-Heuristics run in this process, engines in processes of their own, as `plan` has it. The best schedule and the best
+Heuristics run in this process, engines in processes of their own, as `tuning` has it. The best schedule and the best
 bound of all of them are kept.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Infeasible, Note, Request
 from optpipe.reuse.repair import repair
-from optpipe_solver import engines, methods, plan
+from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ROBUST
@@ -55,7 +55,7 @@ class Portfolio:
     def run(self) -> None:
         """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
 
-        Which engines run, in what order and why is `plan.AUTO`. The MILP, asked for by name, runs whatever heuristics
+        Which engines run, in what order and why is `tuning.AUTO`. The MILP, asked for by name, runs whatever heuristics
         have found.
         """
         if not self.begin():  # bounds and the warm start; or there is no schedule at all
@@ -76,7 +76,7 @@ class Portfolio:
                     runs.start_next(beside_heuristics=heuristics_run)
                 if not (heuristics_run or runs.running):
                     break
-                runs.handle_messages(0.0 if heuristics_run else min(plan.POLL_S, max(0.0, self.limit.left_s)))
+                runs.handle_messages(0.0 if heuristics_run else min(tuning.POLL_S, max(0.0, self.limit.left_s)))
                 runs.limit_memory()
         finally:
             runs.stop_all()
@@ -88,7 +88,7 @@ class Portfolio:
     def _engine_runs(self) -> EngineRuns:
         """The engines of the method, none of them started."""
         request = self.request
-        planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
+        planned = tuning.engine_runs(request.method, request.jitter, request.problem, self.supports)
         if request.method == methods.MILP and planned:
             self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
         if any(engines.waits_for_compiler(run.engine) for run in planned):
@@ -97,7 +97,7 @@ class Portfolio:
 
     def _heuristics_beside(self, runs: EngineRuns) -> Iterator[None]:
         """Heuristics and published schedules; without engines they have all the time."""
-        share = plan.heuristics_share(self.limit.seconds) if runs.are_planned else 1.0
+        share = tuning.heuristics_share(self.limit.seconds) if runs.are_planned else 1.0
         return self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
 
     def tell_of_other_stages(self) -> None:
@@ -105,7 +105,7 @@ class Portfolio:
         asked, state = self.request, self.state
         if state.best is None or asked.method not in ("auto", *methods.ENGINES) or asked.jitter:
             return
-        until = self.limit.until(plan.OTHER_STAGES_S)
+        until = self.limit.until(tuning.OTHER_STAGES_S)
         if text := shorter_on_other_stages(asked.problem, asked.objective, state.best_ms, until):
             self.emit(Note(text=text))
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.jitter import Noise
-from optpipe.evaluate.objective import NEVER, length_ms, raises, reaches, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, raises, reaches, shorter
 from optpipe.model.program import JOINED
 from optpipe.model.rules import Rules
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.methods import ENGINES, ROBUST
-from optpipe_solver.paths import has_only_known_ops
-from optpipe_solver.plan import EngineRun
+from optpipe_solver.schedule_facts import has_only_known_ops
+from optpipe_solver.tuning import EngineRun
 
 Emit = Callable[[Frame], None]
 
@@ -46,7 +46,7 @@ class SearchState:
         self.shortest: Schedule | None = None
         self.modelled: Schedule | None = None
         self.listed: Schedule | None = None
-        self.best_ms = self.shortest_ms = self.modelled_ms = self.listed_ms = NEVER
+        self.best_ms = self.shortest_ms = self.modelled_ms = self.listed_ms = NO_SCHEDULE_MS
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
         self.rules: Rules | None = None
 
@@ -109,8 +109,8 @@ class SearchState:
     def _counts_ms(self, schedule: Schedule, nominal_ms: float) -> float:
         if self._noise is None:
             return nominal_ms
-        if nominal_ms > self.shortest_ms * plan.JITTER_NEAR:
-            return NEVER
+        if nominal_ms > self.shortest_ms * tuning.JITTER_NEAR:
+            return NO_SCHEDULE_MS
         return self._noise.percentile_ms(schedule.compiled, self._objective)
 
     def start_for(self, run: EngineRun) -> Schedule | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from optpipe.process.protocol import Request
-from optpipe_solver import plan
+from optpipe_solver import tuning
 
 
 class TimeLimit:
@@ -17,7 +17,7 @@ class TimeLimit:
 
     def __init__(self, request: Request) -> None:
         self.counted = request.threads == 1
-        self.seconds = request.time_limit_s - min(plan.STOP_S, request.time_limit_s / 4)
+        self.seconds = request.time_limit_s - min(tuning.STOP_S, request.time_limit_s / 4)
         self.deadline = time.monotonic() + self.seconds
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.paths import Pass, shortest_paths
 from optpipe_solver.bounds.relaxations import one_level, without_evictions
@@ -68,6 +68,6 @@ def device_bounds(
     states = no_states(most_states, must_equal)
     while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
         least_ms = float(expand(states, POPS))
-        if least_ms == NEVER:  # no schedule fits
+        if least_ms == NO_SCHEDULE_MS:  # no schedule fits
             return
         yield begins_ms + least_ms

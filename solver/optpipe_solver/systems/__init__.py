@@ -13,7 +13,7 @@ from typing import Any
 
 from optpipe.dispatch.starts import entry_orders
 from optpipe.errors import InputError, ScheduleError, did_you_mean
-from optpipe.evaluate.objective import NEVER, Objective, length_ms
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
 from optpipe.schedule import Schedule, check
@@ -131,6 +131,6 @@ def in_best_order(
         try:
             return bool(check(schedule.problem, schedule)), length_ms(schedule, objective)
         except ScheduleError:  # it cannot run
-            return True, NEVER
+            return True, NO_SCHEDULE_MS
 
     return min(schedules, key=rank)

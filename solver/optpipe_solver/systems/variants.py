@@ -8,7 +8,7 @@ from math import ceil
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.model.problem import Problem
-from optpipe_solver import plan
+from optpipe_solver import tuning
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
 from optpipe_solver.systems.order import count_chunks, count_devices
@@ -43,5 +43,5 @@ def variants(problem: Problem) -> Iterator[str]:
             if name in CHOICES:
                 parameter, values = CHOICES[name]
                 choices = list(values(devices, chunks))
-                step = -(-len(choices) // plan.VARIANTS) or 1
+                step = -(-len(choices) // tuning.VARIANTS) or 1
                 yield from (f"{name}:{parameter}={value}" for value in choices[::step])

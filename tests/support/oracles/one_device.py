@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.several_stages import SeveralStages
 
-NEVER = float("inf")
+NO_SCHEDULE_MS = float("inf")
 
 
 class TooManyStatesError(Exception):
@@ -60,7 +60,7 @@ def least_end(first: S, follow: Callable[[S], Iterator[S]], value: Callable[[S],
                 heappush(heap, (value(following), next(number), following))
         if len(tried) > most:
             raise TooManyStatesError
-    return NEVER
+    return NO_SCHEDULE_MS
 
 
 # One stage
@@ -159,8 +159,8 @@ def _with_transfer(state: State, line: int, transfer: Transfer, device: OneStage
 def _at_next_event(state: State, device: OneStage) -> State | None:
     ends = [transfer.ends for transfer in state.lines if transfer] + ([state.op_ends] if state.op else [])
     starts = [activation.ready for _, activation in state.activations]
-    now = min([*ends, *(at for at in starts if at > state.now)], default=NEVER)
-    if now == NEVER:
+    now = min([*ends, *(at for at in starts if at > state.now)], default=NO_SCHEDULE_MS)
+    if now == NO_SCHEDULE_MS:
         return None
     op, waiting, activations = state.op, state.waiting, dict(state.activations)
     if op and state.op_ends <= now:

@@ -85,7 +85,7 @@ class PlainListScheduler:
         self.start: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[2]), inf)
         self.ready: Floats = np.full((4, self.stages, self.microbatches), inf)
-        self.place = figures.place[:, figures.alike[rules.order]]  # (S, m)
+        self.place = figures.place[:, figures.class_of[rules.order]]  # (S, m)
         self.ready[F][self.place == 0] = 0.0
         self.begin = [0.0] * self.microbatches
         self.activations = [
@@ -133,7 +133,7 @@ class PlainListScheduler:
 
     def column(self, j: int) -> int:
         """Where the figures stand of the micro-batch that enters as the j-th."""
-        return int(self.figures.alike[self.rules.order[j]])
+        return int(self.figures.class_of[self.rules.order[j]])
 
     def transfer_ms(self, way: int, activation: Activation) -> float:
         return self.ms(4 + way, activation.stage, activation.microbatch)

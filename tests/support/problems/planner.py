@@ -9,7 +9,7 @@ import pytest
 
 from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Run, Transformer
-from optpipe_solver import plan as tuned
+from optpipe_solver import tuning as tuned
 from optpipe_solver.planner.candidates import Question
 
 SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)

@@ -38,7 +38,7 @@ def needs_fused(problem: Problem) -> Flags:
     def saves(stage: int, j: int) -> bool:
         return most(stage, j, Kind.B, Kind.W) > most(stage, j, Kind.BW)
 
-    examples = problem.costs.examples.tolist()
+    examples = problem.costs.representatives.tolist()
     return np.array([any(saves(s, j) for j in examples) for s in range(len(problem.stages))])
 
 
