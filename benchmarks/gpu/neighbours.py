@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.messages import Messages
@@ -26,6 +25,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.actions import messages_between, programs_of
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.lowering.prepare import prepare
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team

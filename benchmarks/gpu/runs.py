@@ -20,9 +20,9 @@ from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.pipeline import Pipeline
 
 WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules alternate: steps before, steps that count, and how often

@@ -1,9 +1,7 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `steps`, `follow`, `layered`, `factory`, `in_torch`, `named_ranges`, `record`, `megatron`: what users
-  call;
-- `arguments`, `build`, `step_runner`, `attempts`: the parts of `Pipeline`;
+- `pipeline`, `steps`, `follow`, `factory`, `in_torch`, `megatron`: what users call;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
@@ -28,17 +26,15 @@ if TYPE_CHECKING:
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_updates import HostOptimizer
     from optpipe_runtime.follow import Follower
-    from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
-    from optpipe_runtime.layered import on_all_ranks, profile_layers
+    from optpipe_runtime.in_torch import TorchSchedule, name_ranges, record_trace, torch_schedule
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
     from optpipe_runtime.models.part import as_whole
     from optpipe_runtime.models.stages import stages_of
-    from optpipe_runtime.named_ranges import name_ranges
     from optpipe_runtime.pipeline import Pipeline
+    from optpipe_runtime.pipeline.layered import on_all_ranks, profile_layers
     from optpipe_runtime.ranks.layout import Layout
-    from optpipe_runtime.record import record_trace
     from optpipe_runtime.service.client import ScheduleClient
     from optpipe_runtime.stage.split import weight_grads
     from optpipe_runtime.steps import PlannedSteps
@@ -59,11 +55,11 @@ _HOME = {
     "StepReport": "execute.report",
     "TorchSchedule": "in_torch",
     "as_whole": "models.part",
-    "name_ranges": "named_ranges",
-    "on_all_ranks": "layered",
+    "name_ranges": "in_torch",
+    "on_all_ranks": "pipeline.layered",
     "prepare": "lowering.prepare",
-    "profile_layers": "layered",
-    "record_trace": "record",
+    "profile_layers": "pipeline.layered",
+    "record_trace": "in_torch",
     "stages_of": "models.stages",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",

@@ -23,7 +23,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
-from optpipe_runtime.lowering.link_order import LinkOrder
+from optpipe_runtime.lowering.plan import LinkOrder
 from optpipe_runtime.memory.link import require_queues, streams_used
 
 OFFLOADED = [

@@ -21,7 +21,7 @@ from support.ranks.worker import STARTER, Ranks
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.clock import wait_for
+from optpipe_runtime.memory.clock import wait_for
 from optpipe_runtime.ranks import watch
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.ranks.team import MOST_BLOCKS, Team, nccl_options

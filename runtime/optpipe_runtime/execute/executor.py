@@ -10,7 +10,6 @@ import torch
 
 from optpipe.errors import OptPipeError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.byte_counts import ByteCounts
 from optpipe_runtime.execute.handler import Handler
@@ -18,6 +17,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
 from optpipe_runtime.execute.stage_ops import StageOps
 from optpipe_runtime.lowering.plan import Action, Message, Plan
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.given import Given, describe, together
+from optpipe_runtime.execute.batch import Batch, BatchShapes, describe, together
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
@@ -25,7 +24,7 @@ class Learner:
     def __init__(self, rank: Rank, gather_all: Callable[[], None]) -> None:
         """`gather_all` makes the parameters of all stages whole; it is called before anything is learned."""
         self._rank, self._gather_all = rank, gather_all
-        self._current: Sequence[Given] | None = None  # what all ranks had of the micro-batches that `io` is for
+        self._current: Sequence[BatchShapes] | None = None  # what all ranks had of the micro-batches that `io` is for
         self._stage_modes: Modes | None = None  # for which the stages themselves were learned
         self._passings: dict[tuple[Modes, int, Hashable], Passings] = defaultdict(Passings)  # also by route, and kind
         self._mode_numbers: dict[Hashable, int] = {}
@@ -61,7 +60,7 @@ class Learner:
         if before is not None and before is not self._current:
             self.take(before)
 
-    def describe(self, batch: Batch) -> Given:
+    def describe(self, batch: Batch) -> BatchShapes:
         """What this rank has of the batch. Raises `InputError` if it is none."""
         return describe(self._rank, batch, self._modes())
 
@@ -71,12 +70,14 @@ class Learner:
         the ranks do not agree on the number of micro-batches."""
         self._current = None
         try:
-            given: Given | InputError = self.describe(batch)
+            given: BatchShapes | InputError = self.describe(batch)
         except InputError as error:
             given = error
         return self.take(self._rank.cpu_group.gather(given), batch, evaluating)
 
-    def take(self, answers: Sequence[Given | InputError], batch: Batch | None = None, evaluating: bool = False) -> bool:
+    def take(
+        self, answers: Sequence[BatchShapes | InputError], batch: Batch | None = None, evaluating: bool = False
+    ) -> bool:
         """The same, where the ranks have told each other what they have. Collective if a shape must be learned, which
         needs the batch."""
         self._current = None
@@ -107,7 +108,7 @@ class Learner:
         self._current = by_rank
         return bool(missing)
 
-    def _common_count(self, by_rank: Sequence[Given]) -> int | None:
+    def _common_count(self, by_rank: Sequence[BatchShapes]) -> int | None:
         """How many micro-batches there are, if they are cut already. Raises `InputError` if ranks do not agree."""
         counts = {n: given.microbatches for n, given in enumerate(by_rank) if given.microbatches}
         first = next(iter(counts), 0)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optpipe.model.ops import Op
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering.plan import Message, Plan
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Kwargs
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Op
-from optpipe_runtime.arguments import Options
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
@@ -58,8 +57,8 @@ class GradientWindows(Feature):
     """Runs steps in windows where the replicas agree on it. Making one is collective: raises `InputError` if the stages
     cannot be reduced so."""
 
-    def __init__(self, rank: Rank, options: Options) -> None:
-        self._rank, self._reductions, self._whole = rank, rank.reductions, options.whole_gradients
+    def __init__(self, rank: Rank, whole_gradients: int | None) -> None:
+        self._rank, self._reductions, self._whole = rank, rank.reductions, whole_gradients
         rank.cpu_group.on_each_rank(self._require)
         self._in_windows = False  # this step
 

@@ -31,7 +31,7 @@ from optpipe_runtime.demo.text import Microbatch, corpus, documents, packed
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.fidelity import paced
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.steps.ahead import Told, Unmeasured
+from optpipe_runtime.steps.ahead import StepAnnouncement, Unmeasured
 from optpipe_runtime.steps.planned import PlannedSteps
 
 ONE_F_ONE_B, FIXED, SORTED, PLANNED = WAYS = ("1f1b", "fixed", "fixed, shortest first", "one for every step")
@@ -112,7 +112,7 @@ class StepsInTurns(PlannedSteps):
         super().__init__(pipe, features, activation_budget_bytes=budget)
         self._solve_s, self._warm_up = solve_s, list[Problem]()
 
-    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
+    def _plan(self, by_rank: Sequence[StepAnnouncement], begins: threading.Event) -> Schedule | Unmeasured:
         planned, number = super()._plan(by_rank, begins), by_rank[0].number
         if isinstance(planned, Unmeasured):
             return planned

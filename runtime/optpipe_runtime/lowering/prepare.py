@@ -14,8 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.actions import lower_ops, programs_of
-from optpipe_runtime.lowering.link_order import link_orders
-from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.plan import Plan, link_orders
 from optpipe_runtime.ranks.layout import Layout
 
 # Raises `ScheduleError` if a schedule cannot run in a pipeline of this layout; on every rank for the same reason.

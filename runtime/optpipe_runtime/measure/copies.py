@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import compress, pairwise
 
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.measure.rounds import together
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.trial import Trial
 

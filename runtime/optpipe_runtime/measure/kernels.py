@@ -18,7 +18,7 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Precision, Run
 from optpipe.transformer.times import Clock as Formulas
 from optpipe.transformer.work import Matmul
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.clock import Clock
 
 MEASURED = ("matmul_fraction", "matmul_depth", "attention_fraction", "memory_fraction", "host_us")
 VAGUE = 10.0  # standard deviation of a logarithm: before it is measured, a parameter may be anything

@@ -6,10 +6,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from optpipe.model.ops import Kind
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.measure.rounds import WARM_UP, routes
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.stage.timer import OpTimer, Spread
 from optpipe_runtime.stage.trial import Trial, Trials
 

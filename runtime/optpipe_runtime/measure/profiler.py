@@ -21,7 +21,6 @@ from typing import Any
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
@@ -31,6 +30,7 @@ from optpipe_runtime.measure.links import Handover, LinkTimes, message_times
 from optpipe_runtime.measure.measured import LEAST, Figures, Measured, by_microbatch, field_name, nested, slowest
 from optpipe_runtime.measure.rounds import routes, together
 from optpipe_runtime.memory import pci
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from math import ceil
 
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.stage.timer import OpTimer
 
 WARM_UP = 2  # rounds

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.clock import Clock
 
 
 class Handle(Protocol):

@@ -27,7 +27,7 @@ import torch
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Op
-from optpipe_runtime.lowering.link_order import LinkOrder
+from optpipe_runtime.lowering.plan import LinkOrder
 from optpipe_runtime.memory.engines import CopyEngine, copy_engine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.subgroup import Transfer

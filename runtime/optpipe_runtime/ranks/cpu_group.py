@@ -137,6 +137,17 @@ class CpuGroup:
         """What `make` returns here. If it fails on any rank, the others raise an `InputError` that says so."""
         return on_each_rank(make, self.gather, self._team.describe)
 
+    def require_equal(self, **values: Any) -> None:
+        """Raises `InputError` if a value differs between ranks, which would then wait for each other for ever."""
+        first, *others = self.gather(values)
+        for rank, each in enumerate(others, 1):
+            for name, value in each.items():
+                if value != first[name]:
+                    raise InputError(
+                        f"{name} is {first[name]} on rank {self.name_of(0)} and {value} on rank {self.name_of(rank)}: "
+                        "it must be the same on every rank"
+                    )
+
     def all_equal(self, number: int | None) -> bool:
         """Whether every rank gives the same number of at most 63 bits. None is equal to nothing."""
         value = -1 if number is None else number

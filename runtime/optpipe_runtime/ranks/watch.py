@@ -8,7 +8,7 @@ kernels. Two things follow from how NCCL aborts:
 - It frees memory, which waits for all kernels on the device, those of other communicators, too. So all are aborted at
   the same time, each in a thread of its own (`all_at_once`).
 - What is aborted ends without an error, with garbage in its buffers. So whoever has waited for an event asks whether
-  the team has failed, and not the event (`wait_for` of `optpipe_runtime.clock`).
+  the team has failed, and not the event (`wait_for` of `optpipe_runtime.memory.clock`).
 
 torch's own watchdog ends the process instead. It gets a longer timeout (`GRACE_S`), so that this thread comes first.
 Tested on CPU with real ranks and events that never come; not measured on NCCL.

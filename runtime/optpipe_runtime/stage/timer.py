@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from optpipe.measured.measurements import MeasuredTimes
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optpipe.model.ops import Kind
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in

@@ -19,27 +19,27 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.given import Given
+from optpipe_runtime.execute.batch import BatchShapes
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.steps.costs import Features, Seen
+from optpipe_runtime.steps.costs import Features, MeasuredStep
 from optpipe_runtime.swap.schedules import share_schedule
 from optpipe_runtime.swap.trials import PlannedStep
 
 log = logging.getLogger("optpipe.runtime")
 
 
-class Told(NamedTuple):
-    """What one rank tells of a step to come."""
+class StepAnnouncement(NamedTuple):
+    """What one rank announces of a step to come."""
 
     number: int
-    given: Given | InputError  # what it has of the micro-batches, or why that is none
+    shapes: BatchShapes | InputError  # what it has of the micro-batches, or why that is none
     features: Features | None  # on the rank that plans
-    seen: tuple[Seen, ...]  # of the steps since it told last
+    measured: tuple[MeasuredStep, ...]  # the steps since its last announcement
 
 
 class Unmeasured(NamedTuple):
@@ -49,8 +49,8 @@ class Unmeasured(NamedTuple):
     microbatches: int
 
 
-# Plans a step, given what all ranks tell; until the flag is set it may look for a better schedule.
-Planner = Callable[[Sequence[Told], threading.Event], Schedule | Unmeasured]
+# Plans a step, given the announcements of all ranks; until the flag is set it may look for a better schedule.
+Planner = Callable[[Sequence[StepAnnouncement], threading.Event], Schedule | Unmeasured]
 
 
 class PreparedStep(NamedTuple):
@@ -74,13 +74,13 @@ class Ahead:
         self._group = CpuGroup(rank.team)  # for the thread
         self._thread = ThreadEngine()
 
-    def prepare(self, told: Told, plan: Planner | None) -> PreparedStep:
+    def prepare(self, announcement: StepAnnouncement, plan: Planner | None) -> PreparedStep:
         """Begins to prepare a step, without waiting. `plan` is there on the rank that plans."""
         step = PreparedStep(threading.Event(), Future())
 
         def prepare() -> None:
             try:
-                step.planned.set_result(self._prepare(told, plan, step.begins))
+                step.planned.set_result(self._prepare(announcement, plan, step.begins))
             except BaseException as error:
                 step.planned.set_exception(error)
 
@@ -91,8 +91,10 @@ class Ahead:
         if self._rank.team.failure is None:
             self._thread.close()
 
-    def _prepare(self, told: Told, plan: Planner | None, begins: threading.Event) -> PlannedStep | Unmeasured:
-        by_rank: list[Told] = self._group.gather(told)
+    def _prepare(
+        self, announcement: StepAnnouncement, plan: Planner | None, begins: threading.Event
+    ) -> PlannedStep | Unmeasured:
+        by_rank: list[StepAnnouncement] = self._group.gather(announcement)
         numbers = [each.number for each in by_rank]
         if len(set(numbers)) > 1:
             fewest, most = (pick(range(len(numbers)), key=numbers.__getitem__) for pick in (min, max))
@@ -102,8 +104,8 @@ class Ahead:
                 "batches"
             )
         for each in by_rank:
-            if isinstance(each.given, InputError):
-                raise each.given
+            if isinstance(each.shapes, InputError):
+                raise each.shapes
         schedule = share_schedule(self._group, self.planner, lambda: plan and plan(by_rank, begins))
         if isinstance(schedule, Unmeasured):
             return schedule
@@ -114,7 +116,7 @@ class Ahead:
             if not self._group.all_equal(None if lowered is None else lowered.number):
                 raise OptPipeError("the ranks can run neither the schedule of this step nor one micro-batch at a time")
         assert lowered is not None
-        return PlannedStep(lowered, [each.given for each in by_rank], one_by_one)
+        return PlannedStep(lowered, [each.shapes for each in by_rank], one_by_one)
 
     def _lowered(self, schedule: Schedule) -> Plan | None:
         """This rank's plan, checked; None if it cannot run it."""

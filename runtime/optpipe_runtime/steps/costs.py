@@ -36,15 +36,15 @@ Features = Sequence[Mapping[str, float]]  # of each micro-batch
 Row = tuple[float, ...]  # the features of one
 
 
-class Seen(NamedTuple):
-    """What a rank has seen in one step."""
+class MeasuredStep(NamedTuple):
+    """What a rank has measured in one step."""
 
     number: int
     times: Mapping[int, Floats]  # by stage: `TIMES` in ms, (3, m)
     excess: float  # how many times the certified bytes it held, at least 1
 
 
-def seen(number: int, report: StepReport, problem: Problem, stages: Sequence[int]) -> Seen:
+def measured_step(number: int, report: StepReport, problem: Problem, stages: Sequence[int]) -> MeasuredStep:
     """From the report of a timed step of this problem. A fused backward counts as the problem has its halves."""
     m = problem.microbatches
     times: dict[int, Floats] = {s: np.zeros((3, m)) for s in stages}
@@ -60,7 +60,7 @@ def seen(number: int, report: StepReport, problem: Problem, stages: Sequence[int
         elif op.kind in (Kind.B, Kind.W):
             times[s][B if op.kind == Kind.B else W, j] = ms
     excess = report.excess
-    return Seen(number, times, excess.held_bytes / max(excess.certified_bytes, 1) if excess else 1.0)
+    return MeasuredStep(number, times, excess.held_bytes / max(excess.certified_bytes, 1) if excess else 1.0)
 
 
 class StepCosts:
@@ -109,8 +109,8 @@ class StepCosts:
         self._profiled += map(_row, features)
         self._message_ms += _each(profiled.p2p_ms, m)
 
-    def learn(self, by_rank: Sequence[Sequence[Seen]]) -> None:
-        """What all ranks have seen in their last steps. Of inner peers the slowest counts."""
+    def learn(self, by_rank: Sequence[Sequence[MeasuredStep]]) -> None:
+        """What all ranks have measured in their last steps. Of inner peers the slowest counts."""
         steps = {step.number for steps in by_rank for step in steps}
         for number in sorted(steps & self._features.keys()):
             assert self.template is not None
@@ -134,7 +134,7 @@ class StepCosts:
         self._measured.clear()
 
     def await_times(self, number: int, features: Features) -> None:
-        """A step with these features will run, and be told in `learn`."""
+        """A step with these features will run, and be measured in `learn`."""
         self._features[number] = features
         if len(self._features) > MOST_STEPS:
             del self._features[min(self._features)]

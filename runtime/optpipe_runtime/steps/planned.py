@@ -25,15 +25,14 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel
-from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.given import Given
+from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.connection import api_key, service_url
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
-from optpipe_runtime.steps.ahead import Ahead, PreparedStep, Told, Unmeasured
-from optpipe_runtime.steps.costs import Features, Seen, seen
+from optpipe_runtime.steps.ahead import Ahead, PreparedStep, StepAnnouncement, Unmeasured
+from optpipe_runtime.steps.costs import Features, MeasuredStep, measured_step
 from optpipe_runtime.steps.planner import StepPlanner
 from optpipe_runtime.swap.trials import PlannedStep
 
@@ -109,8 +108,8 @@ class PlannedSteps:
         planner = pipe.layout.placement[pipe.layout.routes[0][0]]
         self._planner = StepPlanner(planner, costs, url, key) if rank.cpu_group.rank == planner else None
         self._ahead = Ahead(rank, planner)
-        self._prepared: deque[tuple[Told, PreparedStep]] = deque()
-        self._seen: list[Seen] = []  # not told yet
+        self._prepared: deque[tuple[StepAnnouncement, PreparedStep]] = deque()
+        self._measured: list[MeasuredStep] = []  # not announced yet
         self._count = 0
         self.schedule: Schedule | None = None
 
@@ -154,20 +153,20 @@ class PlannedSteps:
         may still be filled, but keep their shapes."""
         batch, features = self._pipe._batch(inputs, targets, kwargs), None
         try:
-            given: Given | InputError = self._runner.learner.describe(batch)
+            shapes: BatchShapes | InputError = self._runner.learner.describe(batch)
             if self._planner is not None:
                 features = self._features_of(batch)
         except InputError as error:
-            given = error
-        told = Told(self._count, given, features, tuple(self._seen))
-        self._count, self._seen = self._count + 1, []
-        self._prepared.append((told, self._prepare(told)))
+            shapes = error
+        announcement = StepAnnouncement(self._count, shapes, features, tuple(self._measured))
+        self._count, self._measured = self._count + 1, []
+        self._prepared.append((announcement, self._prepare(announcement)))
 
-    def _prepare(self, told: Told) -> PreparedStep:
+    def _prepare(self, announcement: StepAnnouncement) -> PreparedStep:
         """Begins to prepare a step."""
-        return self._ahead.prepare(told, None if self._planner is None else self._plan)
+        return self._ahead.prepare(announcement, None if self._planner is None else self._plan)
 
-    def _plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
+    def _plan(self, by_rank: Sequence[StepAnnouncement], begins: threading.Event) -> Schedule | Unmeasured:
         """In the thread of the rank that plans."""
         assert self._planner is not None
         return self._planner.plan(by_rank, begins)
@@ -192,18 +191,18 @@ class PlannedSteps:
         """
         if not self._prepared:
             self.announce(inputs, targets, kwargs)
-        told, prepared = self._prepared.popleft()
+        announcement, prepared = self._prepared.popleft()
         batch = self._pipe._batch(inputs, targets, kwargs, trace, outputs, weights, timed=True)
         with self._rank.team.collective():
             planned = prepared.wait()
         with self._rank.team.local():
-            self._require_announced(told.given, batch)
+            self._require_announced(announcement.shapes, batch)
 
         def plan() -> PlannedStep:
             nonlocal planned
             while isinstance(planned, Unmeasured):
                 self._profile(batch, planned)
-                planned = self._prepare(told._replace(seen=())).wait()
+                planned = self._prepare(announcement._replace(measured=())).wait()
             return planned
 
         with self._pipe._call("step"):
@@ -211,15 +210,15 @@ class PlannedSteps:
         assert isinstance(planned, PlannedStep)
         self.schedule = planned.plan.schedule
         if self._planner is not None:
-            self._planner.ran(told.number, self.schedule, report.step_ms)
-        self._seen.append(seen(told.number, report, planned.plan.problem, list(self._rank.stages)))
+            self._planner.ran(announcement.number, self.schedule, report.step_ms)
+        self._measured.append(measured_step(announcement.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
 
-    def _require_announced(self, announced: Given | InputError, batch: Batch) -> None:
+    def _require_announced(self, announced: BatchShapes | InputError, batch: Batch) -> None:
         """Raises `InputError` if the step has other micro-batches on this rank than its schedule is for."""
-        given = self._runner.learner.describe(batch)
-        assert isinstance(announced, Given)  # else there is no schedule
-        if (given.microbatches, given.shapes) != (announced.microbatches, announced.shapes):
+        shapes = self._runner.learner.describe(batch)
+        assert isinstance(announced, BatchShapes)  # else there is no schedule
+        if (shapes.microbatches, shapes.shapes) != (announced.microbatches, announced.shapes):
             raise InputError(
                 "the micro-batches of this step are not those that were announced for it: give them to step in the "
                 "order of announce, with the same shapes"

@@ -11,7 +11,7 @@ from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe_runtime.service.connection import service_url
 from optpipe_runtime.service.stream import StreamClient
-from optpipe_runtime.steps.ahead import Told, Unmeasured
+from optpipe_runtime.steps.ahead import StepAnnouncement, Unmeasured
 from optpipe_runtime.steps.costs import Features, StepCosts
 
 IMPROVE_SHARE = 0.33  # of a step's time, until the next one's schedule is sent: more gains little
@@ -50,18 +50,18 @@ class StepPlanner:
         with self._lock:
             return self._costs.problem(microbatches)
 
-    def plan(self, by_rank: Sequence[Told], begins: threading.Event) -> Schedule | Unmeasured:
-        """In a thread beside the step before: from what all ranks have told of a step, its schedule. Looks for better
+    def plan(self, by_rank: Sequence[StepAnnouncement], begins: threading.Event) -> Schedule | Unmeasured:
+        """In a thread beside the step before: from all ranks' announcements of a step, its schedule. Looks for better
         ones until the step `begins`, or a part of its time has passed."""
-        costs, told, began = self._costs, by_rank[self._rank], time.monotonic()
-        assert told.features is not None
+        costs, announcement, began = self._costs, by_rank[self._rank], time.monotonic()
+        assert announcement.features is not None
         with self._lock:
-            costs.learn([each.seen for each in by_rank])
-            if chosen := costs.unmeasured(told.features):
-                return Unmeasured(chosen, len(told.features))
+            costs.learn([each.measured for each in by_rank])
+            if chosen := costs.unmeasured(announcement.features):
+                return Unmeasured(chosen, len(announcement.features))
             assert costs.template is not None
-            costs.await_times(told.number, told.features)
-            template, problem = costs.template, costs.problem(told.features)
+            costs.await_times(announcement.number, announcement.features)
+            template, problem = costs.template, costs.problem(announcement.features)
         if self._url is not None and self.stream is None:
             self.stream = StreamClient(self._url, problem, self._key)
         starts = [rules for rules in (self._before, self.stream and self.stream.rules) if rules]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.given import Given
+from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.ranks.cpu_group import CpuGroup
@@ -52,7 +51,7 @@ class PlannedStep:
     """A step that all ranks have prepared."""
 
     plan: Plan
-    given: Sequence[Given | InputError]  # what each rank has of its micro-batches
+    shapes: Sequence[BatchShapes | InputError]  # of its micro-batches, by rank
     one_at_a_time: Callable[[], Plan | None]  # makes the plan if memory runs out; None if this rank cannot run it
 
 

@@ -55,7 +55,7 @@ COUNTS = [
 EVALUATED = Turn((Sizes(2, 7), Sizes(1, 50), Sizes(2, 3), Sizes(1, 4), Sizes(1, 5)), train=False)
 
 
-class Seen(NamedTuple):
+class MeasuredStep(NamedTuple):
     """After a turn; `learned` is how many stages were learned in it."""
 
     losses: list[float]
@@ -127,7 +127,7 @@ def given(turn: Turn, seed: int, takes: Sequence[int], number: int, stages: int)
     }
 
 
-def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
+def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[MeasuredStep]:
     """By one schedule for each number of micro-batches."""
     placement = [stage.device for stage in schedule.problem.stages]
     number, seen = dist.get_rank(), []
@@ -143,7 +143,7 @@ def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
             learn.reset_mock()
             step = pipe.step if turn.train else pipe.evaluate
             report: StepReport = step(**given(turn, seed, list(modules), number, len(placement)))
-            seen.append(Seen(report.losses or [], report.loss, numbers(modules), learn.call_count))
+            seen.append(MeasuredStep(report.losses or [], report.loss, numbers(modules), learn.call_count))
             optimizer.step()
     return seen
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from optpipe.errors import InputError
 from optpipe_runtime import record, record_trace
-from optpipe_runtime.record import Recorder
+from optpipe_runtime.in_torch.traces import Recorder
 from support.ranks.device import device
 
 SHAPE = (8, 16)  # of a micro-batch

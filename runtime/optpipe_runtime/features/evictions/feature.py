@@ -13,14 +13,13 @@ from optpipe.model.ops import Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
 from optpipe.sizes import told_apart
-from optpipe_runtime.arguments import Options
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.evictions.peers import EvictionOrder, Peers
 from optpipe_runtime.lowering.plan import Plan, StageMicrobatch
 from optpipe_runtime.measure.rounds import WARM_UP, routes
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
@@ -32,7 +31,7 @@ from optpipe_runtime.stage.trial import Trial, Trials
 class Evictions(Feature):
     """Making one is collective. `peers` moves the bytes."""
 
-    def __init__(self, rank: Rank, options: Options) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank, self._stages = rank, rank.stages
         self.peers = Peers(rank.team, rank.layout, rank.device)
         self.handlers = {

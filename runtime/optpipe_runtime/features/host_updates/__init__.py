@@ -5,6 +5,6 @@
 """
 
 from optpipe_runtime.features.host_updates.feature import HostUpdates
-from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer
+from optpipe_runtime.features.host_updates.host_optimizer import Factory, HostOptimizer
 
-__all__ = ["HostOptimizer", "HostUpdates"]
+__all__ = ["Factory", "HostOptimizer", "HostUpdates"]

@@ -13,14 +13,13 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
-from optpipe_runtime.arguments import Options
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
-from optpipe_runtime.features.host_updates.host_optimizer import HostOptimizer
+from optpipe_runtime.features.host_updates.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.rounds import together
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
@@ -34,9 +33,11 @@ class HostUpdates(Feature):
     """Making one is collective. `optimizers` are those of this rank's stages. Raises `InputError` if one cannot be on
     the host."""
 
-    def __init__(self, rank: Rank, options: Options) -> None:
-        self._rank, self._reductions, self._clips = rank, rank.reductions, options.clip_host_updates
-        self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(lambda: _on_host(rank, options))
+    def __init__(self, rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> None:
+        self._rank, self._reductions, self._clipped = rank, rank.reductions, clipped
+        self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(
+            lambda: _on_host(rank, factories, clipped)
+        )
         self._everywhere = {s for stages in rank.cpu_group.gather([*self.optimizers]) for s in stages}
         self.irreversible = IRREVERSIBLE if self._everywhere else ""
         self._put_off: dict[int, list[_PutOff]] = {}  # by stage: G and U that wait for its reduction
@@ -134,7 +135,7 @@ class HostUpdates(Feature):
 
     def gradient_holders(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """The copies on the host."""
-        if self._everywhere and not self._clips:
+        if self._everywhere and not self._clipped:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
                 "gradients is known: make the Pipeline with clip_host_updates=True"
@@ -171,10 +172,10 @@ def _updated(plan: Plan) -> set[int]:
     return {action.op.stage for action in plan.actions if action.op.kind == Kind.U}
 
 
-def _on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
+def _on_host(rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> dict[int, HostOptimizer]:
     """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
     host."""
-    factories, stages = options.host_optimizers or {}, rank.replicas.modules
+    stages = rank.replicas.modules
     for s in factories:
         if not 0 <= s < len(rank.layout.placement):
             raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
@@ -183,7 +184,7 @@ def _on_host(rank: Rank, options: Options) -> dict[int, HostOptimizer]:
         _require_complete(s, stages)
     if not hosted:
         return {}
-    updates, require, clipped = _update_engine(rank.device), rank.team.require_alive, options.clip_host_updates
+    updates, require = _update_engine(rank.device), rank.team.require_alive
     return {
         s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
         for s in hosted

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import Factory
-from optpipe_runtime.clock import wait_for
 from optpipe_runtime.features.host_updates.host_parameter import host_parameters
+from optpipe_runtime.memory.clock import wait_for
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.parts import local, placed
+
+# Makes the optimizer of a stage from its parameters on the host, with their names.
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class HostOptimizer:

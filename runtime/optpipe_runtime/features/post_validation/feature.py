@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import Options, require_equal
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.post_validation.update import (
@@ -36,7 +35,7 @@ CALM = 10
 class PostValidations(Feature):
     """The optimizers of this rank whose steps are validated later."""
 
-    def __init__(self, rank: Rank, options: Options) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._validations: list[PostValidation] = []
 
@@ -44,7 +43,7 @@ class PostValidations(Feature):
         """As `Pipeline.post_validate`."""
         rank = self._rank
         rank.cpu_group.on_each_rank(lambda: _require_valid(optimizer, max_norm))
-        require_equal(rank.cpu_group, max_norm=max_norm)
+        rank.cpu_group.require_equal(max_norm=max_norm)
         for why in (feature.irreversible for feature in rank.features if feature.irreversible):
             raise InputError(
                 f"post_validate: {why}, so the ranks meet before each step and gain nothing by updates ahead of the "

@@ -1,9 +1,9 @@
-"""`record_trace`: when the ops of PyTorch's pipelining ran, without a profiler.
+"""What makes traces of PyTorch's own pipelining: `record_trace` notes when its ops ran, without a profiler;
+`name_ranges` gives a profile the ranges that it lacks.
 
 Around every forward and backward of a stage the clock is read twice: the host's, or on a GPU two events on the compute
 stream, which are read after the last step. Nothing waits within a step. Each rank writes one Chrome trace with the
-ranges that `optpipe.measured.torch_trace` reads, all by the clock of the pipeline's first rank.
-"""
+ranges that `optpipe.measured.torch_trace` reads, all by the clock of the pipeline's first rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.profiler import record_function
 
 from optpipe.errors import InputError
 from optpipe.measured.torch_ranges import DEVICE, HOST
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.torch_private.groups import described_groups
 from optpipe_runtime.torch_private.pipelining import (
     COMPUTE_LOSS,
@@ -235,3 +237,27 @@ class Recorder:
             if on_host:  # an op's own work: the range has no waiting for messages before it
                 events.append({**span, "cat": "cpu_op", "name": name})
             yield events
+
+
+def name_ranges(*stages: PipelineStage) -> None:
+    """Opens a range such as `PP:0F3` around every forward and backward of these stages, as torch's runtime does.
+
+    `Schedule1F1B` and `ScheduleGPipe` open none: with these `optpipe problem from torch-trace` reads their traces, too.
+
+    Parameters
+    ----------
+    stages
+        Those of this rank, before the steps that are profiled.
+    """
+    for stage in stages:
+        for method, letter in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
+            if method not in vars(stage):  # not named before
+                setattr(stage, method, _named(getattr(stage, method), f"PP:{stage.stage_index}{letter}"))
+
+
+def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run_in_range(microbatch: int, *args: Any, **options: Any) -> Any:
+        with record_function(f"{name}{microbatch}"):
+            return run(microbatch, *args, **options)
+
+    return run_in_range

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
-from optpipe_runtime.arguments import require_bytes, require_equal
-from optpipe_runtime.attempts import Attempts, Repeat
 from optpipe_runtime.execute.batch import Batch, require_weights
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
@@ -20,6 +18,8 @@ from optpipe_runtime.lowering.prepare import forwards_in_order
 from optpipe_runtime.measure.budget import require_budget
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.measure.profiler import profile
+from optpipe_runtime.pipeline.arguments import require_bytes
+from optpipe_runtime.pipeline.attempts import Attempts, Repeat
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.swap.schedules import Schedules
 from optpipe_runtime.swap.trials import PlannedStep
@@ -91,7 +91,7 @@ class StepRunner:
         if not self.executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
-        require_equal(rank.cpu_group, offload_parts=parts, repeats=repeats)
+        rank.cpu_group.require_equal(offload_parts=parts, repeats=repeats)
 
         def require_arguments() -> None:
             if repeats < 1 or parts < 1:
@@ -155,7 +155,7 @@ class StepRunner:
                         planned = self.schedules.planned = plan()
                     except (InputError, ScheduleError) as error:
                         return error
-                    self.executor.forget_sizes(self.learner.take(planned.given, batch))
+                    self.executor.forget_sizes(self.learner.take(planned.shapes, batch))
                 while (result := self._attempts.run(batch)) is Repeat.AS_IT_IS:
                     pass
                 if isinstance(result, StepReport):

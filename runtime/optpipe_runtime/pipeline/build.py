@@ -10,22 +10,24 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError
-from optpipe_runtime import features
-from optpipe_runtime.arguments import (
+from optpipe_runtime.execute.gradients import GradientMeans, Reductions
+from optpipe_runtime.execute.messages import Messages
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.features.evictions import Evictions
+from optpipe_runtime.features.host_updates import HostUpdates
+from optpipe_runtime.features.post_validation import PostValidations
+from optpipe_runtime.features.windows import GradientWindows
+from optpipe_runtime.memory import pci
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link, channel_tokens, require_queues
+from optpipe_runtime.pipeline.arguments import (
     Options,
     compute_device,
     device_of,
     require_bytes,
-    require_equal,
     require_no_cuda_graphs,
     require_valid_arguments,
 )
-from optpipe_runtime.execute.gradients import GradientMeans, Reductions
-from optpipe_runtime.execute.messages import Messages
-from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.memory import pci
-from optpipe_runtime.memory.host_pool import HostPool
-from optpipe_runtime.memory.link import Link, channel_tokens, require_queues
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.grid import require_inner
 from optpipe_runtime.ranks.layout import Layout
@@ -59,8 +61,7 @@ def build(options: Options) -> Rank:
         layout = replace(layout, links=pci.shared_links(places))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     cpu_group.on_each_rank(lambda: require_no_cuda_graphs(options.stages, device))
-    require_equal(
-        cpu_group,
+    cpu_group.require_equal(
         microbatches=options.microbatches,
         clip_host_updates=options.clip_host_updates,
         whole_gradients=options.whole_gradients,
@@ -88,7 +89,12 @@ def build(options: Options) -> Rank:
         link=link,
         levels=checked.levels,
     )
-    rank.features = [make(rank, options) for make in features.ROOMS]
+    rank.features = [
+        Evictions(rank),
+        GradientWindows(rank, options.whole_gradients),
+        HostUpdates(rank, options.host_optimizers or {}, options.clip_host_updates),
+        PostValidations(rank),
+    ]
     return rank
 
 

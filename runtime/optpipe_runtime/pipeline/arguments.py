@@ -3,9 +3,9 @@ what must be equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe.errors import InputError
-from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.features.host_updates import Factory
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
 from optpipe_runtime.torch_private.modules import compiled_call
-
-# Makes the optimizer of a stage from its parameters on the host, with their names.
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +68,6 @@ def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:
 def require_bytes(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or value < 0):
         raise InputError(f"{name} = {value!r}: must be an integer, at least 0")
-
-
-def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
-    """Collective: raises `InputError` if an argument differs between ranks. Ranks would then wait for each other for
-    ever."""
-    by_rank = cpu_group.gather(arguments)
-    for rank, given in enumerate(by_rank):
-        for name, first in by_rank[0].items():
-            if given[name] != first:
-                raise InputError(
-                    f"{name} is {first} on rank {cpu_group.name_of(0)} and {given[name]} on rank "
-                    f"{cpu_group.name_of(rank)}: it must be the same on every rank"
-                )
 
 
 def device_of(stages: Mapping[int, nn.Module]) -> torch.device | None:

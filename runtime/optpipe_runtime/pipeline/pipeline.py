@@ -27,22 +27,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.arguments import Factory, Options
-from optpipe_runtime.build import build
 from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.handler import find_feature
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.features.host_updates import HostOptimizer, HostUpdates
+from optpipe_runtime.features.host_updates import Factory, HostOptimizer, HostUpdates
 from optpipe_runtime.features.post_validation import PostValidations
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.models.part import shared_parameters
+from optpipe_runtime.pipeline.arguments import Options
+from optpipe_runtime.pipeline.build import build
+from optpipe_runtime.pipeline.step_runner import StepRunner
 from optpipe_runtime.ranks.clipping import Counted, clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
-from optpipe_runtime.step_runner import StepRunner
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,10 @@
+"""A pipeline of stages: `Pipeline`, what users call, and its parts.
+
+- `arguments`, `build`: its arguments, checked, and what a rank makes of them;
+- `step_runner`, `attempts`: steps that are repeated until they count;
+- `layered`: a model measured layer by layer.
+"""
+
+from optpipe_runtime.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]
