@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from optpipe.errors import InputError
-from optpipe_runtime import record, record_trace
+from optpipe_runtime import record_trace
+from optpipe_runtime.in_torch import traces
 from optpipe_runtime.in_torch.traces import Recorder
 from support.ranks.device import device
 
@@ -71,7 +72,7 @@ def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[s
     """Records two steps, from the second on, of a plan: t a training step, e an evaluation. The clock of rank 1 is
     ahead. Returns the compute actions of this rank, which torch's `Schedule1F1B` tells wrongly."""
     schedule, step = prepared(case)
-    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
+    with mock.patch.object(traces, "now_ms", now_ms(ahead_ms)):
         record_trace(schedule, folder, after=1, steps=2)
         for letter in plan:
             step("step" if letter == "t" else "eval")
@@ -94,7 +95,7 @@ def run_replicas(case: Case, folder: Path, ahead_ms: float) -> None:
     path = folder / "profiled" / f"rank{dist.get_rank()}.json"
     path.parent.mkdir(exist_ok=True)
     profile.export_chrome_trace(str(path))
-    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
+    with mock.patch.object(traces, "now_ms", now_ms(ahead_ms)):
         record_trace(schedule, folder / "recorded", after=0, steps=2)
         step()
         step()
@@ -119,9 +120,9 @@ def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
     return said
 
 
-def compare_clocks(ahead_ms: float) -> record.Ahead:
-    with mock.patch.object(record, "now_ms", now_ms(ahead_ms)):
-        return record.compare_clocks(None, device())
+def compare_clocks(ahead_ms: float) -> traces.Ahead:
+    with mock.patch.object(traces, "now_ms", now_ms(ahead_ms)):
+        return traces.compare_clocks(None, device())
 
 
 class MeasuredRecorder(Recorder):
@@ -150,7 +151,7 @@ class MeasuredRecorder(Recorder):
 def recording_ms(case: Case, folder: Path, steps: int) -> list[float]:
     """How long recording takes in each step."""
     schedule, step = prepared(case)
-    with mock.patch.object(record, "Recorder", MeasuredRecorder):
+    with mock.patch.object(traces, "Recorder", MeasuredRecorder):
         record_trace(schedule, folder, after=0, steps=steps)
     recorder = schedule.step
     for _ in range(steps):
