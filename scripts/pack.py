@@ -120,9 +120,9 @@ def main() -> None:
 
 
 def _row(text: str, entry: Entry) -> StoredRow:
-    problem, known_by = entry.problem, features(entry.problem)
+    problem = entry.problem
     return StoredRow(
-        problem.sha256, entry.objective, structure(problem), known_by.packed, known_by.cell, used="", hits=0, entry=text
+        problem.sha256, entry.objective, structure(problem), features(problem).packed, used="", hits=0, entry=text
     )
 
 

@@ -19,7 +19,6 @@ from optpipe_cache.entry import Entry, read_entry
 from optpipe_cache.features import features, structure
 from optpipe_cache.lookup import Hit, Lookup
 from optpipe_cache.pack import release_pack
-from optpipe_cache.seal import seal, user_folder
 from optpipe_cache.storage import FileStorage, Retention, Source, Storage, StoredRow
 
 KEPT = Retention(keep=100_000)  # in a cache, if nothing else is said
@@ -30,7 +29,7 @@ def default_path() -> Path:
     if path := os.environ.get("OPTPIPE_CACHE"):
         return Path(path)
     try:
-        return user_folder() / "schedules.sqlite"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe" / "schedules.sqlite"
     except RuntimeError:
         raise InputError("the cache has no path: this user has no home folder, and OPTPIPE_CACHE is not set") from None
 
@@ -62,20 +61,16 @@ class Cache:
         objective: Objective = "makespan",
         *,
         verified: bool = False,
-        claimed: bool = False,
     ) -> bool:
         """Store a schedule unless a better one of its problem is there; return whether it was stored.
 
         Parameters
         ----------
-        lower_bound_ms
-            A bound on the objective. `optimal` needs one that proves it: a user who finds such an entry searches no
-            more.
+        status, lower_bound_ms
+            What a search here has proven of the objective; of a schedule from outside, `feasible` and no bound.
+            `optimal` needs a bound that proves it: a user who finds such an entry searches no more.
         verified
             The caller has called `check` on this schedule, so it is not checked again.
-        claimed
-            Status and bound come from outside, such as a file: they must not contradict the schedule, but nothing here
-            has proven them, so they are not kept.
 
         Raises
         ------
@@ -88,8 +83,6 @@ class Cache:
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = length_ms(schedule, objective)
         _require_proven(status, lower_bound_ms, value, objective)
-        if claimed:
-            status, lower_bound_ms = "feasible", None
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -102,25 +95,22 @@ class Cache:
             )
         except ValidationError as error:
             raise input_error(error, "cache") from None
-        if lower_bound_ms is not None and not self.storage.written_here_only:
-            entry = entry.model_copy(update={"seal": seal(*entry.sealed)})
         return self._store(entry)
 
     def _store(self, entry: Entry) -> bool:
-        problem, figures = entry.problem, features(entry.problem)
+        problem = entry.problem
         row = StoredRow(
             problem_sha256=problem.sha256,
             objective=entry.objective,
             structure=structure(problem),
-            features=figures.packed,
-            cell=figures.cell,
+            features=features(problem).packed,
             used=_now(),
             hits=0,
             entry=entry.model_dump_json(exclude_none=True),
         )
         while True:  # until no other process has changed the entry in between
             stored = self.storage.entry(problem.sha256, entry.objective)
-            stored_entry = self._read(stored)
+            stored_entry = read_entry(stored)
             if stored_entry and (kept := stored_entry.valid_schedule(problem)):
                 kept_ms = length_ms(kept, entry.objective)  # whatever its text says
                 if not entry.beats(kept_ms, stored_entry.lower_bound_ms):
@@ -143,24 +133,21 @@ class Cache:
             self.storage.found(hit.entry.problem.sha256, objective, _now())
         return hit
 
-    def _read(self, text: str | None) -> Entry | None:
-        return read_entry(text, self.storage.written_here_only)
-
     def entries(self) -> list[Entry]:
         """Return all entries, those used last first."""
         return [entry for entry, _ in self.entries_and_hits()]
 
     def entries_and_hits(self) -> list[tuple[Entry, int]]:
         """Return all entries, those used last first, and how often each was found."""
-        return [(entry, hits) for text, hits in self.storage.entries() if (entry := self._read(text))]
+        return [(entry, hits) for text, hits in self.storage.entries() if (entry := read_entry(text))]
 
     def export_lines(self) -> Iterator[str]:
         """Yield every entry as a line of JSON, for `import_lines` of another cache."""
-        return (entry.model_dump_json(exclude_none=True, exclude={"seal"}) for entry in self.entries())
+        return (entry.exported() for entry in self.entries())
 
     def import_lines(self, lines: Iterable[str | bytes]) -> int:
-        """Add exported entries, each verified, and stored only if it is better; return how many were. What they say of
-        bounds is not kept.
+        """Add exported entries, each verified, and stored only if it is better; return how many were. Their bounds are
+        not kept: nothing here has proven them.
 
         Raises `InputError` or `ScheduleError` with the line's number.
         """
@@ -170,7 +157,7 @@ class Cache:
                 continue
             try:
                 entry = Entry.model_validate_json(line)
-                added += self.add(entry.schedule(), entry.status, entry.lower_bound_ms, entry.objective, claimed=True)
+                added += self.add(entry.schedule(), "feasible", objective=entry.objective)
             except ValidationError as error:
                 raise input_error(error, f"line {number}") from None
             except (InputError, ScheduleError) as error:

@@ -1,4 +1,4 @@
-"""`Entry`: a solved schedule as it is stored, and what of it is believed."""
+"""`Entry`: a solved schedule as it is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Found, Schedule, check
-from optpipe_cache.seal import seal
 
 log = logging.getLogger("optpipe.cache")
 
@@ -26,8 +25,7 @@ class Entry(Record):
     objective: Objective
     objective_ms: TotalMs
     status: Found
-    lower_bound_ms: TotalMs | None = None
-    seal: str | None = None  # of the bound, by who has proven it; not exported
+    lower_bound_ms: TotalMs | None = None  # not exported
     method: str
     programs: Programs
 
@@ -43,17 +41,6 @@ class Entry(Record):
         """Return whether it is shorter than a schedule of this length, or as short with a better bound, in ms."""
         return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (length, -(bound or 0.0))
 
-    def as_proven_here(self) -> Entry:
-        """Return the entry without a bound, unless this user's own searches have sealed it."""
-        if self.lower_bound_ms is None or (self.seal and self.seal == seal(*self.sealed)):
-            return self
-        return self.model_copy(update={"status": "feasible", "lower_bound_ms": None, "seal": None})
-
-    @property
-    def sealed(self) -> tuple[object, ...]:
-        """What its seal vouches for."""
-        return self.problem.sha256, self.objective, self.objective_ms, self.status, self.lower_bound_ms
-
     def valid_schedule(self, problem: Problem) -> Schedule | None:
         """Return its schedule for this problem; None if it is not valid."""
         try:
@@ -62,12 +49,15 @@ class Entry(Record):
             return None
         return None if check(problem, schedule) else schedule
 
+    def exported(self) -> str:
+        """Return it as a line of JSON without what only this cache has proven."""
+        return self.model_copy(update={"status": "feasible", "lower_bound_ms": None}).model_dump_json(exclude_none=True)
 
-def read_entry(text: str | None, written_here_only: bool) -> Entry | None:
-    """Return the entry in a stored text, with what is proven here; None if it is damaged, which is logged."""
+
+def read_entry(text: str | None) -> Entry | None:
+    """Return the entry in a stored text; None if it is damaged, which is logged."""
     try:
-        entry = Entry.model_validate_json(text) if text is not None else None
+        return Entry.model_validate_json(text) if text is not None else None
     except ValidationError as error:
         log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
         return None
-    return entry if entry is None or written_here_only else entry.as_proven_here()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +30,6 @@ REACH = 1.0  # two problems further apart than this are not similar; docs/cache.
 VERSION = 3  # of this key: other versions are never similar
 
 Steps = NDArray[np.int16]
-
-
-# The means of these features divide all problems into cells, the boxes by which an index finds what is near.
-IN_CELL = ("memory", "forward", "backward_input", "offload", "p2p")
-SIDE = 8  # of a cell, in steps of the grid
-MOST_CELLS = 512  # along one feature: more than MOST / SMALL needs
 # How much more a difference counts than one of another feature; by default 1.
 WEIGHT = {"microbatches": 0.1, "offload": 0.5, "reload": 0.5}  # one link has both, mostly equal
 
@@ -106,34 +99,6 @@ class Features:
         sums = np.add.reduceat(np.abs(other.steps.astype(np.int32) - self.steps) * self._weights, begins)
         terms = [(name, float(value)) for name, value in zip(self.sizes, sums, strict=True) if value]
         return dict(sorted(terms, key=lambda term: -term[1]))
-
-    @cached_property
-    def _means(self) -> list[float]:
-        ends = dict(zip(self.sizes, itertools.accumulate(self.sizes.values()), strict=True))
-        return [float(self.steps[ends[name] - self.sizes[name] : ends[name]].mean()) for name in IN_CELL]
-
-    @property
-    def cell(self) -> int:
-        """The number of the cell in which this problem is."""
-        number = 0
-        for mean in self._means:
-            number = MOST_CELLS * number + int(mean // SIDE)
-        return number
-
-    def cells(self, reach: float, beyond: float = -1) -> list[int]:
-        """The cells whose problems are at least `beyond` steps of the grid away, and some perhaps less than `reach`;
-        the nearest first.
-
-        The weighted difference of two means is at most the mean of the weighted differences, so the sum of these is
-        never more than the distance.
-        """
-        cells = [(0, 0.0)]
-        for name, mean in zip(IN_CELL, self._means, strict=True):
-            weight = WEIGHT.get(name, 1.0)
-            first, last = max(0, math.floor((mean - reach / weight) / SIDE)), math.floor((mean + reach / weight) / SIDE)
-            near = [(at, weight * max(SIDE * at - mean, mean - SIDE * (at + 1), 0.0)) for at in range(first, last + 1)]
-            cells = [(MOST_CELLS * n + at, far + more) for n, far in cells for at, more in near if far + more <= reach]
-        return [number for number, far in sorted(cells, key=lambda cell: cell[1]) if far > beyond]
 
 
 def features(problem: Problem) -> Features:

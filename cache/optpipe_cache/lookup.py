@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,13 +17,12 @@ from optpipe.reuse.adapt import adapt, most_ops
 from optpipe.reuse.devices import resized
 from optpipe.schedule import Found, Schedule
 from optpipe_cache.entry import Entry, read_entry
-from optpipe_cache.features import REACH, STEP, Features, features, structure
+from optpipe_cache.features import REACH, Features, features, structure
 from optpipe_cache.storage import Source, Storage
 
 log = logging.getLogger("optpipe.cache")
 
-RINGS = (6, 12, 18, 25)  # steps: a lookup looks in the cells of one ring after the other, then anywhere
-MOST_COMPARED = 4096  # similar entries of a ring whose features it reads
+MOST_COMPARED = 5_000  # entries of the same structure, those used last
 MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
 MOST_ADAPTED = 2  # of these, the nearest
 MOST_OPS = 30_000  # of a schedule that is adapted, before and after
@@ -78,26 +76,9 @@ class Lookup:
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
         """Yield (distance, hash of the problem) of problems of the same structure in reach, the nearest first."""
         wanted, key = features(problem), structure(problem)
-        inner, farther = -1.0, list[tuple[float, str]]()
-        for outer in (*RINGS, REACH / STEP):  # one ring of cells after the other
-            cells = wanted.cells(outer, inner) if outer in RINGS else None
-            in_cells = _distances(wanted, self._in_cells(key, objective, cells))
-            candidates = sorted({each for each in in_cells if each[0] > inner * STEP}.union(farther))
-            in_ring = bisect(candidates, outer * STEP, key=lambda candidate: candidate[0])
-            yield from candidates[:in_ring]
-            inner, farther = outer, candidates[in_ring:]
-
-    def _in_cells(self, structure: str, objective: Objective, cells: list[int] | None) -> list[tuple[str, bytes]]:
-        """The features of what is in these cells, or anywhere; where that is too much, of what is in the first of
-        them."""
-        near = [*self._storage.similar(structure, objective, cells, MOST_COMPARED)]
-        if len(near) == MOST_COMPARED and cells is not None:
-            near = []
-            for cell in cells:
-                near += self._storage.similar(structure, objective, [cell], MOST_COMPARED - len(near))
-                if len(near) == MOST_COMPARED:
-                    break
-        return [*near, *self._pack.similar(structure, objective, cells, MOST_COMPARED)] if self._pack else near
+        sources = (self._storage, self._pack) if self._pack else (self._storage,)
+        near = [row for source in sources for row in source.similar(key, objective, MOST_COMPARED)]
+        yield from sorted({each for each in _distances(wanted, near) if each[0] <= REACH})
 
     def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
         entry = self._entry(self._storage, problem.sha256, objective)
@@ -148,7 +129,7 @@ class Lookup:
 
     def _entry(self, source: Source, sha256: str, objective: Objective) -> Entry | None:
         """What the source has of this problem; None if it is damaged or of another one, which is logged."""
-        entry = read_entry(source.entry(sha256, objective), self._storage.written_here_only)
+        entry = read_entry(source.entry(sha256, objective))
         if entry and (entry.problem.sha256, entry.objective) != (sha256, objective):
             log.warning("skipped an entry that is of another problem than the one it is kept for")
             return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from optpipe_cache.storage import Cells, StoredRow
+from optpipe_cache.storage import StoredRow
 
 log = logging.getLogger("optpipe.cache")
 
@@ -28,7 +28,6 @@ BEGINNING_OF_ZIP = (1980, 1, 1, 0, 0, 0)  # the same rows make the same file
 
 class _Row(NamedTuple):
     problem_sha256: str
-    cell: int
     features: bytes
     entry: str
 
@@ -47,11 +46,9 @@ class Pack:
             members = [rows for name, rows in self._members.items() if name.endswith(f"/{objective}")]
         return next((rows[problem_sha256].entry for rows in members if problem_sha256 in rows), None)
 
-    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
-        wanted = None if cells is None else set(cells)
+    def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
         rows = self._member(f"{structure}/{objective}").values()
-        near = (row for row in rows if wanted is None or row.cell in wanted)
-        return [(row.problem_sha256, row.features) for row in islice(near, most)]
+        return [(row.problem_sha256, row.features) for row in islice(rows, most)]
 
     def _member(self, name: str) -> dict[str, _Row]:
         with self._lock:
@@ -64,7 +61,7 @@ class Pack:
             with zipfile.ZipFile(self.path) as pack:
                 lines = pack.read(name).decode().splitlines() if name in pack.namelist() else []
             rows = (json.loads(line) for line in lines)
-            return {sha256: _Row(sha256, cell, bytes.fromhex(packed), entry) for sha256, cell, packed, entry in rows}
+            return {sha256: _Row(sha256, bytes.fromhex(packed), entry) for sha256, packed, entry in rows}
         except Exception as error:  # a damaged file, or a Python that cannot unpack it, ends no lookup
             log.warning("%s: the pack cannot be read: %s", self.path, error)
             return {}
@@ -74,7 +71,7 @@ def write_pack(path: Path, rows: Iterable[StoredRow]) -> None:
     """Write the rows as a pack."""
     members = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.problem_sha256):
-        line = json.dumps([row.problem_sha256, row.cell, row.features.hex(), row.entry])
+        line = json.dumps([row.problem_sha256, row.features.hex(), row.entry])
         members[f"{row.structure}/{row.objective}"].append(f"{line}\n")
     with zipfile.ZipFile(path, "w") as pack:
         for name, lines in sorted(members.items()):

@@ -6,7 +6,6 @@ database. `Retention` says what is kept, there and among a service's jobs that a
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,12 +16,10 @@ from typing import Protocol
 
 from optpipe.errors import InputError
 
-VERSION = 2  # of the file's tables, stored in its user_version
+VERSION = 3  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
 MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
-
-Cells = Sequence[int] | None  # None: all
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS schedules (
@@ -30,13 +27,12 @@ CREATE TABLE IF NOT EXISTS schedules (
     objective TEXT NOT NULL,
     structure TEXT NOT NULL,
     features BLOB NOT NULL,
-    cell INTEGER NOT NULL,
     used TEXT NOT NULL,
     hits INTEGER NOT NULL,
     entry TEXT NOT NULL,
     PRIMARY KEY (problem_sha256, objective)
 );
-CREATE INDEX IF NOT EXISTS by_cell ON schedules (structure, objective, cell, problem_sha256, features);
+CREATE INDEX IF NOT EXISTS by_structure ON schedules (structure, objective, used);
 CREATE INDEX IF NOT EXISTS by_use ON schedules (used);
 """
 
@@ -49,7 +45,6 @@ class StoredRow:
     objective: str
     structure: str
     features: bytes
-    cell: int  # of `Features`
     used: str  # when it was stored or found last: ISO time in UTC
     hits: int  # how often it was found
     entry: str  # JSON
@@ -104,20 +99,13 @@ class Source(Protocol):
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         """Return the entry of this problem."""
 
-    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
-        """Return (problem_sha256, features) of the entries of this structure in these cells, of `most` at most."""
+    def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
+        """Return (problem_sha256, features) of the entries of this structure, of the `most` used last if there are
+        more."""
 
 
 class Storage(Source, Protocol):
-    """Rows that are also written, by any number of threads and processes.
-
-    Attributes
-    ----------
-    written_here_only
-        Whether nobody but this installation can write them, so that what they say of bounds is believed.
-    """
-
-    written_here_only: bool
+    """Rows that are also written, by any number of threads and processes."""
 
     def entries(self) -> Sequence[tuple[str, int]]:
         """Return (entry, hits) of all rows, those used last first."""
@@ -137,8 +125,6 @@ class FileStorage:
 
     Raises `InputError` if the file cannot be opened or is not a cache.
     """
-
-    written_here_only = False
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -170,15 +156,13 @@ class FileStorage:
             row = db.execute(query, (problem_sha256, objective)).fetchone()
         return row[0] if row else None
 
-    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
-        within = "" if cells is None else "AND cell IN (SELECT value FROM json_each(:cells)) "
+    def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
         query = (
-            "SELECT problem_sha256, features FROM schedules WHERE structure = :structure AND objective = :objective "
-            f"{within}LIMIT :most"
+            "SELECT problem_sha256, features FROM schedules WHERE structure = ? AND objective = ? "
+            "ORDER BY used DESC LIMIT ?"
         )
-        wanted = {"structure": structure, "objective": objective, "cells": json.dumps(cells), "most": most}
         with self._open() as db:
-            return db.execute(query, wanted).fetchall()
+            return db.execute(query, (structure, objective, most)).fetchall()
 
     def entries(self) -> Sequence[tuple[str, int]]:
         with self._open() as db:

@@ -101,9 +101,9 @@ def add(
             raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
     store = _open(cache)
     added = 0
-    for path, file, schedule in zip(schedules, files, loaded, strict=True):
+    for path, schedule in zip(schedules, loaded, strict=True):
         try:
-            added += store.add(schedule, file.status, file.lower_bound_ms, verified=True, claimed=True)
+            added += store.add(schedule, "feasible", verified=True)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
     if json:

@@ -1,4 +1,4 @@
-"""The schedule cache: exact and nearest hits, both verified on the exact problem. What it believes: `test_trust`."""
+"""The schedule cache: exact and nearest hits, both verified on the exact problem."""
 
 from __future__ import annotations
 
@@ -291,16 +291,32 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
         default_path()
 
 
-def test_a_bound_from_outside_is_not_believed(each_cache: Cache, tmp_path: Path) -> None:
-    """What is imported, and what a file says of itself."""
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda line: line[:-1], "line 2"),
+        (lambda line: line.replace("0F0 0F1", "0F0 0F0"), "line 2: the schedule is not valid"),
+        (lambda line: line.replace("0F0 0F1", "0F0 nonsense"), "line 2: programs\\[0\\]"),
+        (lambda line: line.replace('"programs":{', '"programs":{"rules":{},'), "line 2: programs.rules.in_flight"),
+    ],
+)
+def test_import_refuses_what_is_wrong(cache: Cache, tmp_path: Path, spoil: Any, message: str) -> None:
+    cache.add(gpipe(chain()), "feasible", 2.0)
+    [line] = cache.export_lines()
+    other = Cache(tmp_path / "other.sqlite")
+    with pytest.raises((InputError, ScheduleError), match=message):
+        other.import_lines(["", spoil(line)])
+    assert other.entries() == []
+
+
+def test_a_bound_from_outside_is_not_kept(each_cache: Cache, tmp_path: Path) -> None:
     proven = gpipe(chain()), "optimal", gpipe(chain()).makespan_ms  # a bound as if a search had proven it
     each_cache.add(*proven)
-    imported, added = Cache(tmp_path / "imported.sqlite"), Cache(tmp_path / "added.sqlite")
-    assert imported.import_lines(each_cache.export_lines()) == 1
-    assert added.add(*proven, claimed=True)
-    for other in (imported, added):
-        hit = other.lookup(chain())
-        assert hit is not None
-        assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
-        other.add(*proven)  # now one of this user's
-        assert [entry.status for entry in other.entries()] == ["optimal"]
+    [entry] = each_cache.entries()
+    imported = Cache(tmp_path / "imported.sqlite")
+    assert imported.import_lines([*each_cache.export_lines(), entry.model_dump_json()]) == 1
+    hit = imported.lookup(chain())
+    assert hit is not None
+    assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
+    imported.add(*proven)  # now one of this user's
+    assert [entry.status for entry in imported.entries()] == ["optimal"]

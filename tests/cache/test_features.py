@@ -15,7 +15,7 @@ from support.problems.strategies import problems
 from optpipe import Problem
 from optpipe.model.figures import each_microbatch
 from optpipe_cache import Cache, distance, features, lookup, structure
-from optpipe_cache.features import REACH, STEP
+from optpipe_cache.features import REACH
 
 TIMES = (1.0, 1.1, 0.9)
 
@@ -80,21 +80,16 @@ def test_a_tenth_is_a_distance_of_a_tenth() -> None:
 
 
 @given(problems(), problems())
-def test_terms_add_up_to_the_distance_and_a_cell_is_no_further_away(one: Problem, other: Problem) -> None:
+def test_terms_add_up_to_the_distance(one: Problem, other: Problem) -> None:
     if structure(one) != structure(other):
         other = one.replace(p2p_ms=each_microbatch(lambda ms: ms + 0.1, one.p2p_ms))
     a, b = features(one), features(other)
     assert sum(a.terms(b).values()) == pytest.approx(distance(a, b))
     assert distance(a, b) == distance(b, a)
-    steps = distance(a, b) / STEP
-    assert b.cell in a.cells(steps + 0.01)
-    assert b.cell not in a.cells(steps + 0.01, beyond=steps + 0.01)
-    assert a.cell in a.cells(0.0)
 
 
 def test_the_key_is_the_same_on_every_machine() -> None:
     found = features(gpt())
-    assert found.cell == 3438394744833
     assert structure(gpt()) == "5eca92882131a988a6f5259c5d5aac3c308d1171be65c16c0fbac4a2ad6e351d"
     assert found.steps[[0, 8, 16, 88, 90, 91]].tolist() == [147, 154, 139, 15, 577, 403]
 
@@ -111,12 +106,10 @@ def test_the_nearest_of_many_is_found(tmp_path: Any) -> None:
         assert (hit and hit.distance) == (pytest.approx(nearest) if nearest <= REACH else None)
 
 
-def test_of_more_than_are_compared_the_nearest_cells_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MOST_COMPARED", 1)
-    monkeypatch.setattr(lookup, "RINGS", (50,))
-    cache, forwards = Cache(tmp_path / "cache.sqlite"), [0.7, 1.0, 1.4]
-    for forward in forwards:
+def test_of_more_than_are_compared_those_used_last_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MOST_COMPARED", 2)
+    cache = Cache(tmp_path / "cache.sqlite")
+    for forward in (1.0, 1.1, 1.2):
         cache.add(gpipe(chain(forward=forward)), "feasible")
-    for forward in forwards:
-        _, nearest = next(lookup.Lookup(cache.storage, None).neighbours(chain(forward=1.005 * forward)))
-        assert nearest == chain(forward=forward).sha256
+    near = lookup.Lookup(cache.storage, None).neighbours(chain())
+    assert [sha256 for _, sha256 in near] == [chain(forward=forward).sha256 for forward in (1.1, 1.2)]

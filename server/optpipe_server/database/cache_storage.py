@@ -10,7 +10,6 @@ from sqlalchemy import ColumnElement, delete, insert, or_, select, tuple_, updat
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from optpipe_cache import Retention, StoredRow
-from optpipe_cache.storage import Cells
 from optpipe_server.database.engine import Database
 from optpipe_server.database.tables import schedules
 
@@ -20,8 +19,6 @@ _LAST_USED = schedules.c.used.desc(), schedules.c.problem_sha256
 class TableStorage:
     """An `optpipe_cache.Storage`: the rows of one tenant, for all processes that share the database. Raises
     `SQLAlchemyError`."""
-
-    written_here_only = True
 
     def __init__(self, database: Database, tenant: str) -> None:
         self._database, self._tenant = database, tenant
@@ -35,13 +32,11 @@ class TableStorage:
         with self._database.read() as db:
             return db.execute(select(schedules.c.entry).where(*rows)).scalar_one_or_none()
 
-    def similar(self, structure: str, objective: str, cells: Cells, most: int) -> Sequence[tuple[str, bytes]]:
+    def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
         rows = self._rows(structure=structure, objective=objective)
-        if cells is not None:
-            rows.append(schedules.c.cell.in_(cells))
+        near = select(schedules.c.problem_sha256, schedules.c.features).where(*rows).order_by(*_LAST_USED).limit(most)
         with self._database.read() as db:
-            near = db.execute(select(schedules.c.problem_sha256, schedules.c.features).where(*rows).limit(most))
-            return [(row.problem_sha256, row.features) for row in near]
+            return [(row.problem_sha256, row.features) for row in db.execute(near)]
 
     def entries(self) -> Sequence[tuple[str, int]]:
         rows = select(schedules.c.entry, schedules.c.hits).where(*self._rows()).order_by(*_LAST_USED)

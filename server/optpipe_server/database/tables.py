@@ -187,10 +187,9 @@ schedules = Table(
     Column("objective", String(16), primary_key=True),
     Column("structure", String(64), nullable=False),
     Column("features", LargeBinary, nullable=False),
-    Column("cell", BigInteger, nullable=False),  # of `optpipe_cache.features.Features`
     Column("used", String(40), nullable=False),
     Column("hits", Integer, nullable=False),
     Column("entry", Text, nullable=False),  # `optpipe_cache.Entry` as JSON
-    Index("ix_schedules_cell", "tenant", "structure", "objective", "cell"),
+    Index("ix_schedules_structure", "tenant", "structure", "objective", "used"),
     Index("ix_schedules_used", "tenant", "used"),
 )
