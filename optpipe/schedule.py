@@ -277,13 +277,13 @@ class ScheduleFile(Document):
         return cls.from_json(read_file(path), str(path))
 
 
-def timed_ops(schedule: Schedule, most: int | None = None) -> list[dict[str, Any]]:
-    """Every op that takes time with its nominal start and end, ordered by start, or the first `most` of them; `part`
-    where the stage has several, or several levels of a C."""
+def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
+    """Every op that takes time with its nominal start and end, ordered by start; `part` where the stage has several, or
+    several levels of a C."""
     timeline, costs = schedule.timeline, schedule.problem.costs
     several = {Kind.O: costs.parts, Kind.R: costs.parts, Kind.C: costs.levels.count}
     shown = np.flatnonzero(~timeline.rows.of_kinds(*MARKS))
-    shown = shown[np.argsort(timeline.start[shown], kind="stable")][:most]
+    shown = shown[np.argsort(timeline.start[shown], kind="stable")]
     times = timeline.start[shown].tolist(), timeline.end[shown].tolist()
     return [
         {

@@ -1,6 +1,6 @@
-"""`python -m optpipe_server.own_process compare` or `diagnose`: runs that command for one request of the service.
+"""`python -m optpipe_server.own_process diagnose`: diagnoses a trace for one request of the service.
 
-It reads the request and writes what the command prints, or `{"refused": "..."}`. A diagnosis is of the file `upload` in
+It reads the request and writes the answer, or `{"refused": "..."}`. A diagnosis is of the file `upload` in
 its folder: a trace, or a tar archive of several. It has a lower priority than the service and ends with it.
 """
 
@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from optpipe.comparison import compare
 from optpipe.diagnose import diagnose_recording
 from optpipe.diagnose.page import document, picture
 from optpipe.diagnose.report import MOST_HELD
@@ -28,7 +26,7 @@ from optpipe.errors import InputError
 from optpipe.measured.convert import Run, recording_from
 from optpipe.model.records import Record
 from optpipe.process.niceness import NICER, group_as_nice
-from optpipe.process.protocol import CompareRequest, read_one
+from optpipe.process.protocol import read_one
 
 UPLOAD, FILES = Path("upload"), Path("files")
 MOST_FILES = 1024
@@ -62,22 +60,17 @@ class DiagnoseRequest(DiagnoseOptions):
 
 
 def main() -> None:
-    request: CompareRequest | DiagnoseRequest
-    request = read_one(CompareRequest) if sys.argv[1] == "compare" else read_one(DiagnoseRequest)
+    request = read_one(DiagnoseRequest)
     os.nice(NICER)
     group_as_nice(os.getpid())
     try:
-        print(compared(request) if isinstance(request, CompareRequest) else diagnosed(request))
+        print(diagnosed(request))
     except InputError as error:
         print(as_json({"refused": str(error)}))
 
 
 def as_json(content: object) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
-
-
-def compared(request: CompareRequest) -> str:
-    return as_json(compare(request.problem, request.methods, **request.search()).to_dict())
 
 
 def diagnosed(asked: DiagnoseRequest) -> str:

@@ -163,10 +163,6 @@ def in_figure(figure: Any) -> float:
     return float(figure["schedules"][0]["makespan_ms"])
 
 
-def last_end(timeline: Any) -> float:
-    return max(float(op["end_ms"]) for op in timeline["ops"])
-
-
 def in_trace(trace: Any) -> float:
     return max(float(event["ts"] + event["dur"]) for event in trace["traceEvents"] if event["ph"] == "X") / 1000
 
@@ -189,13 +185,13 @@ DOORS: dict[str, Callable[[Doors], Answer]] = {
     "optpipe compare": lambda doors: compared(json.loads(doors.run(f"compare p.json {ONLY}"))["rows"]),
     "optpipe solve": Doors.solved,
     "optpipe cache, turned lists": Doors.cached,
-    "/simulate": lambda doors: (last_end(doors.asked("simulate", schedule=SENT)), SCHEDULE),
+    "/workbench, edited": lambda doors: (in_figure(doors.asked("workbench", schedule=SENT)["figure"]), SCHEDULE),
     "/workbench": lambda doors: (
         in_figure(doors.asked("workbench", methods=["1f1b"])["figure"]),
         generate("1f1b", PACKED),
     ),
     "a job": Doors.job,
-    "its timeline": lambda doors: doors.job("/timeline", last_end),
+    "its picture": lambda doors: doors.job("/figure", in_figure),
     "a job with other micro-batches": Doors.retimed,
 }
 

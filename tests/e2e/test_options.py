@@ -32,7 +32,6 @@ from optpipe.options import (
     listed,
 )
 from optpipe.process import child
-from optpipe.process.protocol import CompareRequest
 from optpipe_cli import main as cli
 from optpipe_cli.app import app
 from optpipe_cli.options import flag
@@ -40,8 +39,6 @@ from optpipe_runtime import follow
 from optpipe_runtime.demo.on_ranks import load, save
 from optpipe_runtime.demo.train import DemoSettings
 from optpipe_runtime.service.client import ScheduleClient
-from optpipe_server import own_process
-from optpipe_server.http import own_processes
 
 PROBLEM = chain()
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -108,13 +105,7 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def url(asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A service whose comparisons run in this process."""
-
-    async def compared(_what: str, request: str, *_: Any) -> str:
-        return own_process.compared(CompareRequest.model_validate_json(request))
-
-    monkeypatch.setattr(own_processes, "run_process", compared)
+def url(asked: Requests, tmp_path: Path) -> Iterator[str]:
     with running(replace(settings_in(tmp_path), threads=64)) as (url, _):
         yield url
 
@@ -171,15 +162,11 @@ def test_a_comparison_has_the_options(door: str, asked: Requests, tmp_path: Path
     compared(asked, COMPARE)
 
 
-def test_a_job_and_a_comparison_of_the_service_have_the_options(url: str, asked: Requests) -> None:
+def test_a_job_of_the_service_has_the_options(url: str, asked: Requests) -> None:
     job = post(url, "jobs", SOLVE)
     assert job["options"] == SOLVE
     until(lambda: asked)
     arrived(asked, SOLVE)
-    asked.clear()
-    reply = post(url, "compare", COMPARE)
-    assert reply["options"] == COMPARE
-    compared(asked, COMPARE)
 
 
 def test_a_client_of_the_service_has_the_options(url: str, asked: Requests) -> None:
@@ -219,8 +206,8 @@ def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(option
         assert (found.problem, schedule.placement is not None) == (placed, "placements" in options)
         assert job["best"]["value_ms"] == Result.from_schedule(schedule, chosen).value_ms
         assert (job["best"]["value_ms"] > job["best"]["makespan_ms"]) == ("jitter" in options)
-        again = httpx.get(f"{url}{job['url']}/timeline", trust_env=False).json()
-        assert again["makespan_ms"] == schedule.makespan_ms
+        again = httpx.get(f"{url}{job['url']}/figure", trust_env=False).json()
+        assert again["schedules"][0]["makespan_ms"] == schedule.makespan_ms
         carried = post(url, "jobs", {"problem": problem.to_dict(), "warm_start": job["best"]["schedule"], **options})
         assert carried["best"]["value_ms"] <= job["best"]["value_ms"]
         with ScheduleClient(url, problem, **chosen.arguments()) as client:
@@ -252,7 +239,6 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         **{name: lambda options, name=name: SOLVING[name](tmp_path, options) for name in SOLVING},  # type: ignore[misc]
     }
     if option.name in CompareOptions.model_fields:
-        doors["comparison"] = lambda options: post(shared_url, "compare", options)
         for name in COMPARING:
             doors[name] = lambda options, name=name: COMPARING[name](tmp_path, options)  # type: ignore[misc]
     (told,) = refusals(doors, option)

@@ -14,7 +14,6 @@ from support.service.postgres import database_of
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
-from optpipe_server.http import own_processes
 from optpipe_server.http.server import Server
 from optpipe_server.work import solve
 
@@ -55,11 +54,9 @@ def serving() -> Iterator[Serving]:
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """One server with fake solvers for a file of tests, on each database."""
     with (
-        pytest.MonkeyPatch.context() as patched,
         database_of(request) as url,
         fake_service(tmp_path_factory.mktemp("service"), url, solves=4) as serving,
     ):
-        patched.setattr(own_processes, "EXTRA_S", 200.0)  # it starts processes, on a busy machine
         yield serving
 
 

@@ -10,7 +10,6 @@ import pytest
 from support.service.postgres import shared_on_sqlite
 
 from optpipe_server.http.bodies import MOST_PARTS
-from optpipe_server.http.own_processes import MOST_COMPARED
 from optpipe_server.http.workbench import MOST_FORWARDS
 
 pytestmark = [shared_on_sqlite]
@@ -45,37 +44,37 @@ COSTLY = [
     *(
         (path, {"problem": MANY_PARTS, **more}, "problem has 16777216 activation parts")
         for path, more in (
-            ("check", {"schedule": schedule(MANY_PARTS)}),
-            ("simulate", {"schedule": schedule(SMALL)}),
-            ("figure", {"schedule": schedule(SMALL)}),
-            ("import", {"name": "s.csv", "text": "0F0"}),
+            ("workbench", {"schedule": schedule(MANY_PARTS)}),
+            ("workbench", {"schedule": schedule(SMALL)}),
+            ("workbench", {}),
             ("jobs", {}),
             ("cache/lookup", {}),
-            ("compare", {}),
-            ("workbench", {}),
         )
     ),
-    ("check", {"problem": problem(in_parts=1, parts=64), "schedule": schedule(SMALL)}, "has 16777216 activation parts"),
+    (
+        "workbench",
+        {"problem": problem(in_parts=1, parts=64), "schedule": schedule(SMALL)},
+        "has 16777216 activation parts",
+    ),
     ("jobs", {"problem": problem(256)}, f"up to {MOST_PARTS} here"),
     ("jobs", {"problem": problem(64, 1024), "jitter": 0.1}, "jitter = 0.1: problem has 65536 activation parts"),
-    ("compare", {"problem": problem(64, 257)}, f"compare: problem has 16448 activation parts .*up to {MOST_COMPARED}"),
     ("workbench", {"problem": problem(8, 64, 8)}, "workbench: problem has 4096 activation parts"),
     ("workbench", {"problem": problem(8, 65)}, f"520 forwards.*up to {MOST_FORWARDS}"),
     (
-        "check",
+        "workbench",
         {"problem": problem(1), "schedule": schedule(SMALL, placement={"chunks": 64}, devices=[PROGRAM])},
         None,  # 64 stages are within the limit
     ),
     (
-        "check",
+        "workbench",
         {"problem": problem(1, parts=2), "schedule": schedule(SMALL, placement={"chunks": 64})},
         "schedule.placement: the problem on its stages has 524288 activation parts",
     ),
     ("jobs", {"problem": SMALL | {"devices": [DEVICE] * 257}}, "problem.devices are 257: expected up to 256"),
     ("jobs", {"problem": SMALL | {"microbatches": 4097}}, "problem.microbatches = 4097: expected up to 4096"),
-    ("check", {"problem": SMALL, "schedule": schedule(problem(257, 1))}, "schedule.problem.stages are 257"),
+    ("workbench", {"problem": SMALL, "schedule": schedule(problem(257, 1))}, "schedule.problem.stages are 257"),
     ("jobs", {"problem": SMALL, "warm_start": schedule(problem(257, 1))}, "warm_start.problem.stages are 257"),
-    ("check", {"problem": SMALL, "schedule": schedule(SMALL, devices=[PROGRAM] * 257)}, "schedule.devices are 257"),
+    ("workbench", {"problem": SMALL, "schedule": schedule(SMALL, devices=[PROGRAM] * 257)}, "schedule.devices are 257"),
 ]
 
 

@@ -10,7 +10,7 @@ from support.problems.chain import chain
 from support.service.rest import submit, until_over
 from support.service.visitor import MISSING, Service, Visitor, page_of_module, serious, service, visitor
 
-from optpipe.model.ops import MARKS, Kind
+from optpipe.schedule import ScheduleFile, timed_ops
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 
@@ -43,11 +43,10 @@ def test_incumbents_are_painted_as_they_come_and_bars_are_the_apis(service: Serv
     assert last > 3
     page.wait_for_selector(f"[data-seq='{last}'][data-state='{over['state']}']")
     drawn = page.evaluate(DRAWN)
-    timeline = service.client.get(f"{job['url']}/timeline", params={"seq": last}).json()
-    devices = [stage["device"] for stage in over["best"]["schedule"]["problem"]["stages"]]
+    schedule = ScheduleFile.model_validate(over["best"]["schedule"]).schedule()
     assert drawn["seq"] == str(last)
     assert sorted(map(tuple, drawn["boxes"])) == sorted(
-        (op["start_ms"], op["end_ms"], devices[op["stage"]]) for op in timeline["ops"] if Kind[op["kind"]] not in MARKS
+        (op["start_ms"], op["end_ms"], schedule.problem.stages[op["stage"]].device) for op in timed_ops(schedule)
     )
     listed = service.client.get(f"{job['url']}/incumbents").json()["incumbents"]
     assert visitor.text(".cards td:first-child button") == [f"#{each['seq']}" for each in reversed(listed)]

@@ -15,8 +15,8 @@ from optpipe_solver import systems
 __all__ = ["browser", "page_of_module", "service", "visitor"]  # fixtures
 
 
-def test_a_problem_is_submitted_from_a_file_or_by_formula(service: Service, visitor: Visitor, tmp_path: Path) -> None:
-    page = visitor.go("/submit", ".memory li")
+def test_a_problem_is_submitted_from_a_file(service: Service, visitor: Visitor, tmp_path: Path) -> None:
+    page = visitor.go("/submit", ".drop")
     assert serious(page) == []
     wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
     wrong.write_text('{"stages"')
@@ -28,13 +28,6 @@ def test_a_problem_is_submitted_from_a_file_or_by_formula(service: Service, visi
     page.get_by_role("button", name="Submit the file").click()
     page.wait_for_selector("[data-seq]")
     assert visitor.text("h1") == ["from a file"]
-
-    page = visitor.go("/submit", ".memory li")
-    page.get_by_label("Pipeline stages").fill("2")
-    page.wait_for_function("() => document.querySelectorAll('.memory li').length === 2")
-    page.get_by_role("button", name="Submit the estimate").click()
-    page.wait_for_selector("[data-seq]")
-    assert visitor.text("h1") == ["llama-3-8b-2x16"]
 
 
 SMALL = "p=2&m=4&k=3&mem=100&p2p=0&stages=given"

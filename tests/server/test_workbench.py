@@ -1,20 +1,22 @@
-"""The page's own routes: all schedules of a problem, an edited schedule, problems by formula, the queue, figures."""
+"""The page's own routes: all schedules of a problem, an edited schedule, the queue, figures, lookup in the cache."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
-from support.problems.chain import chain
+from support.problems.chain import chain, gpipe, one_by_one
 from support.service.postgres import shared_on_sqlite
 from support.service.rest import submit, until_running
 
 from optpipe import compare
-from optpipe.transformer.estimate import estimate
-from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Parallelism, Run
+from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile, check
 from optpipe_server.http import workbench as http_workbench
+from optpipe_server.http.server import Server
+from optpipe_solver.systems import generate
 
 pytestmark = [shared_on_sqlite]
 PROBLEM = chain(m=4)
@@ -68,21 +70,52 @@ def test_an_edited_schedule_is_judged_and_drawn(
     problem = chain().to_dict()
     devices = [{"program": program.split()} for program in programs]
     asked = {"problem": problem, "schedule": {"problem": problem, "devices": devices}}
-    reply = client.post("/v1/figure", json=asked).json()
-    assert reply["wrong"] == client.post("/v1/check", json=asked).json()["wrong"]
-    assert reply["wrong"] == [] if wrong is None else reply["wrong"][0].startswith(wrong)
-    assert (reply["figure"] is not None) == drawn
+    reply = client.post("/v1/workbench", json=asked).json()
+    (row,) = reply["rows"]
+    assert row["wrong"] == check(chain(), ScheduleFile.model_validate(asked["schedule"]).schedule())
+    assert row["wrong"] == [] if wrong is None else row["wrong"][0].startswith(wrong)
+    assert row["fits"] == (wrong is None)
+    assert (reply["figure"] is not None) == (row["drawn"] == 0) == drawn
 
 
-def test_a_problem_by_formula_is_the_cost_models(client: httpx.Client) -> None:
-    names = client.get("/v1/presets").json()
-    assert [model["name"] for model in names["models"]] == list(MODELS)
-    assert [gpu["name"] for gpu in names["gpus"]] == list(GPUS)
-    asked = {"model": "llama-3-8b", "gpu": "H100", "parallelism": {"pp": 4, "tp": 2}, "run": {"microbatches": 8}}
-    made = estimate(MODELS["llama-3-8b"], Parallelism(pp=4, tp=2), GPUS["H100"], Run(microbatches=8))
-    assert client.post("/v1/estimate", json=asked).json()["problem"] == made.problem.to_dict()
-    large = client.post("/v1/estimate", json={**asked, "parallelism": {"pp": 512}})
-    assert (large.status_code, "512" in large.json()["detail"]) == (422, True)
+def test_an_edited_schedule_is_placed_and_its_faults_are_few(client: httpx.Client) -> None:
+    problem = chain(m=4, memory=20)
+    interleaved = generate("interleaved", problem, "all")
+    document = json.loads(ScheduleFile.from_schedule(interleaved).to_json())
+    reply = workbench(client, problem=problem.to_dict(), schedule=document).json()
+    assert (reply["rows"][0]["fits"], reply["rows"][0]["placement"]) == (True, document["placement"])
+    assert reply["figure"]["schedules"][0]["makespan_ms"] == interleaved.makespan_ms
+    long = json.loads(ScheduleFile.from_schedule(one_by_one(chain(m=200))).to_json())
+    reply = workbench(client, problem=chain(m=4000).to_dict(), schedule=long).json()
+    assert 1 < len(reply["rows"][0]["wrong"]) < 100
+
+
+def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, shared: tuple[str, Server]) -> None:
+    problem, near = chain(memory=2), chain(memory=2, forward=1.2)
+    tenant = client.get("/v1/jobs").request.headers["authorization"]
+
+    def lookup(asked: Problem, **more: str) -> Any:
+        reply = client.post("/v1/cache/lookup", json={"problem": asked.to_dict(), **more})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["hit"]
+
+    best = gpipe(problem)
+    assert lookup(problem) is None
+    keys = shared[1].service.keys.read()
+    caller = keys.check(tenant.partition(" ")[2])
+    assert caller
+    shared[1].service.caches.cache_of(caller.tenant).add(best, "optimal", best.makespan_ms)
+    hit = lookup(problem)
+    assert (hit["exact"], hit["source"], hit["distance"], hit["status"]) == (True, "cache", 0.0, "optimal")
+    assert hit["makespan_ms"] == hit["lower_bound_ms"] == best.makespan_ms
+    assert hit["gap"] == 0.0
+    assert ScheduleFile.model_validate(hit["schedule"]).schedule().programs == best.programs
+    hit = lookup(near)
+    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["gap"]) == (False, "feasible", None, None)
+    assert hit["makespan_ms"] <= gpipe(near).makespan_ms
+    assert hit["distance"] > 0
+    assert hit["distance"] == pytest.approx(sum(hit["terms"].values()))
+    assert lookup(problem, objective="span") is None
 
 
 def test_the_queue_tells_who_runs_and_who_waits(client: httpx.Client) -> None:

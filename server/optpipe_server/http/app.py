@@ -24,7 +24,6 @@ ROUTERS = (
     routes.router,
     results.router,
     tools.router,
-    own_processes.router,
     own_processes.uploads,
     workbench.router,
     health.router,

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
 from optpipe.errors import InputError
-from optpipe.model.figures import Bytes, Items, Ms
+from optpipe.model.figures import Ms
 from optpipe.model.problem import Problem
-from optpipe.model.records import Name, Record
+from optpipe.model.records import Record
 from optpipe.model.rules import RulesRecord
 from optpipe.options import (
-    CompareOptions,
     Methods,
     ObjectiveOption,
     PlacementsOption,
-    SearchOptions,
     SolveOptions,
     TimeLimit,
 )
 from optpipe.schedule import Schedule, ScheduleFile
-from optpipe.transformer.records import Parallelism, Run
 from optpipe_server.first_schedules import NOISY, count_parts
 from optpipe_server.http import examples
 
 LONGEST_SOLVE_S = 3600.0
-LONGEST_COMPARED_S = 60.0
 MOST_STAGES = 256
 MOST_MICROBATCHES = 4096
 MOST_PARTS = 2**18  # of activations (`count_parts`): about 600 MiB and 6 s for a schedule with all its ops
@@ -86,24 +82,7 @@ def require_parts(problem: Problem, what: str, most: int) -> None:
         )
 
 
-def require_counts(what: str, stages: int, microbatches: int) -> None:
-    """Raise `InputError` if there are more stages or micro-batches than the service accepts; `what` has them."""
-    for count, most, name in ((stages, MOST_STAGES, "stages"), (microbatches, MOST_MICROBATCHES, "micro-batches")):
-        if count > most:
-            raise InputError(f"{what} {count} {name}: expected up to {most} here")
-
-
-class SearchBody(ProblemBody, SearchOptions):
-    """A problem, and the options of a search for it."""
-
-    @model_validator(mode="after")
-    def _check_samples(self) -> SearchBody:
-        if self.jitter:
-            require_parts(self.problem, f"jitter = {self.jitter:g}: problem", MOST_PARTS // NOISY)
-        return self
-
-
-class Submission(SearchBody, SolveOptions):
+class Submission(ProblemBody, SolveOptions):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
     model_config = _example(examples.SUBMISSION)
@@ -113,6 +92,12 @@ class Submission(SearchBody, SolveOptions):
     warm_start: ScheduleFile | None = None
     # The training schedules each step itself, and only rules are kept: `PUT /v1/jobs/{id}/rules`.
     stream: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Submission:
+        if self.jitter:
+            require_parts(self.problem, f"jitter = {self.jitter:g}: problem", MOST_PARTS // NOISY)
+        return self
 
     @model_validator(mode="after")
     def _check_stream(self) -> Submission:
@@ -154,36 +139,6 @@ class AdoptionBody(Record):
     measured_iteration_ms: Ms | None = None
 
 
-class ScheduleBody(ProblemBody):
-    """A problem, and a schedule document, which may have been made for another problem."""
-
-    model_config = _example({"problem": examples.PROBLEM, "schedule": examples.SCHEDULE})
-
-    schedule: ScheduleFile
-
-    def read(self) -> Schedule:
-        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
-        return read_schedule(self.schedule, self.problem, placed=True)
-
-
-class ImportBody(ProblemBody):
-    """The text of a file in another program's form: rows of PyTorch's actions if its `name` ends with .csv, otherwise
-    lists of op texts."""
-
-    model_config = _example({"problem": examples.PROBLEM, "name": "theirs.csv", "text": examples.ROWS})
-
-    name: Name
-    text: str
-
-
-class CompareBody(SearchBody, CompareOptions):
-    """`POST /v1/compare`."""
-
-    model_config = _example(examples.COMPARE)
-
-    time_limit_s: Annotated[TimeLimit, Field(le=LONGEST_COMPARED_S)] = 10.0
-
-
 class LookupBody(ProblemBody):
     """`POST /v1/cache/lookup`."""
 
@@ -193,48 +148,17 @@ class LookupBody(ProblemBody):
 
 
 class WorkbenchBody(ProblemBody):
-    """`POST /v1/workbench`."""
+    """`POST /v1/workbench`. With a `schedule`, a document that may be invalid, the reply is about that one only."""
 
     model_config = _example({"problem": examples.PROBLEM, "methods": ["1f1b"]})
 
     methods: Methods | None = None
     placements: PlacementsOption = "keep"
+    schedule: ScheduleFile | None = None
 
-
-class EstimateBody(Record):
-    """`POST /v1/estimate`."""
-
-    model_config = _example(examples.ESTIMATE)
-
-    model: str
-    gpu: str
-    parallelism: Parallelism
-    run: Run
-
-
-class MeasuredFile(Record):
-    """A file that the other program wrote; of `primus`, each of the folder."""
-
-    name: Name
-    text: str
-
-
-class MeasuredBody(Record):
-    """`POST /v1/problem-from/{form}`: the files, and what they do not say. An activation's bytes are those of all
-    stages, or of each."""
-
-    model_config = _example(examples.MEASURED)
-
-    files: Annotated[Items[MeasuredFile], Field(min_length=1, max_length=MOST_STAGES + 1)]
-    activation_bytes: Annotated[Items[Bytes], Field(min_length=1)] | None = None
-    activation_budget_bytes: Bytes | None = None
-    weight_share: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
-    microbatches: Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)] | None = None
-    devices: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] | None = None
-    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_STAGES)] = 1
-    shape: Literal["looped", "v"] | None = None
-    step: Annotated[int, Field(strict=True, ge=0)] | None = None
-    replica: Annotated[int, Field(strict=True, ge=0)] | None = None
+    def read(self, schedule: ScheduleFile) -> Schedule:
+        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
+        return read_schedule(schedule, self.problem, placed=True)
 
 
 def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedule:

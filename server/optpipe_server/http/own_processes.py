@@ -1,4 +1,4 @@
-"""`/v1/compare` and `/v1/diagnose`: requests that compute for long, each in a process of its own."""
+"""`/v1/diagnose`: requests that compute for long, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,51 +18,24 @@ import structlog
 from fastapi import Query
 from fastapi.responses import HTMLResponse, Response
 
-from optpipe.comparison import searches
 from optpipe.errors import InputError
 from optpipe.process import process_tree
-from optpipe.process.protocol import CompareRequest
-from optpipe_server.first_schedules import NOISY
 from optpipe_server.http.auth import READ
-from optpipe_server.http.bodies import CompareBody, require_parts
 from optpipe_server.http.context import Context, RequestContext
 from optpipe_server.http.guarded_route import UPLOADED, UploadRequest, UploadRoute, guarded_router
 from optpipe_server.http.replies import ReplyError, json_reply
 from optpipe_server.own_process import UPLOAD, DiagnoseOptions, DiagnoseRequest
-from optpipe_server.settings import within
 
 log = structlog.get_logger("optpipe.server")
 
-router, uploads = guarded_router("/v1", "tools"), guarded_router("/v1", "tools", UploadRoute)
+uploads = guarded_router("/v1", "tools", UploadRoute)
 
 MODULE = "optpipe_server.own_process"
-EXTRA_S = 120.0  # for methods that need no search, and for processes to start and end on a busy machine
-MOST_COMPARED = 2**14  # activation parts: about 600 MiB and half a minute
 LONGEST_DIAGNOSIS_S = 240.0  # for a trace of the largest size, packed
 WHOLE = ("}", "</html>")  # how an answer ends
 BODY: dict[str, Any] = {
     "requestBody": {"required": True, "content": {UPLOADED: {"schema": {"type": "string", "format": "binary"}}}}
 }
-
-
-@router.post("/compare", dependencies=[READ], response_model=dict[str, Any])
-async def compare_methods(sent: CompareBody, context: Context) -> Response:
-    """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
-    The reply is what `optpipe compare --json` prints.
-
-    It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
-    """
-    require_parts(sent.problem, "compare: problem", MOST_COMPARED // (NOISY if sent.jitter else 1))
-    compare = CompareRequest.model_validate(dict(sent))
-    settings = context.service.settings
-    limits = {
-        "threads": within(compare.threads, settings.threads_per_solve),
-        "memory_mib": within(compare.memory_mib, settings.memory_mib),
-    }
-    request = compare.model_copy(update=limits).model_dump_json(exclude_none=True)
-    limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
-    with context.service.own_processes.one(context.tenant, compare.time_limit_s):
-        return json_reply(await _answer(context, "compare", request, limit_s))
 
 
 @uploads.post(

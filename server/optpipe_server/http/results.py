@@ -1,5 +1,5 @@
-"""What a job has found: incumbents, what the training has adopted, timelines, rows for other programs, and the
-job's log."""
+"""What a job has found: incumbents, what the training has adopted, pictures, rows for other programs, and the job's
+log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from fastapi import Path, Query
 from fastapi.responses import Response
 from sqlalchemy import Row
 
-from optpipe.evaluate.memory import Certificate
 from optpipe.formats.convert import export as export_as
 from optpipe.model.problem import Problem
-from optpipe.model.records import Record
 from optpipe.model.rules import RulesRecord
-from optpipe.schedule import Schedule, TimedOp, certify, timed_ops
+from optpipe.schedule import Schedule
 from optpipe.show.figure import figure
 from optpipe.show.trace import trace
 from optpipe_server.http import schemas
@@ -30,7 +28,7 @@ from optpipe_server.metrics import ADOPTIONS
 router = guarded_router("/v1/jobs/{job_id}", "schedules")
 
 MOST_LINES = 1000
-MOST_DRAWN = 100_000  # ops in a trace or timeline
+MOST_DRAWN = 100_000  # ops in a trace or picture
 
 Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
 WhichSeq = Annotated[
@@ -130,70 +128,6 @@ def show_log(
 async def show_trace(job: Job, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     return await context.computed(context.service.pictures, lambda: trace(_drawable(context.incumbent(job, seq))))
-
-
-class DeviceUse(Record):
-    """The most bytes that a device and its host memory hold with this schedule, at any op times, and their limits."""
-
-    peak_bytes: int
-    peak_at: str
-    activation_budget_bytes: int
-    host_peak_bytes: int
-    host_memory_bytes: int | None
-
-
-def device_uses(certificate: Certificate) -> list[dict[str, Any]]:
-    """Return a `DeviceUse` of each device, as plain data."""
-    return [
-        {
-            "peak_bytes": device.bytes,
-            "peak_at": device.at,
-            "activation_budget_bytes": device.limit,
-            "host_peak_bytes": host.bytes,
-            "host_memory_bytes": host.limit,
-        }
-        for device, host in zip(certificate.device, certificate.host, strict=True)
-    ]
-
-
-class Times(Record):
-    """When ops run, by nominal times."""
-
-    makespan_ms: float
-    span_ms: float
-    bubble: float  # share of the makespan in which devices do not compute
-    ops: list[TimedOp]
-    devices: list[DeviceUse]
-
-
-class Timeline(Times):
-    """Of an incumbent."""
-
-    seq: int
-    problem_sha256: schemas.Hash
-
-
-@router.get("/timeline", dependencies=[READ], response_model=Timeline)
-async def show_timeline(job: Job, context: Context, seq: WhichSeq = None) -> Response:
-    """When every op of a schedule runs, and the most memory that each device holds."""
-
-    def timeline() -> dict[str, Any]:
-        incumbent = context.incumbent(job, seq)
-        schedule = _drawable(incumbent)
-        return {"seq": incumbent.seq, "problem_sha256": incumbent.problem_sha256, **times(schedule)}
-
-    return await context.computed(context.service.pictures, timeline)
-
-
-def times(schedule: Schedule, most_ops: int | None = None) -> dict[str, Any]:
-    """Return the `Times` of a schedule as plain data, with the first `most_ops`. Raises `ScheduleError`."""
-    return {
-        "makespan_ms": schedule.makespan_ms,
-        "span_ms": schedule.span_ms,
-        "bubble": schedule.timeline.bubble,
-        "ops": timed_ops(schedule, most_ops),
-        "devices": device_uses(certify(schedule.problem, schedule)),
-    }
 
 
 @router.get("/figure", dependencies=[READ], response_model=dict[str, Any])

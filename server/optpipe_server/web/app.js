@@ -45,7 +45,7 @@ async function route() {
   try {
     if (job) await showJob(place, job[1], new URLSearchParams(query).get("beside") ?? "", signal);
     else if (path === "" || path === "/") await showJobs(place, signal);
-    else if (path === "/submit") await showSubmit(place, signal);
+    else if (path === "/submit") showSubmit(place, signal);
     else if (path === "/diagnose") showDiagnose(place, signal);
     else if (path === "/workbench") await showWorkbench(place, new URLSearchParams(query), signal);
     else place.replaceChildren(empty("There is no such page", "The address names none.", link("#/", "All jobs", "button")));

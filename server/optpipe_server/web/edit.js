@@ -53,8 +53,9 @@ export function target(schedule, program, row, time) {
 }
 
 /** What a judged schedule is worth beside the one that was made, which takes `made` ms.
- * @param {{wrong: string[], figure: any}} reply @param {number} made @param {boolean} untouched nothing was moved yet */
-export function verdictOn({ wrong, figure }, made, untouched) {
+ * @param {{rows: {wrong: string[]}[], figure: any}} reply @param {number} made @param {boolean} untouched nothing was moved yet */
+export function verdictOn({ rows, figure }, made, untouched) {
+  const [{ wrong }] = rows;
   const takes = figure ? figure.schedules[0].makespan_ms : null;
   const off = takes === null ? 0 : takes / made - 1;
   const than = Math.abs(off) < 1e-9 ? "as long as it was" : `${percent(Math.abs(off))} ${off > 0 ? "longer" : "shorter"} than it was`;

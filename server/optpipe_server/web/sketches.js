@@ -4,7 +4,7 @@ import { raster } from "/page/picture/shapes.js";
 import { ms, percent } from "/page/picture/words.js";
 /** @import { Document } from "/page/picture/data.js" */
 
-/** @typedef {{method: string, fits: boolean, reason: string | null, drawn: number | null, placement: any}} Row */
+/** @typedef {{method: string, fits: boolean, wrong: string[], drawn: number | null, placement: any}} Row */
 
 const HEIGHT = 62;
 const WIDTH = 300;
@@ -46,7 +46,7 @@ function sketch(row, found, latest, best, chosen, choose) {
 export function missing(rows) {
   const none = rows.filter(({ drawn }) => drawn === null);
   if (!none.length) return [];
-  const list = none.map(({ method, reason }) => element("li", "", element("b", "", method), ` ${reason ?? ""}`));
+  const list = none.map(({ method, wrong }) => element("li", "", element("b", "", method), ` ${wrong[0]}`));
   const summary = element("summary", "", `${none.length} do not apply to these stages`);
   return [element("details", "", summary, element("ul", "missing", ...list))];
 }

@@ -174,7 +174,7 @@ export async function showWorkbench(place, query, signal) {
     if (!now) return;
     const { row } = now;
     const other = editing ? undefined : now.rows.find((each) => each.method === beside.value && each.method !== method);
-    verdict.replaceChildren(...(row.reason && !row.fits ? [notice("wrong", row.reason)] : []));
+    verdict.replaceChildren(...(row.fits ? [] : [notice("wrong", row.wrong[0])]));
     const one = pick(now.found, [...(other && other.drawn !== null ? [other.drawn] : []), now.drawn]);
     if (shown) await shown.update(one);
     else shown = await show(drawing, one);
@@ -230,7 +230,7 @@ export async function showWorkbench(place, query, signal) {
       ...(now.row.placement ? { placement: now.row.placement } : {}),
     };
     try {
-      const reply = await post("/v1/figure", { problem, schedule }, own);
+      const reply = await post("/v1/workbench", { problem, schedule }, own);
       if (own.aborted || edited !== current) return;
       verdict.replaceChildren(verdictOn(reply, current.made, stay && !moves.length));
       if (stay && reply.figure) {
@@ -267,7 +267,7 @@ export async function showWorkbench(place, query, signal) {
         drawn = job.best.seq;
         const figure = await getFigure(`${url}/figure?seq=${drawn}`, signal);
         const placement = job.best.schedule.placement ?? null;
-        const row = { method: SEARCHED, fits: true, reason: null, drawn: replied.found?.schedules.length ?? 0, placement };
+        const row = { method: SEARCHED, fits: true, wrong: [], drawn: replied.found?.schedules.length ?? 0, placement };
         all = { rows: [row, ...replied.rows], found: replied.found ? joined(replied.found, figure) : figure };
         const gap = job.gap === null ? "" : job.gap ? `, at most ${percent(job.gap)} from the shortest there is` : ", proven";
         const said = notice("good", `The search has found ${ms(job.best.makespan_ms)}${gap}: `);

@@ -32,10 +32,8 @@ def test_the_largest_bodies_leave_memory_and_turns_to_others(tmp_path: Path) -> 
 
     def bodies(problem: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         return [
-            ("check", {"problem": problem, "schedule": whole}),
-            ("check", {"problem": problem, "schedule": whole | {"devices": [{"program": []}] * 2}}),
-            ("simulate", {"problem": problem, "schedule": whole}),
-            ("import", {"problem": problem, "name": "ops", "text": " ".join(ops) + "\n"}),
+            ("workbench", {"problem": problem, "schedule": whole}),
+            ("workbench", {"problem": problem, "schedule": whole | {"devices": [{"program": []}] * 2}}),
             ("cache/lookup", {"problem": problem}),
             ("jobs", {"problem": problem, "method": "plain"}),
             ("jobs", {"problem": problem, "method": "plain", "warm_start": whole}),

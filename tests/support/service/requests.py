@@ -11,7 +11,7 @@ import httpx
 from fastapi import FastAPI
 
 from optpipe.schedule import ScheduleFile
-from optpipe_server.http.examples import ESTIMATE, MEASURED, ROWS, RULES
+from optpipe_server.http.examples import RULES
 from optpipe_server.http.guarded_route import UPLOADED
 from support.problems.chain import chain, gpipe
 
@@ -40,7 +40,7 @@ class Call:
         self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None
     ) -> httpx.Response:
         """Send it, with other content if given."""
-        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1").replace("{form}", "csv")
+        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
         if content is None and self.body is not None:
             content = json.dumps(self.body)
         kind = {"Content-Type": "application/json"} if content is not None else {}
@@ -59,9 +59,6 @@ CALLS = [
     Call("GET", "/", None, 200),
     Call("GET", "/page/{name:path}", None, 404),
     Call("GET", "/v1/queue", "read", 200),
-    Call("GET", "/v1/presets", "read", 200),
-    Call("POST", "/v1/estimate", "read", 200, ESTIMATE),
-    Call("POST", "/v1/problem-from/{form}", "read", 200, MEASURED),
     Call("GET", "/v1/jobs", "read", 200),
     Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
     Call("GET", "/v1/jobs/{job_id}", "read", 200),
@@ -72,7 +69,6 @@ CALLS = [
     Call("GET", "/v1/jobs/{job_id}/events", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/trace", "read", 200),
-    Call("GET", "/v1/jobs/{job_id}/timeline", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/figure", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
@@ -82,12 +78,7 @@ CALLS = [
     Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),
     Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over
     Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
-    Call("POST", "/v1/check", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
-    Call("POST", "/v1/import", "read", 200, {"problem": PROBLEM, "name": "s.csv", "text": ROWS}),
-    Call("POST", "/v1/simulate", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
-    Call("POST", "/v1/figure", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
     Call("POST", "/v1/workbench", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"]}),
-    Call("POST", "/v1/compare", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"], "time_limit_s": 1.0}),
     Call("POST", "/v1/diagnose", "read", 422, {"no": "trace"}, {"Content-Type": UPLOADED}),
     Call("POST", "/v1/cache/lookup", "read", 200, {"problem": PROBLEM}),
     Call("DELETE", "/v1/jobs/{job_id}", "submit", 204),
