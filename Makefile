@@ -36,7 +36,7 @@ format: setup ## write the code in ruff's format, and mend what ruff can mend
 check: setup ## check style, types and imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli benchmarks
+	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli benchmarks examples/demo
 	$(BIN)/lint-imports
 
 check-web: ## check the types of the code of pages; needs Node
@@ -81,7 +81,7 @@ containers: ## build the service's image and run docker-compose.yml; needs root 
 	$(PYTHON) scripts/containers.py .containers
 
 demo: setup ## train a small GPT on two ranks while its schedule improves
-	$(BIN)/optpipe demo
+	$(BIN)/python -m examples.demo
 
 bench: setup ## time the simulator, the certificate and the check
 	$(BIN)/python -m benchmarks core

@@ -36,6 +36,7 @@ BENCHMARKS = {
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "corpus": Benchmark("corpus", "public traces of real jobs: what they lose, why, and the cure"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
+    "fidelity": Benchmark("training.fidelity", "steps and memory on ranks of this machine, beside their predictions"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),
     "gpu": Benchmark("gpu.command", "what offloading costs on one GPU, and how good predictions are"),
     "service": Benchmark("service.command", "the service under load and after failures"),

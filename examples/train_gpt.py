@@ -8,9 +8,10 @@ import argparse
 import torch
 import torch.distributed as dist
 
+import gpt  # a model and a text; use your own here
 import optpipe
+import text
 from optpipe_runtime import Follower, Pipeline
-from optpipe_runtime.demo import gpt, text  # a model and a text; use your own here
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)

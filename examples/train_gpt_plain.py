@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from optpipe_runtime.demo import gpt, text  # a model and a text; use your own here
+import gpt  # a model and a text; use your own here
+import text
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)

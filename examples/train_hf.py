@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import optpipe
+import text  # use your own here
 from optpipe_runtime import Pipeline, on_all_ranks, profile_layers, stages_of
-from optpipe_runtime.demo import text  # a text; use your own here
 
 MICROBATCHES, SEQUENCES, CONTEXT = 8, 2, 64
 CONFIG = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4)

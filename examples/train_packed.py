@@ -8,8 +8,9 @@ import argparse
 import torch
 import torch.distributed as dist
 
+import gpt  # a model and a text; use your own here
+import text
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps
-from optpipe_runtime.demo import gpt, text  # a model and a text; use your own here
 
 MICROBATCHES, DOCUMENTS = 8, 4  # of a step, and of a micro-batch
 SIZE = gpt.Size(width=128, blocks=4, context=256)

@@ -36,10 +36,7 @@ STACKS = {
     # torchtitan imports triton, which torch brings only with CUDA.
     "torchtitan-0.3.0": Stack(
         ("torchtitan==0.3.0", "torch==2.13.0", "triton"),
-        (
-            *(f"{TRAINING}[torchtitan]", "tests/runtime/test_flavours.py"),
-            *(f"{SETTINGS}::test_torchtitan_reads_all_flags", f"{DIVIDED}[torchtitan]"),
-        ),
+        (*(f"{TRAINING}[torchtitan]", f"{SETTINGS}::test_torchtitan_reads_all_flags", f"{DIVIDED}[torchtitan]"),),
     ),
     "transformers-5.24.0": Stack(
         ("transformers==5.24.0", "torch==2.13.0"),

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from benchmarks.gpu.report import Report, measured_report
 from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup
+from examples.gpt import Size
 from optpipe.errors import InputError
 from optpipe.files import write_file
 from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
-from optpipe_runtime.demo.gpt import Size
 
 HEAD = 128  # width of an attention head
 

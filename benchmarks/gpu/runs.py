@@ -16,11 +16,11 @@ from torch import Tensor
 from benchmarks.gpu.neighbours import emulate
 from benchmarks.gpu.schedules import alone, halved, kept
 from benchmarks.single import single_rank
+from examples import gpt
 from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_runtime.demo import gpt
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.pipeline import Pipeline

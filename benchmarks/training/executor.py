@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 import typer
 
-from benchmarks.training.on_ranks import METHOD, InARow, OwnSteps, SwapCost
+from benchmarks.training.on_ranks import METHOD, in_a_row, own_steps, swap_cost
 from benchmarks.training.overhead import beside, lowering, overhead
-from optpipe_cli.launch import measured_on_ranks
+from examples.ranks import on_ranks
 
-MODULE = "benchmarks.training.on_ranks"
 IN_A_ROW_RANKS, SWAP_RANKS, OWN_STEPS_RANKS = 4, 2, 5
 
 
 def executor() -> None:
     """Measure steps in a row, with an optimizer step after each, and the host's time for ops, traces and swaps."""
-    row = InARow(**measured_on_ranks(IN_A_ROW_RANKS, MODULE, "in_a_row"))
+    row = on_ranks(IN_A_ROW_RANKS, in_a_row)
     typer.echo(
         f"{row.steps} steps in a row by {METHOD} on {IN_A_ROW_RANKS} ranks, with a norm over all gradients: "
         f"{row.post_validated_ms:.0f} ms, {row.deviation:+.1%} against {row.steps} spans of {row.span_ms:.1f} ms, "
@@ -28,10 +27,10 @@ def executor() -> None:
         f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against "
         f"{op.plain_ms:.1f} ms, {op.ops} ops)"
     )
-    gpt = beside()
-    ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in gpt.ratios.items())
+    step = beside()
+    ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in step.ratios.items())
     typer.echo(
-        f"a step of eight GPT blocks with tiny tensors, relative to a plain run: {ratios} ({gpt.plain_ms:.1f} ms)"
+        f"a step of eight GPT blocks with tiny tensors, relative to a plain run: {ratios} ({step.plain_ms:.1f} ms)"
     )
     typer.echo(
         f"a traced step: {op.traced_ratio:.3f} times the host's time, {op.followed_ratio:.3f} on average where a "
@@ -42,14 +41,14 @@ def executor() -> None:
         f"a schedule of {schedule.ops} ops: {schedule.prepare_ms:.0f} ms in a thread beside the training "
         "until a rank can run it"
     )
-    swap = SwapCost(**measured_on_ranks(SWAP_RANKS, MODULE, "swap"))
+    swap = on_ranks(SWAP_RANKS, swap_cost)
     typer.echo(
         f"a swap: a step takes {swap.ratio:.3f} times its time, {swap.prepared_ratio:.3f} while the offer is prepared "
         f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
     )
-    own = OwnSteps(**measured_on_ranks(OWN_STEPS_RANKS, MODULE, "own_steps"))
+    own = on_ranks(OWN_STEPS_RANKS, own_steps)
     typer.echo(
         f"a schedule for every step, on {OWN_STEPS_RANKS} ranks: {own.overhead:+.1%} of a step of "
-        f"{own.loaded_ms:.0f} ms by schedules that are loaded; predicted times were off by {own.error:.1%} "
-        f"({own.steps} steps)"
+        f"{own.loaded_ms:.0f} ms by schedules that are loaded, {own.gain:.1%} less than by the best ones for equal "
+        f"micro-batches; predicted times were off by {own.error:.1%} ({own.steps} steps)"
     )

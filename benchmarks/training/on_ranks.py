@@ -1,44 +1,42 @@
-"""What trainings on several ranks take: steps in a row, a swap, a schedule for every step. Stages sleep. `executor`
-starts each by torchrun, with its name.
+"""What trainings on several ranks take: steps in a row, a swap, a schedule for every step. Stages sleep.
 
 Swaps offer the same schedule again and again while a pipeline trains by it, so that only the swap makes a difference.
 During one or more steps an offer is shared and prepared, in a thread of each rank; at the boundary before the last of
 these steps it is swapped in, and that step is on trial.
 
-A schedule for every step is compared with the same schedules loaded, in rounds that take turns. Whole steps count, with
+A schedule for every step is compared with the same schedules loaded, and with those for equal micro-batches, in rounds
+that take turns. Whole steps count, with
 what stands between two of them in the loop, but not the first of a round, before which there is no step to plan it in,
 nor the first by a loaded schedule.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.timing import timed
+from examples import paced
+from examples.text import corpus, documents, packed
 from optpipe.anytime import solve
+from optpipe.model.figures import of_microbatch
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_cli import demo_packed
-from optpipe_runtime import Pipeline, PlannedSteps
-from optpipe_runtime.demo.on_ranks import measure_on_ranks
-from optpipe_runtime.demo.text import corpus, documents, packed
-from optpipe_runtime.fidelity import paced
-from optpipe_runtime.fidelity.packed import Given, Task, features, given
+from optpipe_runtime import Microbatches, Pipeline, PlannedSteps
 
 WARM_UP = 3
 MICROBATCHES = 8
 IN_A_ROW_STEPS, IN_A_ROW_TIMES, MAX_NORM = 20, paced.Times(20.0, 20.0, 20.0, 0.0), 1e6
 METHOD = "zb-h2"  # a schedule without bubbles: its makespan is longer than its span by 3 forwards
 BETWEEN, SWAPS, SWAP_TIMES = 3, 15, paced.Times(4.0, 4.0, 3.0, 0.0)
-TASK = demo_packed.tasks()[1]  # of the stages that sleep
+OWN_TIMES = paced.Times(20.0, 20.0, 12.0, 0.0, saved=2)
 BATCHES, BATCH_STEPS, ROUNDS = 3, 3, 4  # steps of each batch in a round
 
 
@@ -151,61 +149,102 @@ class OwnSteps:
 
     steps: int
     planned_ms: float
-    loaded_ms: float
+    loaded_ms: float  # by the same schedules
+    fixed_ms: float  # by the best ones for equal micro-batches, which take the mean time
     error: float
 
     @property
     def overhead(self) -> float:
         return self.planned_ms / self.loaded_ms - 1
 
-
-def batches(task: Task) -> list[Given]:
-    """Packed documents, in different numbers of micro-batches."""
-    cut = documents(corpus(), task.size.context)
-    return [given(packed(cut, k, task.microbatches + k, task.documents), sleeping=True) for k in range(BATCHES)]
+    @property
+    def gain(self) -> float:
+        return 1 - self.planned_ms / self.fixed_ms
 
 
-def own_steps(task: Task, rounds: int = ROUNDS) -> OwnSteps:
-    """Collective: one paced stage a rank."""
-    assert task.paced_ms is not None
-    rank, ranks, each = dist.get_rank(), dist.get_world_size(), batches(task)
-    schedules: list[Schedule] = []  # of the batches
+Batch = tuple[Microbatches, Microbatches, dict[str, Microbatches]]  # inputs, targets, named arguments
+
+
+def batches(microbatches: int, together: int) -> list[Batch]:
+    """Packed documents for stages that sleep: in different numbers of micro-batches, of so many documents each."""
+    cut = documents(corpus(), paced.LONG)
+    steps = [packed(cut, k, microbatches + k, together) for k in range(BATCHES)]
+    return [
+        (
+            Microbatches(torch.zeros(each.targets.numel(), paced.PACKED_WIDTH) for each in step),
+            Microbatches(each.targets for each in step),
+            {"lengths": Microbatches(each.lengths for each in step)},
+        )
+        for step in steps
+    ]
+
+
+def features(inputs: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Of one micro-batch: its tokens, and what attention within documents follows from."""
+    return {"tokens": float(lengths.sum()), "squares": float(lengths.square().sum())}
+
+
+def equal_microbatches(step: Problem) -> Problem:
+    """A step whose micro-batches all take the mean time of these, and as many bytes as the largest."""
+    stages = [
+        stage.model_copy(
+            update={name: (max if name.endswith("_bytes") else mean)(figures) for name, figures in stage.lists()}
+        )
+        for stage in step.stages
+    ]
+    return step.replace(stages=stages, p2p_ms=mean(of_microbatch(step.p2p_ms, j) for j in range(step.microbatches)))
+
+
+def own_steps(
+    times: paced.Times = OWN_TIMES, microbatches: int = MICROBATCHES, together: int = 4, rounds: int = ROUNDS
+) -> OwnSteps:
+    """Collective: one paced stage a rank, with memory for what 1F1B needs for the largest documents."""
+    rank, ranks, each = dist.get_rank(), dist.get_world_size(), batches(microbatches, together)
+    budget = ranks * (times.saved + 2) * together * paced.LONG * paced.PACKED_WIDTH * 4
+    planned: list[Schedule] = []  # of the batches
     errors: list[float] = []
     with (
-        Pipeline({rank: paced.Stage(task.paced_ms)}, range(ranks), paced.loss, task.microbatches) as pipe,
-        PlannedSteps(pipe, features, activation_budget_bytes=10**9) as train,
+        Pipeline({rank: paced.Stage(times)}, range(ranks), paced.loss, microbatches) as pipe,
+        PlannedSteps(pipe, features, activation_budget_bytes=budget) as train,
     ):
 
         def planned_ms() -> float:
             errors.clear()
-            schedules.clear()
+            planned.clear()
 
-            def run(batch: Given) -> None:
+            def run(batch: Batch) -> None:
                 report = train.step(*batch)
                 assert train.schedule is not None
-                schedules.append(train.schedule)
+                planned.append(train.schedule)
                 errors.append(report.step_ms / train.schedule.makespan_ms - 1)
 
             return _ms(run, train.ahead([each[-1], *each * BATCH_STEPS])) / (BATCH_STEPS * BATCHES)
 
-        def loaded_step(batch: Given) -> None:
+        def loaded_step(batch: Batch) -> None:
             inputs, targets, kwargs = batch
             pipe.step(inputs, targets, kwargs=kwargs)
 
-        def loaded_ms() -> float:
+        def loaded_ms(schedules: Sequence[Schedule]) -> float:
             total = 0.0
-            for batch, schedule in zip(each, schedules[-BATCHES:], strict=True):
+            for batch, schedule in zip(each, schedules, strict=True):
                 pipe.load(schedule)
                 total += _ms(loaded_step, [batch] * (1 + BATCH_STEPS))
             return total / (BATCH_STEPS * BATCHES)
 
+        def fixed(step: Problem) -> Schedule:
+            found = solve(equal_microbatches(step), time_limit_s=10) if rank == 0 else None
+            schedule: Schedule = pipe.gather(found and found.schedule)[0]
+            return Schedule(step, schedule.programs, schedule.links, schedule.method)
+
         planned_ms()  # learns
+        of_equal = [fixed(schedule.problem) for schedule in planned[-BATCHES:]]
         took, seen = [], []
         for _ in range(rounds):
-            took.append([max(pipe.gather(ms())) for ms in (planned_ms, loaded_ms)])
+            ways = planned_ms(), loaded_ms(planned[-BATCHES:]), loaded_ms(of_equal)
+            took.append([max(pipe.gather(ms)) for ms in ways])
             seen += [max(of_ranks) for of_ranks in zip(*pipe.gather(errors), strict=True)]
-    planned, loaded = (min(column) for column in zip(*took, strict=True))
-    return OwnSteps(BATCH_STEPS * BATCHES * rounds, planned, loaded, sum(map(abs, seen)) / len(seen))
+    planned_best, loaded, equal = (min(column) for column in zip(*took, strict=True))
+    return OwnSteps(BATCH_STEPS * BATCHES * rounds, planned_best, loaded, equal, sum(map(abs, seen)) / len(seen))
 
 
 def _ms(run: Callable[[Any], object], batches: Iterable[Any]) -> float:
@@ -216,12 +255,3 @@ def _ms(run: Callable[[Any], object], batches: Iterable[Any]) -> float:
     for batch in steps:
         run(batch)
     return (time.perf_counter() - begun) * 1e3
-
-
-if __name__ == "__main__":
-    measurements: dict[str, Callable[[], Any]] = {
-        "in_a_row": in_a_row,
-        "swap": swap_cost,
-        "own_steps": lambda: own_steps(TASK),
-    }
-    measure_on_ranks(lambda: asdict(measurements[sys.argv[1]]()), Path(sys.argv[2]))

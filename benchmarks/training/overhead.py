@@ -24,8 +24,8 @@ from benchmarks.gpu.schedules import kept
 from benchmarks.problems import pipeline, stage_costs
 from benchmarks.single import single_rank
 from benchmarks.timing import repeated, timed
+from examples import gpt
 from optpipe.schedule import Schedule
-from optpipe_runtime.demo import gpt
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.measure.drift import TRACED, WINDOW
 from optpipe_runtime.pipeline import Pipeline

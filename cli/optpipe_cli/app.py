@@ -7,11 +7,9 @@ from typing import Annotated
 import typer
 
 from optpipe_cli import (
-    bench,
     cache,
     calibrate,
     compare,
-    demo,
     diagnose,
     example,
     keys,
@@ -52,7 +50,7 @@ def optpipe(
 ) -> None: ...
 
 
-register(app, "Start here", example.try_, solve.solve, compare.compare, diagnose.diagnose, plan.plan, demo.demo)
+register(app, "Start here", example.try_, solve.solve, compare.compare, diagnose.diagnose, plan.plan)
 register(app, "Problems", model.model, calibrate.calibrate, profile.profile)
 app.add_typer(measured.app, name="problem", rich_help_panel="Problems")
 register(
@@ -67,4 +65,3 @@ register(
 app.add_typer(cache.app, name="cache", rich_help_panel="Schedules")
 register(app, "Service", serve.serve, worker.worker)
 app.add_typer(keys.app, name="keys", rich_help_panel="Service")
-app.add_typer(bench.app, name="bench", rich_help_panel="This machine")

@@ -186,14 +186,6 @@ def title(row: Row) -> str:
     return f"{row.method}, any" if row.method in SEARCHED and row.placements == "all" else row.method
 
 
-def whether_it_fits(problem: Problem, method: str, name: str) -> str:
-    """Return whether the schedule of a method, which is called `name`, fits, and if not, why; one line."""
-    from optpipe.anytime import solve
-
-    result = solve(problem, method=method, time_limit_s=10.0)
-    return f"{name} fits: {result.makespan_ms:.0f} ms" if result.schedule else f"{name} does not fit: {result.reason}"
-
-
 def _sizes(problem: Problem) -> str:
     from optpipe.model.offload import offload_ratio
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.measure.measured import Measured
     from optpipe_runtime.stage.timer import Spread
 
+MODULE = "optpipe_cli"  # which the ranks run
 TITLE = "times in ms: median ± interquartile range; sizes in MB, of one micro-batch"
 COLUMNS = {
     "F": "forward_ms", "B": "backward_input_ms", "W": "backward_weight_ms", "recompute": "recompute_ms",
@@ -32,8 +35,8 @@ def profile(
     model: Annotated[
         str,
         typer.Option(
-            help="MODULE:FUNCTION, which is called with rank and ranks and returns an optpipe_runtime.Setup; a Hugging "
-            "Face config.json; or torchtitan:MODEL/FLAVOUR."
+            help="MODULE:FUNCTION, which is called with rank and ranks and returns an optpipe_runtime.Setup; or a "
+            "config.json of Hugging Face."
         ),
     ],
     ranks: Annotated[
@@ -42,11 +45,11 @@ def profile(
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="How many micro-batches a batch has.")] = 8,
     microbatch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a micro-batch, of a config or a flavour. Default: 1.")
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch, of a config. Default: 1.")
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a sequence. Default: a config's longest; 2048 of a flavour."),
+        typer.Option(min=1, help="Tokens of a sequence. Default: a config's longest."),
     ] = None,
     activation_budget_bytes: Annotated[
         int | None,
@@ -85,13 +88,26 @@ def profile(
 
 
 def _start(ranks: int, asked: dict[str, Any], json: bool) -> None:
-    """Run the same command on ranks that are started here."""
-    from optpipe_cli.console import new_console
-    from optpipe_cli.launch import torchrun
+    """Run the same command on ranks that are started here, one thread each.
 
-    words = [word for name, value in asked.items() if value is not None for word in (flag(name), value)]
+    Their stderr is held back; if a rank ends with a message as commands do, only that is shown.
+    """
+    from optpipe.errors import InputError, OptPipeError
+    from optpipe_cli.console import new_console
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    words = [str(word) for name, value in asked.items() if value is not None for word in (flag(name), value)]
+    command = [*torchrun, MODULE, "profile", *words, *(["--json"] if json else [])]
     with new_console(stderr=True).status(f"measuring on {ranks} ranks"):
-        torchrun(ranks, "optpipe_cli", "profile", *words, *(["--json"] if json else []), quietly=True)
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, text=True, stderr=subprocess.PIPE
+        )
+    if done.returncode != 0:
+        for line in done.stderr.splitlines():
+            if line.startswith("error: "):
+                raise InputError(line.removeprefix("error: "))
+        sys.stderr.write(done.stderr)
+        raise OptPipeError("the profile failed under torchrun; its output is above")
 
 
 def _measure(
@@ -107,12 +123,12 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from optpipe_runtime.factory import Sizes, find_factory
+    from optpipe_runtime.factory import BatchSizes, find_factory
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    factory = find_factory(model, Sizes(microbatches, microbatch_size, sequence))
+    factory = find_factory(model, BatchSizes(microbatches, microbatch_size, sequence))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     setup = factory(dist.get_rank(), dist.get_world_size())
     with setup.pipeline(microbatches) as pipe:

@@ -8,8 +8,7 @@ training runs.
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
 - `features`: what evictions, windows, optimizers on the host and post-validation add to a step;
 - `swap`: how a better schedule replaces the one that runs;
-- `measure`: times and bytes of the user's stages; `service`: the client of the solver service;
-- `fidelity`, `demo`: what `optpipe bench` and `optpipe demo` run.
+- `measure`: times and bytes of the user's stages; `service`: the client of the solver service.
 
 Imports go down: pipeline -> features -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service`
 knows none of these.

@@ -11,11 +11,12 @@ It profiles, and at first runs one micro-batch at a time. Rank 0 follows the ser
 they come, and no step waits for one. Without `activation_budget_bytes` the first step comes before the profile, so that
 gradients and optimizer state are allocated when the profile counts what a GPU has left.
 
-Every `every` steps the ranks gather what they have measured: scalars for TensorBoard, and op times. For these three of
-the steps are traced, far apart: a trace takes host time, and three are the fewest whose median one slow step does not
-move. If they differ from the profile by more than `threshold` twice in a row, the times of the second gathering become
-the problem on all ranks, and the search goes on with it. That takes at most 3 × `every` steps. The service is told
-which schedules were swapped in, and how long a step takes by each."""
+Every `every` steps the ranks gather what they have measured. Three of these steps are traced, far apart: a trace takes
+host time, and three are the fewest whose median one slow step does not move. If times differ from the profile by more
+than `threshold` twice in a row, those of the second gathering become the problem on all ranks, and the search goes on
+with it. That takes at most 3 × `every` steps. The service gets a report of which schedules were swapped in, and how
+long a step takes by each.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +34,7 @@ from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
-from optpipe_runtime.other_stages import OtherStages, layered
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.scalars import SeenStep, Writer, write_scalars
 from optpipe_runtime.service.adoptions import Adoptions
 from optpipe_runtime.service.client import ClientOptions, ScheduleClient
 from optpipe_runtime.service.connection import api_key, service_url
@@ -57,18 +56,12 @@ class Follower:
         on rank 0's host.
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
-    writer
-        On rank 0: gets scalars `optpipe/...` for each step (loss, step_ms of the slowest rank, and schedule, which is
-        how many were swapped in), peak_bytes of each rank for those in which they are counted, and predicted_ms and
-        certified_bytes whenever the ranks gather.
     every
         After how many steps the ranks gather what they have measured.
     threshold
         How far times may change, as a share of a stage's F + B + W, before they become the problem.
     key, cache, options
-        Passed to `ScheduleClient`. With `placements` `all` there are two searches: one for the pipeline's stages, whose
-        schedules are swapped in, and one for other stages, whose best schedule is kept as `for_next_start`. Then a
-        schedule of a problem with layers (`profile_layers`) must be loaded before the first step.
+        Passed to `ScheduleClient`. `placements` is `keep`: a training keeps its stages.
 
     Raises
     ------
@@ -82,7 +75,6 @@ class Follower:
         url: str | None = None,
         activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
-        writer: Writer | None = None,
         every: int = WINDOW,
         threshold: float = THRESHOLD,
         key: str | None = None,
@@ -93,18 +85,17 @@ class Follower:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         api_key(key)  # raises here, not in the first step
         self._pipe, self._url, self._key, self._cache = pipe, service_url(url, cache), key, cache
-        asked = ClientOptions.from_arguments("Follower", options)
-        self._options = asked.model_copy(update={"placements": "keep"})
-        self._other_options = asked if asked.placements == "all" else None  # until that search begins
+        self._options = ClientOptions.from_arguments("Follower", options)
+        if self._options.placements == "all":
+            raise InputError("placements = 'all': a training keeps its stages, solve finds other ones before it begins")
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
-        self._writer, self._every, self._threshold = writer, every, threshold
+        self._every, self._threshold = every, threshold
         self._traced = frozenset(every * k // TRACED for k in range(TRACED))  # by number since the last gathering
         self._profiler = Profiler(pipe, len(self._traced))
         self._client: ScheduleClient | None = None  # on rank 0
-        self._other_stages: OtherStages | None = None  # the same
         self._adoptions = Adoptions()
         self._problem: Problem | None = None  # the one that it follows
-        self._steps: list[SeenStep] = []  # since the ranks last gathered
+        self._steps: list[tuple[int, float]] = []  # version and ms, since the ranks last gathered
         self._count = 0
         self._suspected = False  # whether times had drifted when the ranks last gathered
 
@@ -132,7 +123,7 @@ class Follower:
         report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
         if tracing:
             self._profiler.add(report)
-        self._steps.append(SeenStep(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
+        self._steps.append((report.version, report.step_ms))
         self._count += 1
         if report.version != before and pipe.schedule is not None:
             self._adoptions.swapped(report.version, pipe.schedule, self._count)
@@ -141,23 +132,17 @@ class Follower:
         return report
 
     @property
-    def for_next_start(self) -> Schedule | None:
-        """On rank 0, with `placements` `all`: the best schedule for other stages, of those better than what was loaded
-        before the first step; None until one is found. It is never swapped in; make its stages, and load them from a
-        checkpoint."""
-        return self._other_stages.best if self._other_stages else None
+    def ended(self) -> bool:
+        """On the rank with the client: whether the search is over. Steps after that may still swap its last schedule
+        in."""
+        return self._client is not None and self._client.ended
 
     # Before a step
 
     def _begin(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
-        """What the first steps need, and what the caller has changed: a profile, a schedule, and searches that follow
+        """What the first steps need, and what the caller has changed: a profile, a schedule, and a search that follows
         the problem."""
         pipe = self._pipe
-        if self._other_options is not None:
-            running = layered(pipe.schedule)
-            if pipe.leads:
-                self._other_stages = OtherStages(self._url, running, self._key, self._cache, self._other_options)
-            self._other_options = None
         if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
             self._profile(inputs, targets, kwargs)
         if pipe.schedule is None:
@@ -169,8 +154,6 @@ class Follower:
         if self._client and not self._pipe.preparing and (offer := self._client.poll()):
             self._pipe.offer(offer.schedule)
             self._adoptions.offered(self._client, offer)
-        if self._other_stages:
-            self._other_stages.poll()
 
     def _follow(self, problem: Problem) -> None:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
@@ -201,11 +184,8 @@ class Follower:
     def _gather(self) -> None:
         """Collective: gathers what all ranks have measured since the last time."""
         by_rank = self._pipe.gather((self._steps, self._profiler.seen))
-        if self._writer is not None:
-            first = self._count - len(self._steps) + 1
-            write_scalars(self._writer, [steps for steps, _ in by_rank], first, self._pipe.problem, self._pipe.plan)
         steps = zip(*(steps for steps, _ in by_rank), strict=True)
-        self._adoptions.measured((ranks[0].version, max(step.step_ms for step in ranks)) for ranks in steps)
+        self._adoptions.measured((ranks[0][0], max(ms for _, ms in ranks)) for ranks in steps)
         self._steps = []
         # Not while an offer is prepared, which is checked on the problem as it is.
         if self._pipe.problem is not None and not self._pipe.preparing:
@@ -233,9 +213,8 @@ class Follower:
 
     def _stop(self) -> None:
         self._adoptions.finish()
-        for search in (self._client, self._other_stages):
-            if search is not None:
-                search.close()
+        if self._client is not None:
+            self._client.close()
 
     def __enter__(self) -> Follower:
         return self

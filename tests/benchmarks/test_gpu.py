@@ -18,11 +18,11 @@ from benchmarks.__main__ import load
 from benchmarks.gpu import report, runs
 from benchmarks.gpu.neighbours import arrivals
 from benchmarks.gpu.schedules import alone, halved, kept, share_offloaded
+from examples import gpt
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import certify, check
-from optpipe_runtime.demo import gpt
 from optpipe_runtime.lowering.plan import Message
 
 CERTAIN = {  # whatever else the machine does

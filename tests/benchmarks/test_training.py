@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from support.ranks.worker import Ranks
 
 from benchmarks.training import on_ranks
 from benchmarks.training.overhead import TORCHS_ON_ONE_RANK, beside, lowering, overhead
-from optpipe_runtime.fidelity.paced import Times
+from examples.paced import Times
 
 
 def test_steps_in_a_row_are_compared_with_spans(ranks: Ranks) -> None:
@@ -37,16 +35,13 @@ def test_what_a_swap_costs_is_measured(ranks: Ranks) -> None:
 
 
 def test_a_schedule_for_every_step_is_measured_against_loaded_ones(ranks: Ranks) -> None:
-    task = replace(on_ranks.TASK, microbatches=2, documents=1, paced_ms=Times(2.0, 2.0, 2.0, 0.0))
-    first, second = ranks(on_ranks.own_steps, task=task, rounds=1)
+    times, size = Times(2.0, 2.0, 2.0, 0.0, saved=2), {"microbatches": 2, "together": 1}
+    first, second = ranks(on_ranks.own_steps, times=times, rounds=1, **size)
     assert first == second
     assert first.steps == on_ranks.BATCH_STEPS * on_ranks.BATCHES
-    assert task.paced_ms is not None
-    each = [
-        task.paced_ms.of_documents(lengths) for _, _, named in on_ranks.batches(task) for lengths in named["lengths"]
-    ]
-    work_ms = sum(sum(times[:3]) for times in each) / on_ranks.BATCHES
-    assert min(first.planned_ms, first.loaded_ms) >= work_ms, "who sleeps is never early"
+    each = [times.of_documents(lengths) for _, _, named in on_ranks.batches(**size) for lengths in named["lengths"]]
+    work_ms = sum(sum(ms[:3]) for ms in each) / on_ranks.BATCHES
+    assert min(first.planned_ms, first.loaded_ms, first.fixed_ms) >= work_ms, "who sleeps is never early"
 
 
 def test_an_op_is_measured_against_a_plain_run() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from optpipe import Problem
 from optpipe.errors import InputError
-from optpipe_cli import launch
+from optpipe_cli import profile
 from optpipe_cli.main import main
-from optpipe_runtime.factory import Setup, Sizes, find_factory
+from optpipe_runtime.factory import BatchSizes, Setup, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own
@@ -61,9 +61,8 @@ def test_an_error_of_one_rank_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also of two that torchrun has started; here they load no torch."""
-    start = launch.torchrun
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    monkeypatch.setattr(launch, "torchrun", lambda ranks, *_, quietly: start(ranks, FAILING, quietly=quietly))
+    monkeypatch.setattr(profile, "MODULE", FAILING)
     monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--ranks", "2", "--model", "model:factory"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -97,7 +96,6 @@ def test_without_ranks_the_error_tells_how_to_start_them(
         ),
         ("mistaken:factory", {}, "it returned a str, optpipe_runtime.Setup was expected"),
         ("c.json", {}, ": transformers is not installed: pip install transformers"),
-        ("torchtitan:llama3/8B", {}, ": torchtitan is not installed: pip install torchtitan"),
         ("m:f", {"sequence": 8}, "sequence = 8: model = 'm:f' makes its own batch, so leave it out"),
         ("m:f", {"microbatch_size": 8}, "microbatch_size = 8: model = 'm:f' makes its own batch, so leave it out"),
     ],
@@ -109,10 +107,9 @@ def test_a_model_that_cannot_be_made_is_one_sentence(
     (tmp_path / "mistaken.py").write_text("def factory(rank, ranks):\n    return 'a model'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
-    for package in ("transformers", "torchtitan"):
-        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=re.escape(sentence)):
-        find_factory(model, Sizes(2, **sizes))(0, 2)
+        find_factory(model, BatchSizes(2, **sizes))(0, 2)
 
 
 def test_an_unknown_option() -> None:

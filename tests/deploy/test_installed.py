@@ -66,7 +66,8 @@ def test_the_wheel_alone_solves_serves_and_trains(tmp_path: Path, monkeypatch: p
             with urllib.request.urlopen(f"{url}/{module.lstrip('/')}") as file:
                 assert file.read()
         service.terminate()
-    shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path)
+    for name in ("train_gpt.py", "gpt.py", "text.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
     ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     lines = run(*ranks, "train_gpt.py", "--steps", 12).splitlines()
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step ")]

@@ -20,7 +20,6 @@ from support.until import until
 from typer.testing import CliRunner
 
 import optpipe
-import optpipe_cli.demo
 from optpipe import InputError, Result, ScheduleFile, anytime, check, comparison
 from optpipe.options import (
     CompareOptions,
@@ -36,8 +35,6 @@ from optpipe_cli import main as cli
 from optpipe_cli.app import app
 from optpipe_cli.options import flag
 from optpipe_runtime import follow
-from optpipe_runtime.demo.on_ranks import load, save
-from optpipe_runtime.demo.train import DemoSettings
 from optpipe_runtime.service.client import ScheduleClient
 
 PROBLEM = chain()
@@ -176,20 +173,13 @@ def test_a_client_of_the_service_has_the_options(url: str, asked: Requests) -> N
     arrived(asked, SOLVE)
 
 
-def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The follower hands them to its client; the demo takes its time limit with its settings to the ranks."""
+def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower hands them to its client."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(follow, "ScheduleClient", lambda url, problem, **options: given.update(options))
     pipe: Any = SimpleNamespace(number=0, leads=True, schedule=None)
     follow.Follower(pipe, NOWHERE, **TRAINING)._follow(PROBLEM)
     assert {name: given[name] for name in TRAINING} == TRAINING
-
-    plans: list[DemoSettings] = []
-    monkeypatch.setattr(optpipe_cli.demo, "run", lambda plan, folder: plans.append(plan) or SimpleNamespace(sound=True))
-    run("demo", options={"time_limit_s": 7.0}, folder=tmp_path)
-    save(plans[0], tmp_path / "plan.json")
-    assert load(DemoSettings, tmp_path / "plan.json") == plans[0]
-    assert plans[0].options["time_limit_s"] == 7.0
 
 
 @pytest.mark.parametrize("options", [{"placements": "all"}, {"jitter": 0.1, "seed": 3}, {"objective": "span"}], ids=str)
@@ -256,7 +246,7 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         ("solv", "No such command 'solv'. Did you mean 'solve'? See optpipe --help."),
         ("solve ''", "problem is empty: the name of a file or a folder was expected"),
         ("solve p.json -o ''", "--output is empty: the name of a file or a folder was expected"),
-        ("bench runtime --nope", "No such option: --nope. See optpipe bench runtime --help."),
+        ("keys list --nope", "No such option: --nope. See optpipe keys list --help."),
     ],
 )
 def test_wrong_words_of_a_command_end_in_one_sentence(

@@ -111,7 +111,7 @@ def test_training_goes_on_whatever_the_service_does(
 ) -> None:
     use_fake_solver(monkeypatch)
     with service(tmp_path) as url:
-        _, (losses, versions, _) = ranks(
+        _, (losses, versions) = ranks(
             follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20
         )
     plain, _ = cases.plain(2, MICROBATCHES, 60)

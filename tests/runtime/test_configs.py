@@ -13,7 +13,7 @@ from support.ranks.named import in_a_row, profiled
 
 from optpipe.errors import InputError
 from optpipe_runtime import as_whole
-from optpipe_runtime.factory import Sizes, find_factory
+from optpipe_runtime.factory import BatchSizes, find_factory
 
 pytestmark = pytest.mark.stacks
 FIELDS: dict[str, Any] = {
@@ -56,7 +56,7 @@ def test_stages_of_a_config_are_the_model(fields: dict[str, Any], ranks: int, tm
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = written(tmp_path, **fields)
-    factory = find_factory(path, Sizes(2, 3))
+    factory = find_factory(path, BatchSizes(2, 3))
     setups = [factory(rank, ranks) for rank in range(ranks)]
     whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     parts = [as_whole({0: setup.stages[rank]}).state_dict() for rank, setup in enumerate(setups)]
@@ -103,5 +103,5 @@ def test_what_is_no_config_of_a_language_model(text: str, message: str, tmp_path
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(InputError, match=message) as refused:
-        find_factory(str(path), Sizes(2))(0, 2)
+        find_factory(str(path), BatchSizes(2))(0, 2)
     assert "\n" not in str(refused.value)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from support.ranks.worker import Ranks
 
+from examples import paced
 from optpipe.anytime import solve
 from optpipe.diagnose import diagnose_recording
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.ops import Op
-from optpipe_runtime.fidelity import paced
 from optpipe_runtime.pipeline import Pipeline
 
 LAYER_MS = 15.0  # of F, of B and of W: slept, and long beside what a busy machine adds to each op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import problems
-from support.fakes import service as fake
-from support.fakes.service import Answer, Asked, fake_service
-from support.problems.chain import gpipe
 from support.ranks import models
 from support.ranks.cases import plain_training
 from support.ranks.models import MICROBATCHES
-from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
-from support.until import until
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -27,10 +21,7 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement, rechunk
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Follower, Pipeline, as_whole, on_all_ranks, profile_layers, stages_of
-from optpipe_runtime.follow import one_at_a_time
-from optpipe_runtime.other_stages import OtherStages
-from optpipe_runtime.service.client import ClientOptions
+from optpipe_runtime import Pipeline, as_whole, on_all_ranks, profile_layers, stages_of
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 STEPS = 2  # before and after the change
@@ -59,12 +50,9 @@ def placed(problem: Problem, placement: Placement | None) -> Schedule:
     return Schedule.parse(made, models.in_turn([s.device for s in made.stages], "kept"), placement=placement)
 
 
-def moved(
-    folder: str, url: str
-) -> tuple[Problem, Schedule, list[list[float]], list[tuple[str, ...]], tuple[int, list[str]]]:
-    """Trains in stages that are even, saves, and trains on in those that the service has found meanwhile: the problem,
-    what was found, the losses of every step, the names that were saved each time, and, before the change, the version
-    of the schedule and the log."""
+def moved(folder: str) -> tuple[Problem, Schedule, list[list[float]], list[tuple[str, ...]]]:
+    """Trains in stages that are even, saves, and trains on in those of another schedule: the problem, that schedule,
+    the losses of every step, and the names that were saved each time."""
     measured = profiled()
     assert len(measured.layers or ()) == models.model_layers()
     assert all(layer.forward_ms > 0 for layer in measured.layers or ())
@@ -72,42 +60,27 @@ def moved(
     problem = steady(measured)
     losses: list[list[float]] = []
     names: list[tuple[str, ...]] = []
-    schedule = on_all_ranks(placed(problem, None) if dist.get_rank() == 0 else None)
-    stages, module, optimizer = made(schedule)
-    with (
-        heard("optpipe.follow") as logged,
-        Pipeline(stages, devices(schedule), models.loss_fn, MICROBATCHES) as pipe,
-        Follower(pipe, url, activation_budget_bytes=10**6, placements="all") as follow,
-    ):
-        pipe.load(schedule)
-        assert on_all_ranks(follow.for_next_start or schedule) == schedule, "nothing has been found yet"
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            losses.append(follow.step(*batch(step)).losses or [])
-            optimizer.step()
-            if step == 0 and (others := follow._other_stages):
-                until(lambda: others.best or others._client._newest)  # the next step polls it
-        before = pipe.version, list(logged)
-        better = on_all_ranks(follow.for_next_start or schedule)
-    dcp.save(state(module, optimizer), checkpoint_id=folder)
-    names.append(tuple(module.state_dict()))
-
-    stages, module, optimizer = made(better)
-    for parameter in module.parameters():  # what is not loaded would show
-        nn.init.zeros_(parameter)
-    saved = state(module, optimizer)
-    dcp.load(saved, checkpoint_id=folder)
-    set_state_dict(
-        module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=BY_NAME
-    )
-    with Pipeline(stages, devices(better), models.loss_fn, MICROBATCHES) as pipe:
-        pipe.load(better)
-        for step in range(STEPS, 2 * STEPS):
-            optimizer.zero_grad()
-            losses.append(pipe.step(*batch(step)).losses or [])
-            optimizer.step()
-    names.append(tuple(module.state_dict()))
-    return problem, better, losses, names, before
+    for place, found in enumerate((placed(problem, None), pipelined(problem))):
+        schedule = on_all_ranks(found if dist.get_rank() == 0 else None)
+        stages, module, optimizer = made(schedule)
+        if place:
+            for parameter in module.parameters():  # what is not loaded would show
+                nn.init.zeros_(parameter)
+            saved = state(module, optimizer)
+            dcp.load(saved, checkpoint_id=folder)
+            set_state_dict(
+                module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=BY_NAME
+            )
+        with Pipeline(stages, devices(schedule), models.loss_fn, MICROBATCHES) as pipe:
+            pipe.load(schedule)
+            for step in range(STEPS * place, STEPS * (place + 1)):
+                optimizer.zero_grad()
+                losses.append(pipe.step(*batch(step)).losses or [])
+                optimizer.step()
+        names.append(tuple(module.state_dict()))
+        if not place:
+            dcp.save(state(module, optimizer), checkpoint_id=folder)
+    return problem, schedule, losses, names
 
 
 def made(schedule: Schedule) -> tuple[dict[int, nn.Module], nn.Module, torch.optim.Optimizer]:
@@ -142,36 +115,11 @@ def pipelined(problem: Problem) -> Schedule:
     return Schedule.parse(PLACEMENT.apply(problem), lists, placement=PLACEMENT)
 
 
-def searching(asked: Asked) -> Answer:
-    """A service whose search of all placements finds `pipelined`, and whose other one finds nothing."""
-    if asked.path == "/v1/jobs":
-        posed.append(Problem.from_dict(asked.json()["problem"]))
-        return fake.job(asked.json()["placements"])
-    if asked.path.endswith("/incumbents/1"):
-        return fake.incumbent(pipelined(next(problem for problem in posed if problem.layers)))
-    return fake.events(*[fake.one()] * ("/jobs/all/" in asked.path), fake.end())
-
-
-posed: list[Problem] = []
-
-
 def test_a_training_goes_on_in_other_stages(ranks: Ranks, tmp_path: Path) -> None:
-    """A follower keeps and tells what the service finds, and does not swap it in. Losses are to the bit those of a
-    plain run, before and after."""
-    posed.clear()
-    with fake_service(searching) as (url, _):
-        first, second = ranks(moved, folder=str(tmp_path), url=url)
-    (problem, better, first_losses, names, (version, logged)), (same, also, last_losses, others, (_, quiet)) = (
-        first,
-        second,
-    )
+    """Losses are to the bit those of a plain run, before and after."""
+    (problem, better, first_losses, names), (same, also, last_losses, others) = ranks(moved, folder=str(tmp_path))
     assert (same, also) == (problem, better)
-    assert better.placement == pipelined(problem).placement
-    assert version == 2, "what was loaded, before and after the profile, and nothing from the service"
-    [told] = [line for line in logged if "other stages" in line]
-    assert told.startswith("a schedule for other stages (2 chunks a device, V-shaped, layers 1 2 1 1) takes ")
-    assert told.endswith(": it is kept for the next start from a checkpoint")
-    assert not [line for line in quiet if "other stages" in line]
+    assert better.placement == PLACEMENT
     whole = models.model("layers")
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
     data, loss = map(batch, range(2 * STEPS)), models.loss_fn
@@ -183,36 +131,6 @@ def test_a_training_goes_on_in_other_stages(ranks: Ranks, tmp_path: Path) -> Non
         assert {*here, *there} == everything
         assert not {*here} & {*there}
     assert names[0] != names[1]
-
-
-def test_a_better_schedule_for_the_same_stages_does_not_hide_one_for_others() -> None:
-    """Both come before the next poll."""
-    problem = with_layers(5, 2)
-    others, same = placed(problem, PLACEMENT), gpipe(problem)
-    running = one_at_a_time(problem)
-    assert running.makespan_ms > others.makespan_ms > same.makespan_ms
-    answers = {
-        "/jobs": fake.job(),
-        "/events": fake.events(fake.one(1), fake.one(2), fake.end()),
-        "/incumbents/1": fake.incumbent(others, 1),
-        "/incumbents/2": fake.incumbent(same, 2),
-    }
-    with fake_service(fake.by_path(answers)) as (url, asked):
-        search = OtherStages(url, running, None, None, ClientOptions(placements="all"))
-        until(lambda: search._client.ended)
-        search.poll()
-        search.close()
-    assert any(request.path.endswith("/incumbents/2") for request in asked)
-    assert search.best.programs == others.programs
-    assert search.best.placement == PLACEMENT
-
-
-def test_a_follower_needs_layers_to_look_for_other_stages() -> None:
-    pipe: Any = SimpleNamespace(schedule=None)
-    with pytest.raises(
-        InputError, match=r"^placements = 'all': the problem has no layers; before the first step, load"
-    ):
-        Follower(pipe, "http://127.0.0.1:1", placements="all").step()
 
 
 def with_layers(count: int, devices: int) -> Problem:

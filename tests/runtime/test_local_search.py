@@ -67,7 +67,7 @@ def test_a_service_has_its_own_cache(tmp_path: Path) -> None:
 
 def test_two_ranks_train_by_a_search_of_their_own_and_keep_its_schedule(ranks: Ranks, tmp_path: Path) -> None:
     path, m = tmp_path / "cache.sqlite", 4
-    (_, versions, _), (losses, _, _) = ranks(
+    (_, versions), (losses, _) = ranks(
         follow.follow,
         placement=[0, 1],
         microbatches=m,

@@ -15,9 +15,9 @@ from support.ranks import cases
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from examples import gpt
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.ops import Kind
-from optpipe_runtime.demo import gpt
 from optpipe_runtime.memory.activation import balance
 from optpipe_runtime.memory.host_pool import PAGE, HostPool
 from optpipe_runtime.memory.link import Link

@@ -21,13 +21,13 @@ from support.ranks.systems import Outcome
 from support.ranks.torch_pipelining import Rows
 from support.ranks.worker import Ranks
 
+from examples import paced
 from optpipe import Schedule, certify, check, export_schedule, import_schedule, leave_out_offload, problem_from
 from optpipe.errors import InputError
 from optpipe.measured import torch_trace
 from optpipe.model.ops import Kind
 from optpipe.model.records import Stage
 from optpipe_runtime import Layout
-from optpipe_runtime.fidelity import paced
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 

@@ -20,9 +20,9 @@ from support.ranks import training as rank_training
 from support.ranks.programs import OFFLOADED, SPLIT
 from support.ranks.worker import Ranks
 
+from examples import reference, text
+from examples.gpt import Size
 from optpipe.schedule import Schedule
-from optpipe_runtime.demo import reference, text
-from optpipe_runtime.demo.gpt import Size
 
 PYTHON = re.findall(r"^```python\n(.*?)^```$", (DOCS / "training.md").read_text(encoding="utf-8"), re.M | re.S)
 EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py", "examples/train_packed.py"]

@@ -34,7 +34,6 @@ PATTERNS = (
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",
     "runtime/test_training.py::test_both_examples_print_the_same_losses*",
     "runtime/test_training.py::test_packed_documents_have_the_losses_of_a_plain_run*",
-    "runtime/test_fidelity.py::test_packed_documents_sleep_as_long_as_predicted_or_longer*",
     "cli/test_profile_command.py::test_a_model_is_measured_under_torchrun*",
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",

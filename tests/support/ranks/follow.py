@@ -9,25 +9,16 @@ from typing import Any
 
 import torch
 
+from examples import paced
 from optpipe import Problem
 from optpipe.evaluate import timeline
 from optpipe_cache import Cache
-from optpipe_runtime import Follower, Pipeline, Profiler, clock
-from optpipe_runtime.fidelity import paced
+from optpipe_runtime import Follower, Pipeline, Profiler
 from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.memory import clock
 from optpipe_runtime.service import client
 from support.ranks.cases import batch, loss_fn, own_stages
 from support.until import until as wait_until
-
-
-class Written:
-    """What a SummaryWriter would get."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, list[tuple[int, float]]] = {}
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.setdefault(tag, []).append((step, value))
 
 
 def follow(
@@ -40,10 +31,9 @@ def follow(
     until: int | None = None,
     cache: Path | None = None,
     method: str = "auto",
-) -> tuple[list[float | None], list[int], Any]:
+) -> tuple[list[float | None], list[int]]:
     """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before
-    anything is measured. The losses seen here, each step's version, what rank 0's writer got."""
-    rank, writer = torch.distributed.get_rank(), Written()
+    anything is measured. The losses seen here, and each step's version."""
     modules = own_stages(placement)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     losses, versions = [], []
@@ -53,7 +43,6 @@ def follow(
             pipe,
             url,
             activation_budget_bytes=10**9,
-            writer=writer if rank == 0 else None,
             every=every,
             cache=Cache(cache) if cache else None,
             method=method,
@@ -72,7 +61,7 @@ def follow(
                 break
             if until is not None and step == 0:
                 await_offer(follower)
-    return losses, versions, writer.scalars
+    return losses, versions
 
 
 def await_offer(follower: Follower) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from optpipe_runtime.demo.train import DemoResult, DemoSettings, Training, train
+from examples.demo.train import DemoResult, DemoSettings, Training, train
 from support.ranks.worker import Ranks
 
+EXAMPLES = str(Path(__file__).parents[3] / "examples")
 LIVE_S = 0.5  # before each step beside a search
 TRAINING_S = 840.0  # of a whole training, on a busy machine
 
@@ -30,28 +31,21 @@ def run(text: str, folder: str, arguments: Sequence[str] = ()) -> str:
     return said.getvalue()
 
 
-def torchrun_on(ranks: Ranks) -> Callable[..., None]:
-    """`optpipe_cli.launch.torchrun` on these ranks. Data come slowly: a search beside the training has the cores."""
+def calls_on(ranks: Ranks) -> Callable[..., Any]:
+    """`examples.ranks.on_ranks` on these ranks, for the demo's training."""
 
-    def torchrun(count: int, module: str, *arguments: object, environment: Mapping[str, str] = os.environ) -> None:
-        assert count == ranks.world
-        asked = {"module": module, "arguments": [*map(str, arguments)], "environment": dict(environment)}
-        ranks(_main, timeout=TRAINING_S, **asked)
+    def on_ranks(count: int, run: Any, settings: DemoSettings, url: str) -> DemoResult:
+        assert (count, run) == (ranks.world, train)
+        result: DemoResult = ranks(train_on_slow_data, timeout=TRAINING_S, settings=settings, url=url)[0]
+        return result
 
-    return torchrun
-
-
-def _main(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    with _as_script(arguments) as patch, slow_data():
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        import_module(module).main()
+    return on_ranks
 
 
-def train_on_slow_data(plan: DemoSettings, url: str) -> DemoResult:
+def train_on_slow_data(settings: DemoSettings, url: str) -> DemoResult:
     """The demo's training, beside a search that takes its time."""
     with slow_data():
-        return train(plan, url)
+        return train(settings, url)
 
 
 @contextlib.contextmanager
@@ -59,10 +53,10 @@ def slow_data() -> Iterator[None]:
     """As if the demo's data came slowly while the search runs: training leaves the cores to it."""
     step = Training.step
 
-    def slow(self: Training, live: bool) -> None:
+    def slow(self: Training, trainer: Any, live: bool) -> None:
         if live:
             time.sleep(LIVE_S)
-        step(self, live)
+        step(self, trainer, live)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Training, "step", slow)
@@ -74,6 +68,7 @@ def _as_script(arguments: Sequence[str]) -> Iterator[pytest.MonkeyPatch]:
     """It believes to begin and to end its process group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["script", *arguments])
+        patch.syspath_prepend(EXAMPLES)  # as for a script of that folder
         patch.setattr(dist, "init_process_group", lambda *_: None)
         patch.setattr(dist, "destroy_process_group", lambda *_: None)
         yield patch

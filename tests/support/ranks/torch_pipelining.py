@@ -24,10 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from examples import paced
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, name_ranges, torch_schedule
-from optpipe_runtime.fidelity import paced
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.memory.storage import StorageRef, storage_key
 from support.ranks.cases import Gradients, batch, loss_fn, own

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from optpipe_runtime.demo import gpt
-from optpipe_runtime.demo.text import Microbatch, batch, corpus
+from examples import gpt
+from examples.text import Microbatch, batch, corpus
 
 
-def losses(
-    size: gpt.Size, stages: int, microbatches: int, steps: int, told: Callable[[int], object] = lambda _: None
-) -> list[float]:
-    """The mean loss of each step of the demo. `told` is called after each step with how many there were."""
-    text, means = corpus(), []
-
-    def step(number: int) -> list[Microbatch]:
-        whole = batch(text, number, microbatches * size.sequences, size.context)
-        return [Microbatch(x, y) for x, y in zip(*(part.chunk(microbatches) for part in whole), strict=True)]
-
-    for loss in trained(size, stages, map(step, range(steps))):
-        means.append(loss)
-        told(len(means))
-    return means
+def losses(size: gpt.Size, stages: int, microbatches: int, steps: int) -> list[float]:
+    """The mean loss of each step, of micro-batches of one length."""
+    text = corpus()
+    wholes = (batch(text, step, microbatches * size.sequences, size.context) for step in range(steps))
+    cut = (
+        [Microbatch(*pair) for pair in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)]
+        for x, y in wholes
+    )
+    return list(trained(size, stages, cut))
 
 
 def trained(size: gpt.Size, stages: int, steps: Iterable[Sequence[Microbatch]]) -> Iterator[float]:
@@ -40,3 +35,8 @@ def trained(size: gpt.Size, stages: int, steps: Iterable[Sequence[Microbatch]]) 
             mean += loss.item()
         optimizer.step()
         yield mean
+
+
+def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
+    """The largest relative difference of a loss."""
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, plain, strict=True))
