@@ -100,12 +100,7 @@ def add(
         if wrong := check(file.problem, schedule):
             raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
     store = _open(cache)
-    added = 0
-    for path, schedule in zip(schedules, loaded, strict=True):
-        try:
-            added += store.add(schedule, "feasible", verified=True)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+    added = sum(store.add(schedule, "feasible", verified=True) for schedule in loaded)
     if json:
         print_json({"added": added, "known_better": len(loaded) - added})
     else:

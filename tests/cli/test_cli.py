@@ -138,7 +138,6 @@ WRONG = [
     (("check", "p.json", "p.json"), "error: p.json is a problem, a schedule is expected: "),
     (("solve", "broken.json"), "error: broken.json is a schedule, a problem is expected: "),
     (("solve", "p.json", "-o", "a" * 300), f"error: {'a' * 300}: File name too long"),
-    (("cache", "add", "proud.json"), "error: proud.json: status = 'optimal': lower_bound_ms = None does not prove it"),
     (("show", "twisted.json"), "error: programs[0]: op '0X0': "),
     (("cache", "add", "broken.json"), "error: broken.json: not a schedule that runs and fits: 0F2 is missing"),
 ]
@@ -149,9 +148,6 @@ def test_a_users_mistake_is_one_sentence(scripted, small, words, message):
     Path("bad.json").write_text(small.to_json().replace('"forward_ms": 1.0', '"forward_ms": -1', 1))
     content = json.loads(ScheduleFile.from_schedule(one_at_a_time(small)).to_json())
     content["devices"][0]["program"][0] = "0X0"
-    Path("proud.json").write_text(
-        json.dumps(json.loads(ScheduleFile.from_schedule(one_at_a_time(small)).to_json()) | {"status": "optimal"})
-    )
     Path("twisted.json").write_text(json.dumps(content))
     content["devices"][0]["program"] = [f"0{kind}{j}" for j in range(2) for kind in ("F", "B", "W")]
     Path("broken.json").write_text(json.dumps(content))
