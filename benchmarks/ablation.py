@@ -124,7 +124,7 @@ def run_heuristics(portfolio: Portfolio) -> None:
     if portfolio.begin():
         share = tuning.heuristics_share(portfolio.limit.seconds)
         runs = portfolio.heuristics.run(portfolio.heuristics.streams(), share)
-        while next(runs, True) is None and not portfolio.state.optimal:
+        while next(runs, True) is None and not portfolio.state.proven:
             pass
 
 

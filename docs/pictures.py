@@ -78,7 +78,6 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "1f1b-recompute": (units(4, 8, **again(1, ACTIVATION // 5)), "no figure"),
     "zb-h1": (units(4, 8), "Qi et al. 2023, figure 3 (top)"),
     "zb-h2": (units(4, 8), "Qi et al. 2023, figure 3 (bottom)"),
-    "zb-auto": (units(4, 8, memory=5), "no figure"),
     "zb-v": (units(4, 8, 2, "v"), V_SHAPES),
     "v-half": (units(4, 8, 2, "v"), V_SHAPES),
     "v-min": (units(4, 8, 2, "v"), V_SHAPES),
@@ -128,8 +127,8 @@ def concepts() -> Iterator[tuple[str, str]]:
     offloads = systems.generate("po-h", leaves)
     for name, title, schedule in (
         ("fused", "1F1B, memory for 4 activations", systems.generate("1f1b", ample)),
-        ("split", "B and W apart, memory for 4 activations", heuristics.generate("zb-auto", ample)),
-        ("tight", "B and W apart, memory for 2", heuristics.generate("zb-auto", tight)),
+        ("split", "B and W apart, memory for 4 activations", heuristics.generate("adaoffload", ample)),
+        ("tight", "B and W apart, memory for 2", heuristics.generate("adaoffload", tight)),
         ("offload", "Offloads, memory for 2", offloads),
         ("slower", "The same programs, ops of device 1 take half as long again", offloads.on(slower(leaves))),
     ):

@@ -54,12 +54,8 @@ class Row:
         return self.result.span_ms if self.result else None
 
     @property
-    def percentile_ms(self) -> float | None:
-        return self.result.percentile_ms if self.result else None
-
-    @property
     def value_ms(self) -> float | None:
-        """What is compared: the objective, or its percentile where there is jitter."""
+        """What is compared: the objective."""
         return self.result.value_ms if self.result else None
 
     @property
@@ -97,7 +93,6 @@ class Row:
             "fits": self.fits,
             "makespan_ms": self.makespan_ms,
             "span_ms": self.span_ms,
-            "percentile_ms": self.percentile_ms,
             "bubble": self.bubble,
             "lower_bound_ms": self.lower_bound_ms,
             "gap": self.gap,

@@ -64,7 +64,7 @@ Method = Annotated[
         min_length=1,
         max_length=100,
         pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
-        description=f"auto, an engine ({', '.join(ENGINES)}), a heuristic (naive, zb-auto, adaoffload) or a published "
+        description=f"auto, an engine ({', '.join(ENGINES)}), a heuristic (naive, adaoffload) or a published "
         "schedule such as 1f1b or gis:group=5 (`optpipe compare` lists them).",
     ),
 ]
@@ -126,16 +126,6 @@ PlacementsOption = Annotated[
         "the layers split anew."
     ),
 ]
-Jitter = Annotated[
-    float,
-    Field(
-        strict=True,
-        ge=0,
-        le=1,
-        description="Standard deviation of op times as a share of them, such as 0.05: minimize the objective's 95th "
-        "percentile.",
-    ),
-]
 
 
 class SearchOptions(Document):
@@ -152,7 +142,6 @@ class SearchOptions(Document):
     solver: Solver = "auto"
     milp_ops: MilpOps | None = None
     placements: PlacementsOption = "keep"
-    jitter: Jitter = 0.0
 
     @classmethod
     def from_arguments(cls, what: str, given: Mapping[str, Any]) -> Self:
@@ -182,7 +171,6 @@ class SearchArguments(TypedDict, total=False):
     solver: str
     milp_ops: int | None
     placements: Placements
-    jitter: float
 
 
 class SolveOptions(SearchOptions):
@@ -204,7 +192,7 @@ class SolveOptions(SearchOptions):
     @property
     def answered_by_optimum(self) -> bool:
         """Whether a proven schedule of the stages as given, such as a cached one, is the answer."""
-        return self.method == "auto" and self.placements == "keep" and not self.jitter
+        return self.method == "auto" and self.placements == "keep"
 
     def arguments(self) -> SolveArguments:
         """The options as keyword arguments."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Self
 
-from optpipe.evaluate.jitter import Noise
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches
 from optpipe.options import Placements, SearchOptions
 from optpipe.schedule import Found, Schedule, Status
@@ -50,8 +49,6 @@ class Result:
         What there was to say on the way, such as that an engine crashed.
     reports
         Notes on how the method asked for ended; nothing is wrong.
-    percentile_ms
-        With jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`).
     history
         The incumbents so far, this one last.
     rejected
@@ -71,7 +68,6 @@ class Result:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
-    percentile_ms: float | None = None
     history: tuple[Step, ...] = ()
     rejected: int = 0
     failure: str | None = None
@@ -82,11 +78,10 @@ class Result:
         cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
-        objective, jitter = options.objective, options.jitter
-        noise = Noise(schedule.problem, jitter, options.seed) if jitter else None
-        percentile = noise.percentile_ms(schedule.compiled, objective) if noise else None
-        result = cls("feasible", schedule, objective, lower_bound_ms, method or schedule.method)
-        result = replace(result, percentile_ms=percentile, placements=options.placements)
+        result = cls(
+            *("feasible", schedule, options.objective, lower_bound_ms, method or schedule.method),
+            placements=options.placements,
+        )
         return replace(result, status=result.proven_status)
 
     @property
@@ -98,26 +93,19 @@ class Result:
         return self.schedule.span_ms if self.schedule else None
 
     @property
-    def objective_ms(self) -> float | None:
+    def value_ms(self) -> float | None:
+        """What the search minimizes: the objective."""
         return length_ms(self.schedule, self.objective) if self.schedule else None
 
     @property
-    def value_ms(self) -> float | None:
-        """What the search minimizes: the percentile if there is jitter, else the objective."""
-        return self.objective_ms if self.percentile_ms is None else self.percentile_ms
-
-    @property
     def gap(self) -> float | None:
-        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal.
-
-        It speaks of nominal times, also where there is jitter.
-        """
-        return gap(self.objective_ms, self.lower_bound_ms)
+        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal."""
+        return gap(self.value_ms, self.lower_bound_ms)
 
     @property
     def proven_status(self) -> Status:
-        """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
-        return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
+        """`optimal` where the bound proves it."""
+        return "optimal" if self.gap == 0 else self.status
 
     @property
     def found_status(self) -> Found:
@@ -132,10 +120,7 @@ class Result:
         if self.schedule is None:
             return f"infeasible: {self.reason}" if self.status == "infeasible" else self.reason or NOTHING_YET
         placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
-        line = f"{self.objective_ms:.6g} ms by {self.method}{placed}"
-        if self.percentile_ms is not None:
-            line += f", with noise within {self.percentile_ms:.6g} ms in 95% of all iterations"
-        line += f", bubble {self.schedule.timeline.bubble:.1%}"
+        line = f"{self.value_ms:.6g} ms by {self.method}{placed}, bubble {self.schedule.timeline.bubble:.1%}"
         if self.status == "optimal":
             return f"{line}, proven optimal for {PROVEN_FOR[self.placements]}"
         if self.gap is None:
@@ -158,7 +143,6 @@ def merged(best: Result, new: Result) -> Result:
         new,
         schedule=kept.schedule,
         method=kept.method,
-        percentile_ms=kept.percentile_ms,
         lower_bound_ms=max(bounds, default=None),
     )
     if result.schedule is None:

@@ -104,9 +104,9 @@ def _solved(each: Posed, options: CompareOptions) -> dict[str, Any]:
     as_given, free = results.get("keep"), results.get("all")
     return {
         "number": each.row.number,
-        "ours_ms": as_given.objective_ms if as_given else None,
+        "ours_ms": as_given.value_ms if as_given else None,
         "bound_ms": as_given.lower_bound_ms if as_given else None,
-        "any_ms": free.objective_ms if free else None,
+        "any_ms": free.value_ms if free else None,
         "held": _held(as_given.schedule if as_given else None, each),
     }
 

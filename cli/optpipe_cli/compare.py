@@ -123,21 +123,19 @@ def table(comparison: Comparison) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    noise = bool(comparison.options.jitter)
-    for name in ("method", "makespan", "95%" if noise else "span", "bubble", "peak", "gap", "stages"):
+    for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     for row in comparison.rows:
         if row.schedule:
-            table.add_row(*_cells(row, row.schedule, noise), style=None if row.fits else "dim")
+            table.add_row(*_cells(row, row.schedule), style=None if row.fits else "dim")
     return table
 
 
-def _cells(row: Row, schedule: Schedule, noise: bool) -> list[str]:
-    second = row.percentile_ms if noise else row.span_ms
+def _cells(row: Row, schedule: Schedule) -> list[str]:
     return [
         label(row),
         f"{row.makespan_ms:.5g}",
-        f"{second:.5g}",
+        f"{row.span_ms:.5g}",
         f"{row.bubble:.1%}",
         _peak(row),
         "" if row.gap is None else f"{row.gap:.1%}",

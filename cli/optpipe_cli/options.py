@@ -37,7 +37,7 @@ PANELS = {
     ),
     "Search": (
         *("method", "methods", "objective", "time_limit_s", "gap", "threads", "memory_mib", "seed", "solver"),
-        *("milp_ops", "placements", "jitter", "warm_start", "no_cache", "service", "solves"),
+        *("milp_ops", "placements", "warm_start", "no_cache", "service", "solves"),
     ),
     "Output": ("output", "html", "json", "pictures", "explain", "log_json", "presets", "help"),
     "Limits": ("queue", "keep", "keep_days", "streams"),

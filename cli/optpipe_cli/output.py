@@ -107,7 +107,6 @@ def figures(result: Result) -> dict[str, Any]:
         "method": result.method or None,
         "makespan_ms": result.makespan_ms,
         "span_ms": result.span_ms,
-        "percentile_ms": result.percentile_ms,
         "lower_bound_ms": result.lower_bound_ms,
         "gap": result.gap,
         "bubble": schedule.timeline.bubble if schedule else None,

@@ -1,1 +1,1 @@
-"""How a schedule is judged: who waits for whom, times, memory, validity, length, noise."""
+"""How a schedule is judged: who waits for whom, times, memory, validity, length."""

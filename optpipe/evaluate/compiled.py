@@ -1,6 +1,6 @@
 """`CompiledSchedule`: everything that follows from a problem and programs, each part computed once, on demand.
 
-Simulation, certificate, validity, the picture of a deadlock, noise, the solver's windows and the runtime's lowering all
+Simulation, certificate, validity, the picture of a deadlock, the solver's windows and the runtime's lowering all
 read the same rows, index, needs, streams and effects.
 """
 

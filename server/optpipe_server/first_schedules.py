@@ -35,7 +35,6 @@ MODULE = "optpipe_solver.first"
 INCUMBENTS_KEPT = 3  # of an answer: the last one is the best, the others replace it if it is not valid
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
 LARGE = 2**15  # activation parts: a larger problem takes seconds, so it gets a process of its own
-NOISY = 8  # times as much memory and time take a schedule's samples with noise
 AT_ONCE = 4  # that are looked up or verified at a time
 CHECK_S_PER_PART = 5e-6  # to read and verify a schedule here, per activation part
 
@@ -110,7 +109,7 @@ class FirstSchedules:
                     initial = _better(initial, InitialResult(Result.from_schedule(retimed, options), source))
         asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
         request, answer = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked}), Answer()
-        (self._ask_for_large if is_large(problem, options) else self._ask_idle)(request, answered_by, answer)
+        (self._ask_for_large if is_large(problem) else self._ask_idle)(request, answered_by, answer)
         with self._computing:
             first = _better(initial, InitialResult(_verified(request, answer), "heuristic"))
             if first.state(options) == "done":  # no worker will keep it
@@ -181,9 +180,9 @@ def count_parts(problem: Problem) -> int:
     return len(problem.stages) * problem.microbatches * max(stage.offload_parts for stage in problem.stages)
 
 
-def is_large(problem: Problem, options: SolveOptions) -> bool:
+def is_large(problem: Problem) -> bool:
     """Return whether a schedule of this problem takes seconds and much memory."""
-    return count_parts(problem) > LARGE // (NOISY if options.jitter else 1)
+    return count_parts(problem) > LARGE
 
 
 def _better(known: InitialResult, new: InitialResult) -> InitialResult:

@@ -35,7 +35,7 @@ class Engine(Protocol):
 
 
 def load(name: str) -> Engine:
-    """Import an engine, one of `methods.ENGINES` or `methods.ROBUST`."""
+    """Import an engine, one of `methods.ENGINES`."""
     engine: Engine = import_module(f"optpipe_solver.{name}")
     return engine
 

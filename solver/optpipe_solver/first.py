@@ -61,9 +61,9 @@ def answer(request: Request, emit: Emit) -> None:
             if large and "naive" in streams:
                 streams = {"naive": streams["naive"]}
             for _ in search.heuristics.run(streams, share=1.0):
-                if search.state.optimal or (search.state.best and time.monotonic() > enough):
+                if search.state.proven or (search.state.best and time.monotonic() > enough):
                     break
-            if request.method == "auto" and not search.state.optimal:
+            if request.method == "auto" and not search.state.proven:
                 for _ in search.heuristics.by_simple_rules():
                     pass
     except Exception as error:  # one request's fault does not end the process

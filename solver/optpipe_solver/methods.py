@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from optpipe.options import ENGINES, MILP, RELAX
 
-HEURISTICS = ("naive", "zb-auto", "adaoffload")  # each fits wherever any schedule does; the most promising last
-ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
+HEURISTICS = ("naive", "adaoffload")  # each fits wherever any schedule does; the most promising last
 METHODS = ("auto", *HEURISTICS, *ENGINES)
 
-__all__ = ["ENGINES", "HEURISTICS", "METHODS", "MILP", "RELAX", "ROBUST"]
+__all__ = ["ENGINES", "HEURISTICS", "METHODS", "MILP", "RELAX"]

@@ -37,7 +37,6 @@ AUTO = (
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
     EngineRun("lns", 0.14, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
 )
-JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 
 # The portfolio's time
 PARALLEL = 2  # searches that run side by side
@@ -57,11 +56,9 @@ POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 
 # Heuristics in the portfolio
-HEURISTICS = ("adaoffload", "naive")  # the most promising first; the rules of `zb-auto` are among those of `adaoffload`
+HEURISTICS = ("adaoffload", "naive")  # the most promising first
 ALL_EVERY_ROUNDS = 4  # rounds of heuristics from one in which all take part to the next; between them only the best
 LARGE_PARTS = 3_000  # parts of activations for which list scheduling takes some tenths of a second
-JITTER_WORK = 3  # a schedule whose percentile is simulated counts this many times
-JITTER_NEAR = 1.05  # schedules longer than this times the shortest nominal time are not simulated under noise
 
 # The first schedule of a request
 FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
@@ -116,7 +113,7 @@ def heuristics_share(seconds: float) -> float:
     return max(HEURISTICS_SHARE, min(0.5, HEURISTICS_S / seconds))
 
 
-def engine_runs(method: str, jitter: float, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:
+def engine_runs(method: str, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:
     """Return the engine runs of a method in the order in which they start; none for a heuristic.
 
     `supports` says whether an engine can work on the problem.
@@ -127,7 +124,7 @@ def engine_runs(method: str, jitter: float, problem: Problem, supports: Callable
         return []
     forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
     small_enough = [run for run in AUTO if run.max_forwards is None or forwards <= run.max_forwards]
-    runs = [run for run in (*small_enough, *([JITTER_RUN] if jitter else [])) if supports(run.engine)]
+    runs = [run for run in small_enough if supports(run.engine)]
     total = sum(run.share for run in runs)
     fills_the_time = any(run.repeat for run in runs) and total <= 1
     return runs if fills_the_time else [replace(run, share=run.share / total) for run in runs]

@@ -1,4 +1,4 @@
-"""The searches of `solver`, `jitter`, `first` and `pareto`, and the random problems."""
+"""The searches of `solver`, `first` and `pareto`, and the random problems."""
 
 from __future__ import annotations
 
@@ -112,14 +112,6 @@ def test_what_is_kept_is_not_searched_again(bench, monkeypatch: pytest.MonkeyPat
     assert [line.split()[0] for line in out.splitlines()[1:]] == list(names)
     monkeypatch.setattr(solver, "solve", None)
     assert bench(*words).out == out
-
-
-def test_jitter_compares_under_noise(bench):
-    out = bench("jitter", EXAMPLES / "figure4-4x6.json", *HEURISTIC).out
-    (figures,) = re.findall(r"figure4-4x6 +(\S+) +(\S+) +(\S+) +(\S+)", out)
-    nominal_ms, nominal_percentile_ms, _, robust_percentile_ms = map(float, figures)
-    assert nominal_ms == 21.0 < nominal_percentile_ms
-    assert robust_percentile_ms <= nominal_percentile_ms
 
 
 def test_first_schedules_are_valid(bench):

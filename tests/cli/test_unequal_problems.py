@@ -19,7 +19,6 @@ from support.oracles.timed_programs import op_ms
 from support.service import client_at, running, settings_in
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
-from optpipe.evaluate.jitter import Noise
 from optpipe_solver.systems import generate
 
 STAGE = {
@@ -177,7 +176,6 @@ def telling(words: str) -> Callable[[Doors], Answer]:
 
 DOORS: dict[str, Callable[[Doors], Answer]] = {
     "simulate": lambda _: (simulate(PACKED, SCHEDULE).makespan_ms, SCHEDULE),
-    "jitter": lambda _: (Noise(PACKED, 0.0).percentile_ms(SCHEDULE.compiled), SCHEDULE),
     "optpipe simulate": telling("simulate p.json s.json --json"),
     "optpipe show --html": lambda doors: (in_page(doors.written("html")), SCHEDULE),
     "optpipe show --trace": lambda doors: (in_trace(json.loads(doors.written("trace"))), SCHEDULE),

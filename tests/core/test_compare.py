@@ -86,7 +86,7 @@ def test_some_methods_do_not_apply_to_the_given_stages():
     ("methods", "told"),
     [
         (["2f2b"], r"method = '2f2b': the methods are auto, naive, "),
-        (["gpipe", "robust"], r"method = 'robust': the methods are auto, naive, "),
+        (["gpipe", "tabu"], r"method = 'tabu': the methods are auto, naive, "),
         (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group\)"),
         (["gpipe 1f1b"], r"compare: methods\[0\] = 'gpipe 1f1b': a method such as 1f1b or gis:group=5 was expected"),
         ([""], r"compare: methods\[0\] = '': a method such as 1f1b"),
@@ -128,17 +128,16 @@ def test_engines_run_where_they_are_named(monkeypatch):
 
     def solve(problem: Problem, **options: object) -> Result:
         asked.append(options)
-        return Result.from_schedule(one_by_one(problem), CompareOptions(jitter=0.1), 1.0)
+        return Result.from_schedule(one_by_one(problem), CompareOptions(), 1.0)
 
     monkeypatch.setattr(comparison, "solve", solve)
-    options = {"threads": 3, "seed": 4, "solver": "highs", "memory_mib": 512, "jitter": 0.1, "time_limit_s": 5.0}
+    options = {"threads": 3, "seed": 4, "solver": "highs", "memory_mib": 512, "time_limit_s": 5.0}
     found = optpipe.compare(chain(m=3), ["milp", "auto"], **options)
     assert [(each["method"], each["placements"]) for each in asked] == [
         (method, placements) for method in ("auto", "milp") for placements in ("keep", "all")
     ]
     assert all(options.items() <= each.items() for each in asked)
     assert {row.method for row in found.rows} == {"auto", "milp"}
-    assert all(row.value_ms == row.percentile_ms > row.makespan_ms for row in found.rows)
 
 
 def test_a_search_ends_no_longer_than_what_it_starts_from(monkeypatch):

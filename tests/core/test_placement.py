@@ -242,7 +242,7 @@ def test_equal_numbers_of_layers_are_told_once(counts: list[int], text: str) -> 
 @pytest.fixture
 def placed() -> Schedule:
     placement = Placement(chunks=2, shape="v")
-    return replace(generate("zb-auto", placement.apply(plain())), placement=placement)
+    return replace(generate("adaoffload", placement.apply(plain())), placement=placement)
 
 
 @pytest.mark.parametrize("way", ["v", "bidirectional"])

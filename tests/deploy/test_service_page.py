@@ -20,7 +20,7 @@ from support.pages import DOCS, table
 from support.ports import free_port
 
 from optpipe_cache.cache import KEPT
-from optpipe_server import Settings, first_schedules
+from optpipe_server import Settings
 from optpipe_server.database import job_queries
 from optpipe_server.http import (
     bodies,
@@ -135,7 +135,6 @@ def test_the_table_of_metrics_matches_the_registry() -> None:
 def test_the_table_of_limits_matches_the_code() -> None:
     """By what a row's name begins with, and what its value has."""
     told, settings = {name.strip("`?="): value for name, value in table("service.md", "limit")}, Settings()
-    noisy = first_schedules.NOISY
     limits = {
         "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB",
         "a trace": f"{guarded_route.LONGEST_UPLOAD // 2**20} MiB",
@@ -143,8 +142,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "a request's first line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
         "time for a request to arrive": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}, {bodies.MOST_STAGES}",
-        "parts of activations": f"{bodies.MOST_PARTS:,}; with `jitter` {bodies.MOST_PARTS // noisy:,}; "
-        f"of `/workbench` {workbench.MOST_PARTS:,}",
+        "parts of activations": f"{bodies.MOST_PARTS:,}; of `/workbench` {workbench.MOST_PARTS:,}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
         "waiting jobs of a tenant": f"{settings.queue} (",
         "event streams of one process": f"{settings.streams} (",

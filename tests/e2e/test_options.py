@@ -182,7 +182,7 @@ def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: given[name] for name in TRAINING} == TRAINING
 
 
-@pytest.mark.parametrize("options", [{"placements": "all"}, {"jitter": 0.1, "seed": 3}, {"objective": "span"}], ids=str)
+@pytest.mark.parametrize("options", [{"placements": "all"}, {"objective": "span"}], ids=str)
 def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(options: Any, tmp_path: Path) -> None:
     """By a real solver: schedules for other stages are served whole, and better is what the options say."""
     problem = pipeline(2, 4, 4000, stage((2, 1, 2), (1000, 500)))
@@ -195,7 +195,6 @@ def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(option
         placed = schedule.placement.apply(problem) if schedule.placement else problem
         assert (found.problem, schedule.placement is not None) == (placed, "placements" in options)
         assert job["best"]["value_ms"] == Result.from_schedule(schedule, chosen).value_ms
-        assert (job["best"]["value_ms"] > job["best"]["makespan_ms"]) == ("jitter" in options)
         again = httpx.get(f"{url}{job['url']}/figure", trust_env=False).json()
         assert again["schedules"][0]["makespan_ms"] == schedule.makespan_ms
         carried = post(url, "jobs", {"problem": problem.to_dict(), "warm_start": job["best"]["schedule"], **options})

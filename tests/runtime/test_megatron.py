@@ -78,12 +78,12 @@ def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
     placement: tuple[int, ...], activations: float, ranks: Ranks
 ) -> None:
     ample = cases.problem(placement, megatron.MICROBATCHES, offload_parts=2)
-    keeping = heuristics.generate("zb-auto", ample)
+    keeping = heuristics.generate("adaoffload", ample)
     (measured, one), (other, two) = ranks(megatron.profiled, schedule=keeping, budget_bytes=10**8)
     assert measured == other
     real = measured.replace(stages=[with_times(*both) for both in zip(measured.stages, ample.stages, strict=True)])
     tight = real.with_memory_for(activations)
-    schedules = {name: heuristics.generate(name, p) for name, p in (("zb-auto", real), ("adaoffload", tight))}
+    schedules = {name: heuristics.generate("adaoffload", p) for name, p in (("ample", real), ("tight", tight))}
     by_rank = ranks(megatron.ours, timeout=600, schedules=list(schedules.values()))
     plain = together(ranks(megatron.plain, stages=len(placement))[:1])
     assert (one or two) == plain.losses, "what the profile has read was the step's"

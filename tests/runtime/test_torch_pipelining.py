@@ -168,7 +168,7 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
         for s, n in done.activation_bytes.items()
     }
     real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
-    schedules = [heuristics.generate("zb-auto", real), heuristics.generate("adaoffload", real.with_memory_for(1.8))]
+    schedules = [heuristics.generate("adaoffload", real), heuristics.generate("adaoffload", real.with_memory_for(1.8))]
     by_rank = ranks(torch_pipelining.run_offloaded, schedules=schedules)
     plain = rank_systems.plain(Layout.from_problem(real))
     for outcomes in zip(*by_rank, strict=True):

@@ -57,7 +57,6 @@ COSTLY = [
         "has 16777216 activation parts",
     ),
     ("jobs", {"problem": problem(256)}, f"up to {MOST_PARTS} here"),
-    ("jobs", {"problem": problem(64, 1024), "jitter": 0.1}, "jitter = 0.1: problem has 65536 activation parts"),
     ("workbench", {"problem": problem(8, 64, 8)}, "workbench: problem has 4096 activation parts"),
     ("workbench", {"problem": problem(8, 65)}, f"520 forwards.*up to {MOST_FORWARDS}"),
     (

@@ -15,7 +15,7 @@ from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
-from optpipe_solver import engines, tuning
+from optpipe_solver import engines, systems, tuning
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
@@ -80,7 +80,7 @@ def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(started
 
 def test_what_is_better_and_has_no_rules_gets_those_of_the_best() -> None:
     rules = Rules(np.array([1, 1]), np.zeros((2, 2)), np.zeros((2, 6), dtype=int), np.zeros(2), np.arange(6))
-    best = replace(generate("zb-auto", PROBLEM), rules=None)
+    best = systems.generate("zb-h1", PROBLEM)
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
     runs = searching([], replace(BETTER, rules=rules))
     runs.handle(process(), Incumbent(method="lns", schedule=Programs.from_schedule(best)))
@@ -128,7 +128,7 @@ def test_where_the_clock_counts_open_ended_engines_make_no_end(threads: int, sta
     ],
 )
 def test_what_an_engine_cannot_use_others_have(threads: int, shared: dict[str, int], started: list[Started]) -> None:
-    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "lns", "milp", "robust")]
+    table = [EngineRun(name) for name in ("dispatch", "relax", "cpsat", "lns", "milp")]
     searching(table, None, threads=threads).start_next(beside_heuristics=False)
     assert {engine.engine: engine.threads for engine in started} == shared
     assert sum(shared.values()) == threads

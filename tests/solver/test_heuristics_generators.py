@@ -56,7 +56,7 @@ def test_naive_needs_the_memory_of_one_micro_batch():
 
 def test_zero_bubble_reaches_the_bound_where_memory_is_ample():
     problem = pipeline(list(range(8)), 24, 16, (10, 10, 10), p2p_ms=0.0)
-    assert generate("zb-auto", problem).makespan_ms == trivial_bound(problem) == 790.0
+    assert generate("adaoffload", problem).makespan_ms == trivial_bound(problem) == 790.0
 
 
 @pytest.mark.parametrize(

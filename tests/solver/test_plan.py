@@ -20,14 +20,13 @@ def table(monkeypatch):
     return set_to
 
 
-def shares(method: str = "auto", jitter: float = 0.0, unfit: tuple[str, ...] = ()) -> dict[str, float]:
-    return {run.engine: run.share for run in engine_runs(method, jitter, PROBLEM, lambda engine: engine not in unfit)}
+def shares(method: str = "auto", unfit: tuple[str, ...] = ()) -> dict[str, float]:
+    return {run.engine: run.share for run in engine_runs(method, PROBLEM, lambda engine: engine not in unfit)}
 
 
 def test_a_run_that_repeats_fills_the_rest(table):
     table(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=19), EngineRun("c", 0.1, repeat=True))
     assert shares() == {"a": 0.3, "c": 0.1}
-    assert shares(jitter=0.1) == {"a": 0.3, "c": 0.1, "robust": tuning.JITTER_RUN.share}
 
 
 def test_otherwise_all_time_is_shared(table):

@@ -198,11 +198,11 @@ def test_a_slow_engine_is_stopped_in_time_or_when_the_bound_is_reached(engines, 
 def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem(engines):
     engines("tells", "tells")
     problem = pipeline()
-    best = generate("zb-auto", problem)
+    best = generate("adaoffload", problem)
     frames = run(problem, warm_start=Programs.from_schedule(best), method="naive")
-    assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["zb-auto"]
+    assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["adaoffload"]
     stale = run(
-        problem, warm_start=Programs.from_schedule(generate("zb-auto", pipeline(microbatches=9))), method="naive"
+        problem, warm_start=Programs.from_schedule(generate("adaoffload", pipeline(microbatches=9))), method="naive"
     )
     assert any(text.startswith("the warm start is no schedule of this problem: ") for text in notes(stale))
     assert [frame.method for frame in stale if isinstance(frame, Incumbent)] == ["naive"]
@@ -211,7 +211,7 @@ def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem
 def test_only_the_method_named_runs(engines):
     engines("crash", "tells")
     assert notes(run(pipeline(), method="milp"))[0].startswith("start True")
-    for method in ("zb-auto", "1f1b"):
+    for method in ("adaoffload", "1f1b"):
         frames = run(pipeline(), method=method)
         *_, last = (frame for frame in frames if isinstance(frame, Incumbent))
         assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {method}

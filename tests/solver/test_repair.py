@@ -85,13 +85,13 @@ def test_what_can_no_longer_leave_stays():
 
 
 def test_of_another_pipeline_nothing_can_be_made():
-    schedule = generate("zb-auto", pipeline(4, 8, 10**6))
+    schedule = generate("adaoffload", pipeline(4, 8, 10**6))
     assert repair(pipeline(3, 8, 10**6), schedule) is None
     assert repair(pipeline(5, 8, 10**6), schedule) is None
 
 
 def test_where_nothing_fits_there_is_none():
-    assert repair(pipeline(4, 8, 499), generate("zb-auto", pipeline(4, 8, 10**6))) is None
+    assert repair(pipeline(4, 8, 499), generate("adaoffload", pipeline(4, 8, 10**6))) is None
 
 
 def test_a_forward_without_a_backward_cannot_be_repaired():

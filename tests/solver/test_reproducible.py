@@ -26,11 +26,8 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch):
     monkeypatch.setenv("milp", "tells")
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
     monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.4), EngineRun("milp", 0.6)))
-    monkeypatch.setattr(tuning, "JITTER_RUN", EngineRun("milp", 0.5))
     monkeypatch.setattr(tuning, "OPS_PER_S", 5_000)
-    request = Request(
-        problem=Problem.load(EXAMPLES / "slowlink-8x16.json"), time_limit_s=200.0, threads=1, seed=2, jitter=0.05
-    )
+    request = Request(problem=Problem.load(EXAMPLES / "slowlink-8x16.json"), time_limit_s=200.0, threads=1, seed=2)
     quiet = run(request)
     for module in (heuristic_runs, time_limit):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
@@ -40,7 +37,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch):
 
 def test_an_engine_that_counts_finds_the_same_twice():
     problem = Problem.load(EXAMPLES / "fastlink-4x8.json")
-    start = Programs.from_schedule(generate("zb-auto", problem))
+    start = Programs.from_schedule(generate("adaoffload", problem))
     request = Request(problem=problem, method="lns", threads=1, seed=7, time_limit_s=60.0, warm_start=start)
     told = []
     for _ in range(2):

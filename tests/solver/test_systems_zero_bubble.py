@@ -1,8 +1,6 @@
-"""ZB-H1 and ZB-H2, and what the papers say of the heuristic: their formulas in the paper's unit model."""
+"""ZB-H1 and ZB-H2: their formulas in the paper's unit model."""
 
 from __future__ import annotations
-
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +9,6 @@ from support.examples import examples
 from support.problems.units import ACTIVATION, units
 
 from optpipe import certify, check
-from optpipe.evaluate.objective import length_ms
-from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 
 GRADIENT = 300  # bytes that a weight gradient still needs
@@ -53,30 +49,3 @@ def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
     before_b = [k * (p - s - 1) + 1 for s in range(p)]
     held = [count * ACTIVATION + k * s * GRADIENT for s, count in enumerate(before_b)]
     assert [peak.bytes for peak in certify(problem, schedule).device] == held
-
-
-@pytest.mark.parametrize(("p", "m", "held"), [(3, 6, GRADIENT), (6, 11, ACTIVATION), (4, 8, ACTIVATION), (4, 5, 0)])
-@pytest.mark.parametrize("uneven", [0.0, 0.3])
-def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
-    """Than ZB-H1 with 1F1B's memory, than ZB-H2 with twice that; nor does it need more."""
-    random = Random(p)
-    even = units(p, m, held=held)
-    ms = ("forward_ms", "backward_input_ms", "backward_weight_ms")
-    stages = [
-        {**stage.model_dump(), **{name: 1 + random.uniform(-uneven, uneven) for name in ms}} for stage in even.stages
-    ]
-    for name, most in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
-        problem = even.replace(devices=[{"activation_budget_bytes": most * ACTIVATION}] * p, stages=stages)
-        schedule = generate(name, problem)
-        assert check(problem, schedule) == []
-        for objective in ("makespan", "span"):
-            found = heuristics.generate("zb-auto", problem, objective)
-            assert check(problem, found) == []
-            assert length_ms(found, objective) <= length_ms(schedule, objective)
-
-
-def test_zb_auto_uses_memory_between_the_two():
-    """Between M and 2M it is better than ZB-H1, where ZB-H2 does not fit: the paper's reason to search."""
-    problem = units(6, 12).replace(devices=[{"activation_budget_bytes": 8 * ACTIVATION}] * 6)
-    assert any("needs 11 kB" in complaint for complaint in check(problem, generate("zb-h2", problem)))
-    assert heuristics.generate("zb-auto", problem, "span").span_ms < generate("zb-h1", problem).span_ms

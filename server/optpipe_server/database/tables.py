@@ -99,7 +99,7 @@ incumbents = Table(
     Column("method", Text, nullable=False),
     Column("makespan_ms", Float, nullable=False),
     Column("span_ms", Float, nullable=False),
-    Column("value_ms", Float, nullable=False),  # what the search minimizes: one of them, or its percentile
+    Column("value_ms", Float, nullable=False),  # what the search minimizes: one of them
     Column("found_at", String(40), nullable=False),
     Column("programs", Text, nullable=False),  # `optpipe.process.child.Programs` as JSON
 )

@@ -20,7 +20,7 @@ from optpipe.options import (
     TimeLimit,
 )
 from optpipe.schedule import Schedule, ScheduleFile
-from optpipe_server.first_schedules import NOISY, count_parts
+from optpipe_server.first_schedules import count_parts
 from optpipe_server.http import examples
 
 LONGEST_SOLVE_S = 3600.0
@@ -92,12 +92,6 @@ class Submission(ProblemBody, SolveOptions):
     warm_start: ScheduleFile | None = None
     # The training schedules each step itself, and only rules are kept: `PUT /v1/jobs/{id}/rules`.
     stream: Annotated[bool, Field(strict=True)] = False
-
-    @model_validator(mode="after")
-    def _check_samples(self) -> Submission:
-        if self.jitter:
-            require_parts(self.problem, f"jitter = {self.jitter:g}: problem", MOST_PARTS // NOISY)
-        return self
 
     @model_validator(mode="after")
     def _check_stream(self) -> Submission:

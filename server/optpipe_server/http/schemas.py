@@ -47,7 +47,7 @@ class Incumbent(FromRow):
     method: str
     makespan_ms: float
     span_ms: float
-    value_ms: float  # what the search minimizes: the objective, or its 95th percentile where there is jitter
+    value_ms: float  # what the search minimizes
     problem_version: int
     problem_sha256: Hash
     attempt: int  # of the job; 0 if before any worker

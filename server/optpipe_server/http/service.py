@@ -131,7 +131,7 @@ class Service:
         """
         deadline = time.monotonic() + self.settings.first_schedule_s
         find = partial(self.first_schedules.find, tenant, problem, options, given, source, deadline)
-        if not is_large(problem, options):
+        if not is_large(problem):
             return await self._in_thread(find)
         with suppress(ReplyError), self._large.one(tenant):
             if await self._turn_of_large_comes():

@@ -1,13 +1,13 @@
 """Heuristics: a schedule in milliseconds, for every problem, then better and better ones.
 
-`adaoffload` and `zb-auto` search among the rules of the core's list scheduler, in plain Python, so that nothing waits
-for a compiler.
+`adaoffload` searches among the rules of the core's list scheduler, in plain Python, so that nothing waits for a
+compiler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, repeat, zip_longest
@@ -46,15 +46,6 @@ def naive(problem: Problem, objective: Objective, deadline: float = math.inf) ->
     yield one_at_a_time(problem, "naive")
 
 
-def zero_bubble(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
-    """Zero bubble's automatic schedule within memory (Qi et al. 2023, section 3).
-
-    Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
-    handcrafted ZB-H1 and ZB-H2 where these fit.
-    """
-    yield from _by_rules(problem, "zb-auto", ("zb-h1", "zb-h2"), objective, deadline, with_relief=False)
-
-
 def ada_offload(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
     """AdaOffload (OptPipe, Algorithm 1).
 
@@ -62,27 +53,14 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = math.i
     reload precedes its backward, as in PipeOffload. What may be in flight, which activations leave or are recomputed,
     and how early a reload starts are searched by simulation. It is never worse than PO-H and PO-F (Wan et al. 2025)
     where these apply to the stages and fit.
+
+    It yields the shortest schedule so far for each that is simulated, from the first that fits on. One micro-batch at a
+    time is the answer where no rules lead to any.
     """
-    yield from _by_rules(problem, "adaoffload", ("po-h", "po-f"), objective, deadline, with_relief=True)
-
-
-STREAMS: dict[str, Stream] = {
-    "naive": naive,
-    "zb-auto": zero_bubble,
-    "adaoffload": ada_offload,
-}
-
-
-def _by_rules(
-    problem: Problem, method: str, published: Sequence[str], objective: Objective, deadline: float, with_relief: bool
-) -> Iterator[Schedule]:
-    """Yield the shortest schedule so far for each that is simulated, from the first that fits on.
-
-    After that one come the published schedules. One micro-batch at a time is the answer where no rules lead to any.
-    """
+    method = "adaoffload"
     best: Schedule | None = None
     lengths, failures, began = {NO_SCHEDULE_MS}, 0, monotonic()
-    for simulator, step in _steps(problem, objective, with_relief):
+    for simulator, step in _steps(problem, objective):
         before, is_first = best, best is None
         failures += step.listed is None  # a start is none: the best may be yet to come
         has_pairs = step.ms < NO_SCHEDULE_MS and problem.overlap_factor is not None
@@ -92,7 +70,7 @@ def _by_rules(
                 best = _shortest(objective, best, *in_pairs_or_not(problem, schedule))
         if is_first and best is not None:
             yield best
-            best = _shortest(objective, best, *_of_systems(published, problem, method, objective, deadline))
+            best = _shortest(objective, best, *_of_systems(problem, method, objective, deadline))
         if best is not None:
             yield best
         failures = failures if best is before else 0
@@ -104,14 +82,14 @@ def _by_rules(
         yield one_at_a_time(problem, method)
 
 
-def _steps(problem: Problem, objective: Objective, with_relief: bool) -> Iterator[tuple[Simulator, Step]]:
+STREAMS: dict[str, Stream] = {"naive": naive, "adaoffload": ada_offload}
+
+
+def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, Step]]:
     """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
     fuses = problem.overlap_factor is not None or needs_fused(problem).any()
     problems = [problem, with_fused_backwards(problem)] if fuses else [problem]
     simulators = [Simulator(each, is_compiled=False) for each in problems]
-    for simulator in () if with_relief else simulators:
-        choices = simulator.choices
-        simulator.choices = choices._replace(parts=0 * choices.parts, levels=0 * choices.levels)
     searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]
     return filter(None, chain.from_iterable(zip_longest(*searches)))  # one may end before the other
 
@@ -120,11 +98,9 @@ def _shortest(objective: Objective, *schedules: Schedule | None) -> Schedule | N
     return min(filter(None, schedules), key=lambda each: length_ms(each, objective), default=None)
 
 
-def _of_systems(
-    names: Sequence[str], problem: Problem, method: str, objective: Objective, deadline: float
-) -> Iterator[Schedule]:
-    """Yield the schedules of those systems that apply to the problem's stages and fit."""
-    for name in names:
+def _of_systems(problem: Problem, method: str, objective: Objective, deadline: float) -> Iterator[Schedule]:
+    """Yield PipeOffload's schedules that apply to the problem's stages and fit."""
+    for name in ("po-h", "po-f"):
         if monotonic() < deadline:
             with suppress(InputError):  # it does not apply to these stages
                 schedule = replace(systems.in_best_order(name, problem, "keep", objective), method=method)

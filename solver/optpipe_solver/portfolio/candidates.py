@@ -28,7 +28,7 @@ class Candidate:
     problem: Problem
     bound_ms: float = 0.0
     best: Programs | None = None  # of `problem`
-    best_ms: float = NO_SCHEDULE_MS  # by what counts, the percentile where there is jitter
+    best_ms: float = NO_SCHEDULE_MS
     infeasible: str | None = None
 
     @property

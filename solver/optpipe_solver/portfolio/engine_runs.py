@@ -182,10 +182,10 @@ class EngineRuns:
             self._emit(Note(text=f"a schedule of {process.engine} was rejected: {wrong}"))
 
     def _take_bound(self, process: EngineProcess, message: Bound) -> None:
-        claim_ms, shortest_ms = message.lower_bound_ms, self._state.shortest_ms
+        claim_ms, best_ms = message.lower_bound_ms, self._state.best_ms
         if self._state.contradicts(claim_ms):
             claim = f"{process.engine} claims a bound of {claim_ms} ms"
-            self._emit(Note(text=f"{claim}, above a schedule of {shortest_ms} ms"))
+            self._emit(Note(text=f"{claim}, above a schedule of {best_ms} ms"))
         else:
             self._state.raise_bound(claim_ms, message.method)
 
@@ -225,13 +225,6 @@ class EngineRuns:
         """A note in the place of the MILP's report, which whoever asked for it expects."""
         if self._request.method == MILP:
             self._emit(Note(text=f"{MILP}: {why}", method=MILP))
-
-    def keep_only(self, engine: str) -> None:
-        """Cancel the runs of all other engines, and stop those under way."""
-        self._planned = [run for run in self._planned if run.engine == engine]
-        for process in self._processes.running:
-            if process.engine != engine:
-                self._processes.stop(process)
 
     def _cancel(self, engine: str) -> None:
         self._planned = [run for run in self._planned if run.engine != engine]

@@ -69,7 +69,7 @@ class HeuristicRuns:
         self._limit, self._emit = limit, emit
         problem = request.problem
         passes = len(problem.stages) * problem.microbatches
-        self._ops = 3 * passes * (tuning.JITTER_WORK if request.jitter else 1)  # handled for one schedule
+        self._ops = 3 * passes  # handled for one schedule
         self._with_published = request.method in ("auto", *ENGINES)
         self._chunked = len(problem.stages) > len(problem.devices)
 

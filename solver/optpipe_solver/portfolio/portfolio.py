@@ -14,7 +14,6 @@ from optpipe.reuse.repair import repair
 from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.methods import ROBUST
 from optpipe_solver.parts import in_all_parts
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
@@ -63,15 +62,13 @@ class Portfolio:
         state = self.state
         runs = self._engine_runs()
         heuristics = self._heuristics_beside(runs)
-        heuristics_run = not state.optimal
+        heuristics_run = not state.proven
         try:
             while True:
                 if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
-                    heuristics_run = next(heuristics, "ended") is None and not state.optimal
+                    heuristics_run = next(heuristics, "ended") is None and not state.proven
                 if self._is_over(runs):
                     break
-                if state.proven and self.request.ends_when_proven:  # nothing is left to gain by nominal times
-                    runs.keep_only(ROBUST)
                 if state.best or not heuristics_run:  # engines start from a schedule, if there is any
                     runs.start_next(beside_heuristics=heuristics_run)
                 if not (heuristics_run or runs.running):
@@ -82,13 +79,13 @@ class Portfolio:
             runs.stop_all()
 
     def _is_over(self, runs: EngineRuns) -> bool:
-        is_done = self.state.optimal and not runs.unfinished(methods.MILP)
+        is_done = self.state.proven and not runs.unfinished(methods.MILP)
         return is_done or self.limit.left_s <= 0
 
     def _engine_runs(self) -> EngineRuns:
         """The engines of the method, none of them started."""
         request = self.request
-        planned = tuning.engine_runs(request.method, request.jitter, request.problem, self.supports)
+        planned = tuning.engine_runs(request.method, request.problem, self.supports)
         if request.method == methods.MILP and planned:
             self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
         if any(engines.waits_for_compiler(run.engine) for run in planned):
@@ -103,7 +100,7 @@ class Portfolio:
     def tell_of_other_stages(self) -> None:
         """Emit a note if a published schedule on other stages is shorter than the answer, where time is left."""
         asked, state = self.request, self.state
-        if state.best is None or asked.method not in ("auto", *methods.ENGINES) or asked.jitter:
+        if state.best is None or asked.method not in ("auto", *methods.ENGINES):
             return
         until = self.limit.until(tuning.OTHER_STAGES_S)
         if text := shorter_on_other_stages(asked.problem, asked.objective, state.best_ms, until):

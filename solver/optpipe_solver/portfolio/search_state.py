@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.jitter import Noise
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, raises, reaches, shorter
 from optpipe.model.program import JOINED
 from optpipe.model.rules import Rules
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver import tuning
-from optpipe_solver.methods import ENGINES, ROBUST
+from optpipe_solver.methods import ENGINES
 from optpipe_solver.schedule_facts import has_only_known_ops
 from optpipe_solver.tuning import EngineRun
 
@@ -26,39 +24,30 @@ class SearchState:
     Attributes
     ----------
     best, best_ms
-        The incumbent, by what counts: the objective or, where there is jitter, its percentile.
-    shortest, shortest_ms
-        The schedule that is shortest by nominal times.
+        The incumbent.
     modelled, modelled_ms
         The shortest of those whose ops the models of all engines know: no pairs, no evictions.
     listed, listed_ms
         Of these, the shortest that no engine found: of heuristics, of a published system, or the warm start.
     bound_ms
-        No schedule is shorter than this by nominal times.
+        No schedule is shorter than this.
     rules
         Of the last best schedule that had any. Those that are better and have none get them.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
         self._problem, self._objective, self._emit = request.problem, request.objective, emit
-        self._noise = Noise(request.problem, request.jitter, request.seed) if request.jitter else None
         self.best: Schedule | None = None
-        self.shortest: Schedule | None = None
         self.modelled: Schedule | None = None
         self.listed: Schedule | None = None
-        self.best_ms = self.shortest_ms = self.modelled_ms = self.listed_ms = NO_SCHEDULE_MS
+        self.best_ms = self.modelled_ms = self.listed_ms = NO_SCHEDULE_MS
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
         self.rules: Rules | None = None
 
     @property
     def proven(self) -> bool:
-        """Whether no schedule is shorter by nominal times."""
-        return self.shortest is not None and reaches(self.shortest_ms, self.bound_ms)
-
-    @property
-    def optimal(self) -> bool:
-        """Whether no schedule is better. Under jitter no bound on the nominal time proves that."""
-        return self._noise is None and self.proven
+        """Whether no schedule is shorter."""
+        return self.best is not None and reaches(self.best_ms, self.bound_ms)
 
     def raise_bound(self, lower_bound_ms: float, method: str) -> None:
         """Take a bound that holds for every schedule, if it is higher than those before."""
@@ -68,7 +57,7 @@ class SearchState:
 
     def contradicts(self, lower_bound_ms: float) -> bool:
         """Whether a schedule is shorter than this claims to be possible."""
-        return raises(lower_bound_ms, self.shortest_ms)
+        return raises(lower_bound_ms, self.best_ms)
 
     def offer(self, schedule: Schedule) -> str | None:
         """Take a schedule if it is better than those before and valid.
@@ -80,44 +69,31 @@ class SearchState:
         What is wrong with the schedule; None if nothing is, or if it is no better.
         """
         try:
-            nominal_ms = length_ms(schedule, self._objective)
-            counts_ms = self._counts_ms(schedule, nominal_ms)
+            ms = length_ms(schedule, self._objective)
         except ScheduleError as error:  # it cannot run
             return str(error)
-        shortest, best = shorter(nominal_ms, self.shortest_ms), shorter(counts_ms, self.best_ms)
-        modelled = shorter(nominal_ms, self.modelled_ms)
-        listed = shorter(nominal_ms, self.listed_ms) and not found_by_engine(schedule)
+        best, modelled = shorter(ms, self.best_ms), shorter(ms, self.modelled_ms)
+        listed = shorter(ms, self.listed_ms) and not found_by_engine(schedule)
         if (modelled or listed) and not is_modelled(schedule):
             modelled = listed = False
-        if not (shortest or best or modelled or listed):
+        if not (best or modelled or listed):
             return None
         if wrong := check(self._problem, schedule):
             return wrong[0]
         if schedule.rules is None and self.rules is not None:
             schedule = replace(schedule, rules=self.rules)
-        if shortest:
-            self.shortest, self.shortest_ms = schedule, nominal_ms
         if listed:
-            self.listed, self.listed_ms = schedule, nominal_ms
+            self.listed, self.listed_ms = schedule, ms
         if modelled:
-            self.modelled, self.modelled_ms = schedule, nominal_ms
+            self.modelled, self.modelled_ms = schedule, ms
         if best:
-            self.best, self.best_ms, self.rules = schedule, counts_ms, schedule.rules
+            self.best, self.best_ms, self.rules = schedule, ms, schedule.rules
             self._emit(Incumbent(method=schedule.method, schedule=Programs.from_schedule(schedule)))
         return None
-
-    def _counts_ms(self, schedule: Schedule, nominal_ms: float) -> float:
-        if self._noise is None:
-            return nominal_ms
-        if nominal_ms > self.shortest_ms * tuning.JITTER_NEAR:
-            return NO_SCHEDULE_MS
-        return self._noise.percentile_ms(schedule.compiled, self._objective)
 
     def start_for(self, run: EngineRun) -> Schedule | None:
         """The schedule that a run of an engine starts from: the best one that it knows all ops of, or of these the best
         of heuristics."""
-        if run.engine == ROBUST:
-            return self.best
         return self.listed if run.from_heuristics else self.modelled
 
 
@@ -127,4 +103,4 @@ def is_modelled(schedule: Schedule) -> bool:
 
 
 def found_by_engine(schedule: Schedule) -> bool:
-    return schedule.method in (*ENGINES, ROBUST)
+    return schedule.method in ENGINES

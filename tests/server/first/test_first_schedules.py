@@ -137,7 +137,7 @@ def test_first_schedules_are_valid_or_infeasible_for_the_solvers_reason(real, pr
     assert (start.best.status == "infeasible") == (start.best.schedule is None) == bool(reason)
     assert start.source in ("heuristic", "cache")
     if start.best.schedule:
-        assert start.best.lower_bound_ms <= start.best.objective_ms * (1 + 1e-9)
+        assert start.best.lower_bound_ms <= start.best.value_ms * (1 + 1e-9)
         assert (start.best.status == "optimal") == (start.best.gap <= 1e-9)
 
 
@@ -175,7 +175,6 @@ def test_the_best_of_all_sources_wins(view):
         ({"objective": "span"}, "heuristic", "feasible"),
         ({"method": "good"}, "heuristic", "feasible"),
         ({"placements": "all"}, "cache", "feasible"),  # a place to start from; other stages may be faster
-        ({"jitter": 0.1}, "cache", "feasible"),  # likewise: another schedule may suffer less from noise
     ],
 )
 def test_a_cached_optimum_answers_only_what_it_is_the_optimum_of(view, options, source, status):
@@ -184,7 +183,6 @@ def test_a_cached_optimum_answers_only_what_it_is_the_optimum_of(view, options, 
     start = view.start(AMPLE, **{"method": "auto", **options})
     assert (start.source, start.best.status) == (source, status)
     assert (view.requests() == before) == (status == "optimal"), "a proven answer needs no process"
-    assert (start.best.percentile_ms is not None) == ("jitter" in options)
     if "placements" in options:
         assert start.best.lower_bound_ms is None
 
@@ -209,7 +207,7 @@ def test_drifted_costs_carry_the_best_over(view):
     assert start.source == "carried"
     assert start.best.schedule is not None
     assert start.best.schedule.problem is drifted
-    assert start.best.objective_ms == gpipe(drifted).makespan_ms
+    assert start.best.value_ms == gpipe(drifted).makespan_ms
 
 
 def test_a_refused_request_is_an_input_error(view):
@@ -244,7 +242,7 @@ def test_a_process_without_a_valid_schedule_gives_none(view, method):
 @pytest.mark.parametrize("method", ["first good, then greedy", "infeasible, but", "boaster", "dies late"])
 def test_valid_schedules_count_whatever_else_the_process_writes(view, method):
     start = view.start(method=method)
-    assert start.best.objective_ms == one_by_one(TIGHT).makespan_ms
+    assert start.best.value_ms == one_by_one(TIGHT).makespan_ms
     assert (start.best.status, start.best.lower_bound_ms) == ("feasible", None)
 
 
@@ -266,7 +264,7 @@ def test_what_answers_an_earlier_request_is_passed_over(view, method):
     """Behind the end of its answer, or when the next request has been read. The process goes on."""
     view.start(method=method)
     start = view.start(AMPLE)
-    assert start.best.objective_ms == one_by_one(AMPLE).makespan_ms
+    assert start.best.value_ms == one_by_one(AMPLE).makespan_ms
     assert start.best.lower_bound_ms is None
     (first, said), (second, then) = view.requests()[-2:]
     assert (said, then) == (method, "good")

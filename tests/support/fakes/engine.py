@@ -33,7 +33,7 @@ def main() -> None:
         from optpipe_solver.heuristics import generate  # which others need not load
 
         write_frame(
-            Incumbent(method="good engine", schedule=Programs.from_schedule(generate("zb-auto", request.problem)))
+            Incumbent(method="good engine", schedule=Programs.from_schedule(generate("adaoffload", request.problem)))
         )
         write_frame(Bound(method="good engine", lower_bound_ms=260.0))
     if behaviour == "invalid":
