@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from optpipe_solver import budget  # loads OR-Tools, before a test of the MILP loads HiGHS: the other way round it fails
+import optpipe_solver.budget  # noqa: F401 loads OR-Tools, before a test of the MILP loads HiGHS, not after it
+from optpipe_solver import tuning
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _work_is_counted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "BACKSTOP", 1000.0)
+        patch.setattr(tuning, "COUNTED_TIMEOUT", 1000.0)
         yield

@@ -1,0 +1,96 @@
+"""How long a search may take: one clock, handed down to all its parts.
+
+Where work is counted, the same request has the same answer, however busy the machine. `counts_work` says where.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+from optpipe.process.protocol import Request
+from optpipe_solver import tuning
+
+
+def counts_work(request: Request) -> bool:
+    """Whether a search counts its work instead of looking at the wall's clock: with one thread."""
+    return request.threads == 1
+
+
+class Clock:
+    """The seconds of a search or of a part of it: of wall time or, if it `counts`, of the work that is reported to it.
+
+    Parameters
+    ----------
+    seconds
+        How long it lasts.
+    counts
+        Whether these are seconds of counted work. Whoever works reports it by `count` or `spend`.
+    wall_s
+        Seconds of wall time after which it is over, whatever is counted. Default: `seconds`, or
+        `tuning.COUNTED_TIMEOUT` times as long where work is counted.
+
+    Attributes
+    ----------
+    began, until
+        Moments of `time.monotonic`: when it began, and when it is over at the latest.
+    """
+
+    def __init__(self, seconds: float = inf, counts: bool = False, wall_s: float | None = None) -> None:
+        self.seconds, self.counts = seconds, counts
+        self.began = time.monotonic()
+        self.until = self.began + (seconds * (tuning.COUNTED_TIMEOUT if counts else 1.0) if wall_s is None else wall_s)
+        self._spent_s = 0.0
+
+    @classmethod
+    def for_request(cls, request: Request) -> Clock:
+        """The clock of an engine's search."""
+        return cls(request.time_limit_s, counts_work(request))
+
+    @property
+    def wall_left_s(self) -> float:
+        """Seconds of wall time until it is over in any case."""
+        return max(0.0, self.until - time.monotonic())
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, by count where work is counted; none once the wall's time is over."""
+        wall_s = self.wall_left_s
+        return max(0.0, self.seconds - self._spent_s) if self.counts and wall_s else wall_s
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds of wall time since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def spent_s(self) -> float | None:
+        """Seconds of counted work; None where wall time counts."""
+        return self._spent_s if self.counts else None
+
+    def count(self, ops: float, ops_per_s: float = tuning.OPS_PER_S) -> None:
+        """Report work: so many compute ops (or states, or what else is counted), of which a second has so many."""
+        self._spent_s += ops / ops_per_s
+
+    def spend(self, seconds: float) -> None:
+        """Report work by the seconds that it counts for."""
+        self._spent_s += seconds
+
+    def within(self, seconds: float) -> Clock:
+        """A clock for a part of this time, of at most so many seconds.
+
+        Where work is counted, it has this clock's wall time. What is reported to it is not reported to this one.
+        """
+        return Clock(seconds, self.counts, self.wall_left_s if self.counts else min(seconds, self.wall_left_s))
+
+    def share(self, share: float) -> Clock:
+        """A clock for a share of this clock's seconds (`within`)."""
+        return self.within(share * self.seconds)
+
+    def moment(self, seconds: float) -> float:
+        """The moment of `time.monotonic` in so many seconds of wall time, or `until` if that is sooner."""
+        return min(self.until, time.monotonic() + seconds)
