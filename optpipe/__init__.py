@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optpipe.model.records import Device, Stage
     from optpipe.results import Result
     from optpipe.schedule import Schedule, ScheduleFile, certify, check, simulate
+    from optpipe.show.page import plot
 
 # The names of each module: imported when first used, so that `optpipe --help` does not wait for numpy.
 _NAMES = {
@@ -48,6 +49,7 @@ _NAMES = {
     "model.records": "Device Stage",
     "results": "Result",
     "schedule": "Schedule ScheduleFile certify check simulate",
+    "show.page": "plot",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "improve",
     "leave_out_offload",
     "offload_ratio",
+    "plot",
     "problem_from",
     "simulate",
     "solve",

@@ -9,7 +9,6 @@ from typing import Self
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches
 from optpipe.options import Placements, SearchOptions
 from optpipe.schedule import Found, Schedule, Status
-from optpipe.show.page import still
 
 PROVEN_FOR = {"keep": "the stages as given", "all": "all stages that were searched"}
 NOTHING_YET = "no schedule was found before the search ended"
@@ -113,7 +112,8 @@ class Result:
         return "optimal" if self.status == "optimal" else "feasible"
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
+        """One line for a notebook."""
+        return f"<p>{escape(str(self))}</p>"
 
     def __str__(self) -> str:
         """One line, such as `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,6 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import MICROBATCH, STAGE, Program, link_orders, of_kinds, parse_programs
 from optpipe.model.records import Document, Record, TotalMs
 from optpipe.model.rules import Rules
-from optpipe.show.page import Picture, plot, still
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Found = Literal["optimal", "feasible"]
@@ -133,25 +133,11 @@ class Schedule:
         """The longest first-start-to-last-end of one device (OptPipe, Eq. 3)."""
         return self.timeline.span_ms
 
-    def plot(self, before: Schedule | None = None, lower_bound_ms: float | None = None) -> Picture:
-        """The interactive picture: when each op runs, why devices wait, memory within its limit.
-
-        Parameters
-        ----------
-        before
-            Another schedule of the same work, drawn above this one on the same time axis, with what changed.
-        lower_bound_ms
-            What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
-
-        Returns
-        -------
-        Picture
-            Notebooks show it; `.save("picture.html")` writes a page that needs no network.
-        """
-        return plot(self, before, lower_bound_ms)
-
     def _repr_html_(self) -> str:
-        return still(self)
+        """One line for a notebook."""
+        size = f"{len(self.problem.devices)} devices, {self.problem.microbatches} micro-batches"
+        figures = f"{self.makespan_ms:.6g} ms, bubble {self.timeline.bubble:.1%}"
+        return f"<p>{escape(self.method or 'schedule')}: {size}, {figures}; <code>optpipe.plot</code> draws it</p>"
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:

@@ -29,6 +29,7 @@ def try_(
     """Show what OptPipe gains on an example: published schedules, the solver's answer, and a page with both."""
     from optpipe.model.problem import Problem
     from optpipe.options import CompareOptions
+    from optpipe.show.page import plot
 
     require_writable(html)
     problem = Problem.load(PROBLEM)
@@ -43,7 +44,7 @@ def try_(
     echo()
     for line in gain_lines(before.schedule, after.schedule):
         print_table(line)
-    after.schedule.plot(before.schedule, after.lower_bound_ms).save(html)
+    plot(after.schedule, before.schedule, after.lower_bound_ms).save(html)
     echo()
     echo(f"Both on one time scale, with their memory: {html.resolve()}")
 

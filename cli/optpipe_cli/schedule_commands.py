@@ -150,6 +150,7 @@ def show(
     """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
     from optpipe.files import write_file
     from optpipe.schedule import Schedule, ScheduleFile, timed_ops
+    from optpipe.show.page import plot
     from optpipe.show.svg import gantt
     from optpipe.show.trace import trace as trace_text
 
@@ -161,7 +162,7 @@ def show(
     shown = file.schedule()
     earlier = Schedule.load(before) if before else None
     if html:
-        shown.plot(earlier, _bound_proven_here(file)).save(html)
+        plot(shown, earlier, _bound_proven_here(file)).save(html)
     if svg:
         write_file(svg, gantt(shown))
     if trace:

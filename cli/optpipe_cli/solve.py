@@ -125,6 +125,7 @@ def _gain(result: Result) -> Iterator[str]:
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
     from optpipe.schedule import ScheduleFile
+    from optpipe.show.page import plot
 
     bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
@@ -132,4 +133,4 @@ def _write(result: Result, schedule: Schedule, output: Path | None, html: Path |
             output
         )
     if html:
-        schedule.plot(lower_bound_ms=bound).save(html)
+        plot(schedule, lower_bound_ms=bound).save(html)

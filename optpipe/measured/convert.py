@@ -186,7 +186,7 @@ def _require(form: str, files: int, given: Given, run: Run) -> None:
             f"form = {form!r}: one of {', '.join(MEASURED)} is expected{did_you_mean(form, MEASURED, '; ')}"
         )
     if not files:
-        raise InputError(f"0 files: some are expected of {form}")
+        raise InputError(f"no file given: {form} needs at least one")
     if given.weight_share is not None and not 0 <= given.weight_share <= 1:
         raise InputError(f"weight_share = {given.weight_share:g}: a share from 0 to 1 is expected")
     if form == "megatron-timers" and (given.step, given.replica) != (None, None):

@@ -39,7 +39,7 @@ def read_pieces(path: str | Path) -> Iterator[str]:
         raise InputError(f"{path}: is a folder, a file is expected") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         if packed:
-            raise InputError(f"{path}: no text packed by gzip: {error}") from None
+            raise InputError(f"{path}: is not valid gzip: {error}") from None
         if isinstance(error, UnicodeDecodeError):
             raise InputError(f"{path}: no text in UTF-8: {error.reason}") from None
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

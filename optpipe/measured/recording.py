@@ -122,6 +122,6 @@ def require_sizes(stages: int, devices: int, microbatches: int) -> None:
         (microbatches, "micro-batches", MAX_MICROBATCHES),
     ):
         if not 1 <= count <= most:
-            raise InputError(f"{count} {what}: a problem has 1 to {most}")
+            raise InputError(f"{count} {what}: {f'at most {most} are supported' if count else 'at least 1 is needed'}")
     if stages * microbatches > MAX_FORWARDS:
         raise InputError(f"{stages} stages and {microbatches} micro-batches: at most {MAX_FORWARDS} forwards together")

@@ -22,13 +22,11 @@ from optpipe.files import write_file
 from optpipe.printable import printable
 from optpipe.show.figure import figure
 from optpipe.show.lanes import Scheduled
-from optpipe.show.svg import gantt
 
 WEB = Path(__file__).parent / "web"
 # As they build on another.
 MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "picture", "diagnosis", "main")
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
-MOST_STILL = 5000  # ops in a picture that is drawn without being asked for
 FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
 FURTHER_HEIGHT = 450  # for a schedule beside it
 
@@ -54,9 +52,26 @@ class Picture:
 def plot(
     schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None, below: str = ""
 ) -> Picture:
-    """The interactive picture of a schedule; parameters as of `figure`. `below` is HTML that ends the page.
+    """The interactive picture of a schedule: when each op runs, why devices wait, memory within its limit.
 
-    Raises InputError if plotly is not installed, or as the schedule's timeline does.
+    Parameters
+    ----------
+    before
+        Another schedule of the same work, drawn above on the same time axis, with what changed.
+    lower_bound_ms
+        What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
+    below
+        HTML that ends the page.
+
+    Returns
+    -------
+    Picture
+        Notebooks show it; `.save("picture.html")` writes a page that needs no network.
+
+    Raises
+    ------
+    InputError
+        If plotly is not installed, or as the schedule's timeline does.
     """
     return page(
         figure(schedule, before, lower_bound_ms),
@@ -82,15 +97,6 @@ def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "",
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n',
         height,
     )
-
-
-def still(schedule: Scheduled) -> str:
-    """What a notebook shows of a schedule by itself: its picture as SVG, or one line if that would be too large."""
-    if len(schedule.timeline.rows) <= MOST_STILL:
-        return gantt(schedule)
-    size = f"{len(schedule.problem.devices)} devices, {schedule.problem.microbatches} micro-batches"
-    figures = f"{schedule.makespan_ms:.6g} ms, bubble {schedule.timeline.bubble:.1%}"
-    return f"<p>{escape(schedule.method or 'schedule')}: {size}, {figures}; <code>.plot()</code> draws it</p>"
 
 
 @cache

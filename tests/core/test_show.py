@@ -13,7 +13,6 @@ from support.problems.strategies import problems_with_schedules
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
 from optpipe.show.lanes import blocks, memory_over_time
-from optpipe.show.page import still
 from optpipe.show.svg import gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace
@@ -27,7 +26,7 @@ def test_every_picture_draws_every_schedule(pair):
     timed = sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
     svg = ElementTree.fromstring(gantt(schedule, title="<any> & title"))
     assert len(svg.findall(".//{*}title")) == timed
-    HTMLParser().feed(still(schedule))
+    HTMLParser().feed(schedule._repr_html_())
     events = json.loads(trace(schedule))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timed
     assert chart(schedule, 60).plain.count("device") == len(schedule.programs)

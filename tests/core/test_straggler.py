@@ -91,7 +91,7 @@ def _change(**fields: Any) -> Callable[[list[dict[str, Any]]], Any]:
         (_change(args=None), {}, "event 0: args is missing: step and mb_id are expected"),
         (_change(args={"mb_id": -1}), {}, "event 0: args.mb_id = -1: a number from 0 is expected"),
         (_change(args={"step": 10**9}), {}, "event 0: args.step = 1000000000: a number from 0"),
-        (_change(args={"model_chunk": 5000}), {}, "10002 stages: a problem has 1 to 4096"),
+        (_change(args={"model_chunk": 5000}), {}, "10002 stages: at most 4096 are supported"),
         (_change(name="forward-compute", args={"mb_id": 0}), {"replica": 1}, "1F0 is there twice in step 40"),
         (list, {"step": 17}, "^step = 17: one of the training steps 16, 40 is expected$"),
         (list, {"replica": 2}, "^replica = 2: one of the replicas 0, 1 is expected$"),

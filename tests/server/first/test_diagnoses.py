@@ -74,7 +74,7 @@ def test_a_file_and_an_archive_are_diagnosed_as_by_the_command(client: httpx.Cli
         (b"", {}, 422, "a trace is expected"),
         (b"no trace", {}, 422, "files/trace: like no form that is known"),
         (b"no trace", {"name": "../../x.csv"}, 422, "files/x.csv"),
-        (b"\x1f\x8bno gzip", {}, 422, "no text packed by gzip"),
+        (b"\x1f\x8bno gzip", {}, 422, "is not valid gzip"),
         (archive(("../x", b"1"), ("/x", b"2")), {}, 422, "files/x: two files of the archive have this name"),
         (archive(("x.csv", b"")), {"form": "nope"}, 422, "form = 'nope'"),
         (b"x", {"memory": "inf"}, 422, "memory = 'inf'"),
