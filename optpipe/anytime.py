@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Unpack
 
+from optpipe import solvers
 from optpipe.errors import FrameError, InputError, SolverError
 from optpipe.known import ScheduleCache, SearchCache, better_start
 from optpipe.model.problem import Problem
@@ -21,7 +22,6 @@ from optpipe.schedule import Schedule
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
-SOLVER = "optpipe_solver"
 SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
@@ -37,7 +37,7 @@ class Search:
 
     def __init__(self, request: Request, admit: Callable[[int], None] | None, used: SearchCache) -> None:
         self._used = used
-        self._child = Child(SOLVER, request, admit)
+        self._child = Child(solvers.installed().SEARCH, request, admit)
         began = time.monotonic()
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True

@@ -10,22 +10,25 @@ from itertools import chain
 from math import inf
 from typing import Any, Unpack
 
+from optpipe import solvers
 from optpipe.anytime import solve
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
-from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments, SolveOptions
+from optpipe.options import CompareOptions, Placements, SearchArguments, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule
 from optpipe.sizes import told_apart
 
-GENERATOR = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
-SEARCHED = (SOLVER, *ENGINES)  # methods that search; engines only if they are asked for
-OWN = (*SEARCHED, "adaoffload", "algorithm-1")  # what nobody has without OptPipe
+
+
+def is_search(method: str) -> bool:
+    """Whether a method searches, rather than making one schedule."""
+    return method == SOLVER or method in solvers.installed().ENGINES
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,10 @@ class Comparison:
         """Sorts the rows. A search's bound for the stages as given also holds for all others on these stages."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
-            return row.schedule is None, not row.fits, row.value_ms or 0.0, row.method not in SEARCHED
+            return row.schedule is None, not row.fits, row.value_ms or 0.0, not is_search(row.method)
 
         proven = max(
-            (row.lower_bound_ms or 0.0 for row in rows if row.method in SEARCHED and row.placements == "keep"),
+            (row.lower_bound_ms or 0.0 for row in rows if is_search(row.method) and row.placements == "keep"),
             default=0.0,
         )
         return cls(problem, options, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
@@ -133,7 +136,7 @@ class Comparison:
     @property
     def best_published(self) -> Row | None:
         """The shortest one that fits and comes from another paper than OptPipe's."""
-        return next((row for row in self.rows if row.fits and row.method not in OWN), None)
+        return next((row for row in self.rows if row.fits and row.method not in solvers.installed().OWN), None)
 
     def to_dict(self) -> dict[str, Any]:
         """For programs, as JSON takes it, which has no infinity; `k` is `offload_ratio` of each stage."""
@@ -150,7 +153,7 @@ def _bounded(row: Row, proven_ms: float) -> Row:
     result = row.result
     if result is None or result.schedule is None or result.schedule.placement is not None:
         return row
-    if row.method in SEARCHED and row.placements == "all":  # it bounds all stages
+    if is_search(row.method) and row.placements == "all":  # it bounds all stages
         return row
     return replace(row, result=replace(result, lower_bound_ms=max(result.lower_bound_ms or 0.0, proven_ms)))
 
@@ -197,18 +200,18 @@ def compare(
 
 def searches(options: CompareOptions) -> list[tuple[str, Placements]]:
     """The searches of a comparison: each method that searches, and the stages that it may choose."""
-    names = [name for name in SEARCHED if name in (options.methods or (SOLVER,))]
+    names = [name for name in (SOLVER, *solvers.installed().ENGINES) if name in (options.methods or (SOLVER,))]
     free: tuple[Placements, ...] = ("keep", "all") if options.placements == "all" else ("keep",)
     return [(name, placements) for name in names for placements in free]
 
 
 def _generated(problem: Problem, options: CompareOptions) -> Iterator[Row]:
     """The rows that one process makes, without a search."""
-    names = [name for name in dict.fromkeys(options.methods or ()) if name not in SEARCHED]
+    names = [name for name in dict.fromkeys(options.methods or ()) if not is_search(name)]
     if options.methods and not names:
         return
     request = CompareRequest.model_validate({**options.search(), "methods": names or None, "problem": problem})
-    with contextlib.closing(Child(GENERATOR, request)) as child:
+    with contextlib.closing(Child(solvers.installed().COMPARE, request)) as child:
         bounds: dict[str, float] = {}
         for frame in child.frames():
             if isinstance(frame, Refused):

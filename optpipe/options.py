@@ -1,4 +1,4 @@
-"""The options of a search, each named once: its type, range, unit, default and help text.
+"""The options of a search, each declared once: name, type, range, default and help.
 
 The command line, Python, the service, its client and the requests to solver processes take them from here. What
 `SearchOptions` gets is an option everywhere; `SearchArguments` repeats its type for callers in Python.
@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypedDict, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from optpipe import solvers
 from optpipe.errors import InputError, did_you_mean
 from optpipe.evaluate.objective import Objective
 from optpipe.model.figures import Items
 from optpipe.model.records import Document
 
-MILP = "milp"
-RELAX = "relax"  # proves bounds, and finds no schedules
-ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
+
+
+def _at_commas(methods: Any) -> Any:
+    """Split a text at commas, except those between the parameters of one method."""
+    return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", methods)] if isinstance(methods, str) else methods
 
 
 def _one_method(name: str) -> str:
@@ -32,30 +34,10 @@ def _one_method(name: str) -> str:
     return name
 
 
-# PuLP's solvers as people write them: in any case, with or without PuLP's own prefixes and suffixes.
-PULP_SOLVERS = (
-    *("cbc", "coin", "coinmp", "choco", "copt", "cplex", "cuopt", "fscip", "glpk", "gurobi", "highs", "mipcl"),
-    *("mosek", "sas94", "sascas", "scip", "xpress"),
-)
-
-
-def usual_name(solver: str) -> str:
-    """A solver of PuLP's by its usual name, such as `cbc` for `PULP_CBC_CMD`."""
-    return re.sub(r"_(cmd|py|dll)$", "", solver.lower().removeprefix("pulp_"))
-
-
 def _milp_solver(name: str) -> str:
-    kind, colon, within = name.partition(":")
-    one_of_pulp = usual_name(within if colon else kind) in PULP_SOLVERS
-    if (kind.lower() == "pulp" and one_of_pulp) if colon else (one_of_pulp or kind.lower() in ("auto", "pulp")):
-        return name
-    packages = {"highs": "highspy", "gurobi": "gurobipy", "pulp": "pulp"}
-    installed = [solver for solver, package in packages.items() if find_spec(package)]
-    raise PydanticCustomError(
-        "solver",
-        "auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc was expected (installed: {installed})",
-        {"installed": ", ".join(installed)},
-    )
+    if complaint := solvers.installed().milp_complaint(name):
+        raise PydanticCustomError("solver", "{complaint}", {"complaint": complaint})
+    return name
 
 
 Method = Annotated[
@@ -64,18 +46,14 @@ Method = Annotated[
         min_length=1,
         max_length=100,
         pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
-        description=f"auto, an engine ({', '.join(ENGINES)}), a heuristic (naive, adaoffload) or a published "
-        "schedule such as 1f1b or gis:group=5 (`optpipe compare` lists them).",
+        description="auto, an engine, a heuristic or a published schedule such as 1f1b or gis:group=5 "
+        "(`optpipe compare` lists them).",
     ),
 ]
 Methods = Annotated[
     Items[Annotated[str, AfterValidator(_one_method), Field(json_schema_extra={"pattern": METHOD})]],
-    Field(
-        min_length=1,
-        max_length=100,
-        description="Some methods, e.g. 1f1b,gis:group=5,milp,auto; auto is what solve finds. Default: all but single "
-        "engines.",
-    ),
+    BeforeValidator(_at_commas),
+    Field(min_length=1, max_length=100),
 ]
 ObjectiveOption = Annotated[
     Objective, Field(description="makespan, or span: the longest time of one device (OptPipe, Eq. 3).")
@@ -90,18 +68,8 @@ Gap = Annotated[
         description="A search ends once no schedule can be shorter by more than this share; 0: once that is proven.",
     ),
 ]
-Threads = Annotated[
-    int, Field(strict=True, ge=1, le=1024, description="Threads of a search's processes together. Default: all cores.")
-]
-MemoryMib = Annotated[
-    int,
-    Field(
-        strict=True,
-        ge=64,
-        le=2**30,
-        description="Limit on what a search's processes hold together, in MiB. Default: none.",
-    ),
-]
+Threads = Annotated[int, Field(strict=True, ge=1, le=1024)]
+MemoryMib = Annotated[int, Field(strict=True, ge=64, le=2**30)]
 Seed = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="Seed of everything random.")]
 Solver = Annotated[
     str,
@@ -110,15 +78,7 @@ Solver = Annotated[
         max_length=100, description="The MILP's solver: auto, highs, gurobi, pulp or one of PuLP's, such as pulp:cbc."
     ),
 ]
-MilpOps = Annotated[
-    int,
-    Field(
-        strict=True,
-        ge=1,
-        le=2**31 - 1,
-        description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
-    ),
-]
+MilpOps = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 PlacementsOption = Annotated[
     Placements,
     Field(
@@ -128,20 +88,17 @@ PlacementsOption = Annotated[
 ]
 
 
-class SearchOptions(Document):
-    """What every search can be asked for, whatever its method."""
+class EffortOptions(Document):
+    """How long and how hard something is searched."""
 
     WHAT = "options"
 
-    objective: ObjectiveOption = "makespan"
     time_limit_s: TimeLimit = 60.0
     gap: Gap = 0.0
-    threads: Threads | None = None
-    memory_mib: MemoryMib | None = None
+    threads: Threads | None = Field(
+        default=None, description="Threads of a search's processes together. Default: all cores."
+    )
     seed: Seed = 0
-    solver: Solver = "auto"
-    milp_ops: MilpOps | None = None
-    placements: PlacementsOption = "keep"
 
     @classmethod
     def from_arguments(cls, what: str, given: Mapping[str, Any]) -> Self:
@@ -154,6 +111,21 @@ class SearchOptions(Document):
             raise InputError(f"{what}: {unknown[0]} is not an option{hint}")
         return cls.from_dict(given, what)
 
+
+class SearchOptions(EffortOptions):
+    """What every search can be asked for, whatever its method."""
+
+    objective: ObjectiveOption = "makespan"
+    memory_mib: MemoryMib | None = Field(
+        default=None, description="Limit on what a search's processes hold together, in MiB. Default: none."
+    )
+    solver: Solver = "auto"
+    milp_ops: MilpOps | None = Field(
+        default=None,
+        description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
+    )
+    placements: PlacementsOption = "keep"
+
     def search(self) -> SearchArguments:
         """The options of a search with any method, as keyword arguments."""
         return cast(SearchArguments, self.model_dump(include=set(SearchOptions.model_fields)))
@@ -162,12 +134,12 @@ class SearchOptions(Document):
 class SearchArguments(TypedDict, total=False):
     """`SearchOptions` as keyword arguments: type checkers see these, a test compares the two."""
 
-    objective: Objective
     time_limit_s: float
     gap: float
     threads: int | None
-    memory_mib: int | None
     seed: int
+    objective: Objective
+    memory_mib: int | None
     solver: str
     milp_ops: int | None
     placements: Placements
@@ -180,14 +152,14 @@ class SolveOptions(SearchOptions):
 
     @property
     def ends_when_proven(self) -> bool:
-        """Whether a proven schedule ends the search. The MILP, asked for by name, runs whatever is known."""
-        return self.method != MILP
+        """Whether a proven schedule ends the search, rather than going on whatever is known."""
+        return self.method not in solvers.installed().EXHAUSTIVE
 
     @property
     def starts_from_known(self) -> bool:
         """Whether a search may begin with a schedule that is known: not if a heuristic or a published schedule was
         asked for, which make their own."""
-        return self.method in ("auto", *ENGINES)
+        return self.method in ("auto", *solvers.installed().ENGINES)
 
     @property
     def answered_by_optimum(self) -> bool:
@@ -210,7 +182,11 @@ class CompareOptions(SearchOptions):
 
     time_limit_s: TimeLimit = 10.0
     placements: PlacementsOption = "all"
-    methods: Methods | None = None
+    methods: Methods | None = Field(
+        default=None,
+        description="Some methods, e.g. 1f1b,gis:group=5,milp,auto; auto is what solve finds. Default: all but single "
+        "engines.",
+    )
 
 
 class Option(NamedTuple):
@@ -237,4 +213,4 @@ def _option(name: str, described: Mapping[str, Any]) -> Option:
     # Some versions of pydantic write 1 as 1.0. The largest ends have 10 digits.
     ends = (("exclusiveMinimum", "above {:,.10g}"), ("minimum", "{:,.10g} or more"), ("maximum", "at most {:,.10g}"))
     values = ", ".join(choices or [text.format(schema[end]) for end, text in ends if end in schema])
-    return Option(name, schema["type"], choices, values, described.get("default"), schema["description"])
+    return Option(name, schema["type"], choices, values, described.get("default"), described["description"])

@@ -21,7 +21,7 @@ from examples import gpt, paced, reference
 from examples.ranks import on_ranks
 from examples.text import batch, corpus
 from optpipe.anytime import solve
-from optpipe.comparison import OWN, Comparison, compare
+from optpipe.comparison import Comparison, compare
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
@@ -30,6 +30,7 @@ from optpipe_cli.output import Json, print_figures, print_json
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.timer import Spread
+from optpipe_solver import methods
 from optpipe_solver.systems import SYSTEMS
 
 log = logging.getLogger("optpipe.bench")
@@ -208,7 +209,7 @@ def gain(rows: Sequence[Row]) -> str:
 
 def published(problem: Problem) -> Comparison:
     """Compares all published schedules, each on the stages that it is for."""
-    return compare(problem, [*(name for name in SYSTEMS if name not in OWN), RECOMPUTED])
+    return compare(problem, [*(name for name in SYSTEMS if name not in methods.OWN), RECOMPUTED])
 
 
 def run(task: Task) -> list[Row]:

@@ -172,16 +172,16 @@ def _stages(placement: Placement | None) -> str:
 
 def label(row: Row) -> str:
     """Return for example `auto, any (lns)`: rows of searches also name the engine that found the schedule."""
-    from optpipe.comparison import SEARCHED
+    from optpipe.comparison import is_search
 
-    return f"{title(row)} ({row.schedule.method})" if row.schedule and row.method in SEARCHED else title(row)
+    return f"{title(row)} ({row.schedule.method})" if row.schedule and is_search(row.method) else title(row)
 
 
 def title(row: Row) -> str:
     """Return the method, and for rows of searches whether the stages were free."""
-    from optpipe.comparison import SEARCHED
+    from optpipe.comparison import is_search
 
-    return f"{row.method}, any" if row.method in SEARCHED and row.placements == "all" else row.method
+    return f"{row.method}, any" if is_search(row.method) and row.placements == "all" else row.method
 
 
 def _sizes(problem: Problem) -> str:

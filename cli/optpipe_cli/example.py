@@ -64,7 +64,7 @@ def table(comparison: Comparison) -> Table:
     it holds. Those that do not fit come last."""
     from rich.table import Table
 
-    from optpipe.comparison import OWN
+    from optpipe import solvers
     from optpipe.sizes import bytes_text
 
     table = Table(box=None, pad_edge=False)
@@ -72,7 +72,7 @@ def table(comparison: Comparison) -> Table:
         table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")
     best = comparison.best
     for row in comparison.rows:
-        if row.schedule is None or row.peak is None or (row.method in OWN and row is not best):
+        if row.schedule is None or row.peak is None or (row.method in solvers.installed().OWN and row is not best):
             continue
         peak = row.peak[1]
         table.add_row(

@@ -97,9 +97,9 @@ def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
 
 def _has_other_stages(problem: Problem, method: str) -> bool:
     """Whether a search could choose other stages: on several devices, on one route, by a method that searches."""
-    from optpipe.comparison import SEARCHED
+    from optpipe.comparison import is_search
 
-    return method in SEARCHED and len(problem.devices) > 1 and len(problem.all_routes) == 1
+    return is_search(method) and len(problem.devices) > 1 and len(problem.all_routes) == 1
 
 
 def _tell(result: Result, json: bool) -> None:

@@ -21,7 +21,7 @@ def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
 
 def best_published(problem: Problem) -> Schedule | None:
     """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
-    from optpipe.comparison import OWN
+    from optpipe import solvers
     from optpipe.errors import OptPipeError
     from optpipe_solver.systems import SYSTEMS, in_best_order
 
@@ -29,7 +29,7 @@ def best_published(problem: Problem) -> Schedule | None:
     if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
         return None
     for method in SYSTEMS:
-        if method in OWN:
+        if method in solvers.installed().OWN:
             continue
         try:
             schedule = in_best_order(method, problem)

@@ -1,10 +1,41 @@
-"""The names of the solver's methods, for whoever checks a name before a solver starts."""
+"""The solver's entry point (`optpipe.solvers.Solver`): its modules, and the names of its methods. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
-from optpipe.options import ENGINES, MILP, RELAX
+import re
+from importlib.util import find_spec
 
+SEARCH, COMPARE = "optpipe_solver", "optpipe_solver.compare"
+MILP = "milp"
+RELAX = "relax"  # proves bounds, and finds no schedules
+ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)
+EXHAUSTIVE = (MILP,)
 HEURISTICS = ("naive", "adaoffload")  # each fits wherever any schedule does; the most promising last
 METHODS = ("auto", *HEURISTICS, *ENGINES)
+OWN = ("auto", *ENGINES, "adaoffload", "algorithm-1")
 
-__all__ = ["ENGINES", "HEURISTICS", "METHODS", "MILP", "RELAX"]
+# PuLP's solvers as people write them: in any case, with or without PuLP's own prefixes and suffixes.
+PULP_SOLVERS = (
+    *("cbc", "coin", "coinmp", "choco", "copt", "cplex", "cuopt", "fscip", "glpk", "gurobi", "highs", "mipcl"),
+    *("mosek", "sas94", "sascas", "scip", "xpress"),
+)
+
+
+def usual_name(solver: str) -> str:
+    """A solver of PuLP's by its usual name, such as `cbc` for `PULP_CBC_CMD`."""
+    return re.sub(r"_(cmd|py|dll)$", "", solver.lower().removeprefix("pulp_"))
+
+
+def milp_complaint(solver: str) -> str | None:
+    """Say what was expected if this is not a solver of MILPs that can be asked for; None if it is."""
+    kind, colon, within = solver.partition(":")
+    one_of_pulp = usual_name(within if colon else kind) in PULP_SOLVERS
+    if (kind.lower() == "pulp" and one_of_pulp) if colon else (one_of_pulp or kind.lower() in ("auto", "pulp")):
+        return None
+    packages = {"highs": "highspy", "gurobi": "gurobipy", "pulp": "pulp"}
+    installed = ", ".join(name for name, package in packages.items() if find_spec(package))
+    return (
+        "auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc was expected "
+        f"(installed: {installed or 'none'})"
+    )

@@ -6,7 +6,7 @@ import pytest
 from support.commands import Run, run
 from support.problems import pipeline, stage
 
-from optpipe import Problem, anytime
+from optpipe import Problem, solvers
 
 __all__ = ["run"]  # a fixture
 
@@ -15,7 +15,7 @@ __all__ = ["run"]  # a fixture
 def scripted(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """As `run`; searches ask a scripted solver."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
+    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
     return run
 
 

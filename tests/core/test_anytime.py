@@ -18,7 +18,7 @@ from support.patience import hold_timers
 from support.problems import pipeline, stage
 from support.processes import over
 
-from optpipe import Device, InputError, anytime, improve, solve
+from optpipe import Device, InputError, anytime, improve, solve, solvers
 from optpipe.known import better_start
 from optpipe.process import child
 
@@ -29,7 +29,7 @@ SLEEP_S = 55  # a solver that nobody ends sleeps for longer
 
 @pytest.fixture(autouse=True)
 def scripted_solver(monkeypatch):
-    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
+    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
     monkeypatch.setattr(child, "ENDING_S", 60)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
@@ -189,8 +189,8 @@ def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatc
 
 def test_the_solver_dies_with_its_parent(problem, tmp_path):
     script = (
-        "import sys, time; from optpipe import Problem, improve, anytime\n"
-        "anytime.SOLVER = 'support.fakes.scripted_solver'\n"
+        "import sys, time; from optpipe import Problem, improve, solvers\n"
+        "solvers.installed().SEARCH = 'support.fakes.scripted_solver'\n"
         f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit_s={LIMIT_S})\n"
         "next(search); print(search._child._process.pid, flush=True); time.sleep(60)"
     )

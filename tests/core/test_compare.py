@@ -10,7 +10,7 @@ from support.problems import pipeline, stage
 from support.problems.chain import chain, gpipe, one_by_one
 
 import optpipe
-from optpipe import InputError, Problem, check, comparison
+from optpipe import InputError, Problem, check, comparison, solvers
 from optpipe.options import CompareOptions
 from optpipe.results import Result
 from optpipe_solver.compare import EVERY
@@ -100,7 +100,7 @@ def test_an_unknown_method_is_one_sentence(methods, told):
 
 def test_every_generated_schedule_is_verified(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(comparison, "GENERATOR", "support.fakes.lying_compare_solver")
+    monkeypatch.setattr(solvers.installed(), "COMPARE", "support.fakes.lying_compare_solver")
     small = chain(m=3)
     honest, greedy, *rest = optpipe.compare(small, ["any"]).rows
     assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == (

@@ -20,7 +20,7 @@ from support.until import until
 from typer.testing import CliRunner
 
 import optpipe
-from optpipe import InputError, Result, ScheduleFile, anytime, check, comparison
+from optpipe import InputError, Result, ScheduleFile, anytime, check, comparison, solvers
 from optpipe.options import (
     CompareOptions,
     Option,
@@ -75,7 +75,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 
     use_fake_solver(monkeypatch)
     monkeypatch.delenv("OPTPIPE_KEY", raising=False)
-    monkeypatch.setattr(comparison, "GENERATOR", "support.fakes.lying_compare_solver")
+    monkeypatch.setattr(solvers.installed(), "COMPARE", "support.fakes.lying_compare_solver")
     for module in (anytime, comparison):
         monkeypatch.setattr(module, "Child", Recorded)
     return requests

@@ -12,7 +12,7 @@ from support.ranks.worker import Ranks
 from support.service.following import news, warnings
 from support.until import until
 
-from optpipe import anytime
+from optpipe import solvers
 from optpipe.errors import InputError
 from optpipe_cache import Cache
 from optpipe_runtime.service.client import ScheduleClient
@@ -20,7 +20,7 @@ from optpipe_runtime.service.client import ScheduleClient
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
+    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 

@@ -15,7 +15,7 @@ from support.oracles.enumeration import SPAN, problem_of, stage
 from support.oracles.milp import Solver, solver_process
 from support.until import until
 
-from optpipe import InputError, anytime, improve, solve
+from optpipe import InputError, anytime, improve, solve, solvers
 from optpipe.process import process_tree
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
@@ -96,7 +96,7 @@ def test_where_the_milp_is_stopped_its_last_report_stands() -> None:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anytime, "SOLVER", "support.fakes.scripted_solver")
+    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 

@@ -9,10 +9,10 @@ import pytest
 from optpipe import improve
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.options import ENGINES
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
+from optpipe_solver.methods import ENGINES
 
 SHAPES: list[dict[str, Any]] = [
     {"pp": 4, "tp": 8, "dp": 8, "zero": 3},

@@ -15,7 +15,7 @@ import anyio.to_thread
 from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
 
-from optpipe.comparison import GENERATOR
+from optpipe import solvers
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
@@ -85,7 +85,8 @@ class Service:
         self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
-        self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
+        self.sketches = ComputeQueue()
+        self.generator = WarmProcess(solvers.installed().COMPARE)  # started when it is first needed
         self.own_processes = Shares(OWN_PROCESSES, 1, "comparisons or diagnoses running")
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         compile_at_once()  # so that no submission waits for it

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from optpipe.options import usual_name
+from optpipe_solver.methods import usual_name
 from optpipe_solver.milp.task import Minimize, Outcome, Task, UnavailableError
 
 

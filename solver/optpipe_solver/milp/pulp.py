@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pulp
 
-from optpipe.options import usual_name
+from optpipe_solver.methods import usual_name
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError
 

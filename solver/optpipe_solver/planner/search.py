@@ -18,7 +18,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.megatron import has_order
 from optpipe.model.problem import Problem
-from optpipe.options import SearchOptions
+from optpipe.options import EffortOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_solver import tuning
@@ -70,7 +70,7 @@ class PlanSearch:
         self,
         question: Question,
         solve: Solve,
-        options: SearchOptions,
+        options: EffortOptions,
         side_by_side: int,
         today: Today | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from support.service.jobs import start
 from support.service.work import Work, problem, sound
 from support.until import until
 
-from optpipe import Problem, anytime
+from optpipe import Problem, anytime, solvers
 from optpipe.process import process_tree
 from optpipe_server.work import solve
 from optpipe_server.work.limits import ThreadBudget, resident_bytes
@@ -42,7 +42,7 @@ def test_a_search_ends_in_time(
     local: Work, monkeypatch: pytest.MonkeyPatch, method: str, deaf: bool, grace_s: float, late_s: float
 ) -> None:
     if method == "auto":
-        monkeypatch.setattr(anytime, "SOLVER", "optpipe_solver")
+        monkeypatch.setattr(solvers.installed(), "SEARCH", "optpipe_solver")
     if deaf:
         monkeypatch.setenv("DEAF", "1")
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)

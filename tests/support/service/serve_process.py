@@ -15,8 +15,9 @@ from support.ports import free_port
 from support.service import client_at
 
 START = """
-import sys, optpipe.anytime, optpipe_server.first_schedules
-database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedules.MODULE = sys.argv[1:]
+import sys, optpipe_server.first_schedules
+from optpipe import solvers
+database, port, solvers.installed().SEARCH, optpipe_server.first_schedules.MODULE = sys.argv[1:]
 optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
 """
 FAKES = ("support.fakes.solver", "support.fakes.first_process")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import optpipe.anytime
+from optpipe import solvers
 from optpipe.process import process_tree
 from optpipe_server.database import Database
 from optpipe_server.settings import Settings
@@ -67,7 +67,7 @@ def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iter
 
 
 def main(url: str, name: str, cache: str) -> None:
-    optpipe.anytime.SOLVER = "support.fakes.solver"
+    solvers.installed().SEARCH = "support.fakes.solver"
     solve.NICER = 0  # see `not_nicer`
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings(

@@ -1,0 +1,57 @@
+"""The solver that is installed: the core asks it for its modules and its names, and imports none of them."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from optpipe.errors import SolverError
+
+GROUP = "optpipe.solvers"  # of entry points; the value of each is a module like `Solver`
+
+
+class Solver(Protocol):
+    """What a solver's module says of it. It loads nothing heavy.
+
+    Attributes
+    ----------
+    SEARCH, COMPARE
+        The modules that answer a `Request` and a `CompareRequest` as `python -m MODULE`.
+    ENGINES
+        The methods that search.
+    EXHAUSTIVE
+        Those of them that search on after a known schedule is proven.
+    OWN
+        The methods that nobody has without OptPipe.
+    """
+
+    SEARCH: str
+    COMPARE: str
+    ENGINES: tuple[str, ...]
+    EXHAUSTIVE: tuple[str, ...]
+    OWN: tuple[str, ...]
+
+    def milp_complaint(self, solver: str) -> str | None:
+        """Say what was expected if this is not a solver of MILPs that can be asked for; None if it is."""
+
+
+@cache
+def installed() -> Solver:
+    """The solver of the first entry point. Raises SolverError if there is none."""
+    declared = [*entry_points(group=GROUP)] or _in_folder()
+    if not declared:
+        raise SolverError(f"no solver is installed: no package has an entry point in the group {GROUP}")
+    return cast(Solver, import_module(declared[0].value))
+
+
+def _in_folder() -> list[EntryPoint]:
+    """The entry points of the repository, if this runs from its folder and is not installed."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    if not project.is_file():
+        return []
+    declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
+    return [EntryPoint(name, module, GROUP) for name, module in declared.items()]
