@@ -159,7 +159,7 @@ class Stack:
         try:
             self.compose("up", "--detach", "postgres")  # for which `run` of podman-compose does not wait
             wait(lambda: "(healthy)" in self.podman("ps", "--format", "{{.Status}}"), "the database is healthy")
-            keys = ("run", "--rm", "-T", "api", "optpipe", "keys", "create", "--tenant")
+            keys = ("run", "--rm", "-T", "api", "optpipe", "keys", "create")
             self.admin = self.compose(*keys, "prometheus", "--scope", "admin").splitlines()[-1]
             self.key = self.compose(*keys, "me", "--scope", "submit", "--scope", "read").splitlines()[-1]
             (hidden / "metrics_key").write_text(self.admin + "\n")

@@ -18,7 +18,7 @@ from benchmarks.service.load import LoadFigures, StreamFigures
 from benchmarks.service.processes import deployment
 from optpipe_cli.output import print_table
 
-TENANTS = 50  # each may have a hundred waiting jobs
+KEYS = 50  # each may have a hundred open jobs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ async def measure(database: str | None, rate: float, seconds: float, clients: in
     figures = []
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         url = database or f"sqlite:///{folder}/service.sqlite"
-        async with deployment(Path(folder), url, TENANTS, os.cpu_count() or 1) as deployed:
+        async with deployment(Path(folder), url, KEYS, os.cpu_count() or 1) as deployed:
             job = await load.saturate(deployed)
             killed = "the service, started again" if deployed.sqlite else "a worker, another one there"
             reclaimed_s = await failures.reclaimed(deployed, job)

@@ -123,7 +123,7 @@ class _Load:
         self.figures = LoadFigures()
         self.requests = HttpPool(deployment.address, deployment.keys[0])
         self._deployment = deployment
-        self._jobs: list[tuple[str, str]] = []  # URLs of those submitted, with their tenants' keys
+        self._jobs: list[tuple[str, str]] = []  # URLs of those submitted, with their keys
         self._submitted = asyncio.Event()
         self._chance = random.Random(1)
 

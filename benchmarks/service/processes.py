@@ -1,4 +1,4 @@
-"""The service's own commands as processes, with keys for as many tenants as the load needs."""
+"""The service's own commands as processes, with as many keys as the load needs."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Process:
 class Deployment:
     """The service on this machine: one process with SQLite, an API and workers with PostgreSQL."""
 
-    def __init__(self, folder: Path, url: str, tenants: int, threads: int) -> None:
+    def __init__(self, folder: Path, url: str, keys: int, threads: int) -> None:
         self.folder, self.url, self._threads = folder, url, threads
         self.sqlite = url.startswith("sqlite")
-        self.keys = _keys(url, tenants)
+        self.keys = _keys(url, keys)
         self.workers: list[Process] = []
         self._port = 0
         self._api: Process | None = None
@@ -113,22 +113,22 @@ class Deployment:
         self.workers.append(worker)
 
 
-def _keys(url: str, tenants: int) -> Sequence[str]:
-    """Create a key per tenant. Raises `InputError` for a database with jobs in it."""
+def _keys(url: str, count: int) -> Sequence[str]:
+    """Create keys. Raises `InputError` for a database with jobs in it."""
     database = Database(url)
     try:
         if any(Jobs(database).count().values()):
             raise InputError("database: it has jobs; expected an empty one")
         keys = Keys(database)
-        return [keys.create(f"bench{number}", SCOPES) for number in range(tenants)]
+        return [keys.create(f"bench{number}", SCOPES) for number in range(count)]
     finally:
         database.close()
 
 
 @asynccontextmanager
-async def deployment(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Deployment]:
+async def deployment(folder: Path, url: str, keys: int, threads: int) -> AsyncIterator[Deployment]:
     """Yield the service, started with one worker; it has ended after the block."""
-    deployed = Deployment(folder, url, tenants, threads)
+    deployed = Deployment(folder, url, keys, threads)
     try:
         await deployed.serve()
         if not deployed.sqlite:

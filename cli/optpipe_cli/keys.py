@@ -30,14 +30,14 @@ DEFAULT = "sqlite:///optpipe.db"  # as `optpipe serve`
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option(help="Who owns the key: tenants see only their own jobs.")],
+    name: Annotated[str, typer.Argument(help="Whose key it is, or what for: jobs show it.")],
     scope: Annotated[list[str], typer.Option(help="submit, read or admin; repeat it for several.")],
     database: DatabaseUrl = DEFAULT,
 ) -> None:
     """Create a key and print it. It is stored as a hash and cannot be shown again."""
     is_new = _missing_file(database)
     with _keys(database) as keys:
-        echo(keys.create(tenant, scope))
+        echo(keys.create(name, scope))
     if is_new:
         echo(f"note: {database} did not exist: a service of another database does not know this key", err=True)
 

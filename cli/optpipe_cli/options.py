@@ -40,7 +40,7 @@ PANELS = {
         *("milp_ops", "placements", "warm_start", "no_cache", "service", "solves"),
     ),
     "Output": ("output", "html", "json", "pictures", "explain", "log_json", "presets", "help"),
-    "Limits": ("queue", "keep", "keep_days", "streams"),
+    "Limits": ("open_jobs", "keep", "keep_days", "streams"),
 }
 
 

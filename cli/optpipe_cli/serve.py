@@ -34,14 +34,13 @@ def serve(
     ] = 1,
     threads: Threads = None,
     memory_mib: MemoryMib = None,
-    queue: Annotated[int, typer.Option(min=0, help="Waiting jobs of one tenant, at most.")] = 100,
-    keep: Annotated[int | None, typer.Option(min=1, help="Finished jobs to keep of each tenant. Default: all.")] = None,
+    open_jobs: Annotated[int, typer.Option(min=0, help="Jobs of one key that wait or run, at most.")] = 100,
+    keep: Annotated[int | None, typer.Option(min=1, help="Finished jobs to keep. Default: all.")] = None,
     keep_days: Annotated[
         float | None,
         typer.Option(min=0, help="Days after which finished jobs and unused schedules are deleted. Default: never."),
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Event streams at a time, at most.")] = 1000,
-    shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
     log_json: LogJson = None,
 ) -> None:
     """Run the service that solves problems while a training runs."""
@@ -55,10 +54,9 @@ def serve(
     logs.configure(log_json)
     settings = Settings(
         database,
-        shared_cache=shared_cache,
         solves=solves,
         memory_mib=memory_mib,
-        queue=queue,
+        open_jobs=open_jobs,
         kept=Retention(keep, keep_days),
         streams=streams,
     )

@@ -25,9 +25,6 @@ def worker(
         typer.Option(min=0, max=65535, help="Port of /metrics and /healthz; 0 takes a free one. Default: not served."),
     ] = None,
     log_json: LogJson = None,
-    shared_cache: Annotated[
-        bool, typer.Option(help="Tenants find each other's schedules. Must be as for the service.")
-    ] = False,
 ) -> None:
     """Solve jobs of a service whose database is PostgreSQL, until told to end."""
     from optpipe_cli.extras import need
@@ -39,5 +36,5 @@ def worker(
     from optpipe_server.work.worker import work
 
     logs.configure(log_json)
-    settings = Settings(database, solves=solves, memory_mib=memory_mib, shared_cache=shared_cache)
+    settings = Settings(database, solves=solves, memory_mib=memory_mib)
     work(with_threads(settings, threads), name or default_worker_name(), metrics_host, metrics_port)

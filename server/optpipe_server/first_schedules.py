@@ -25,8 +25,8 @@ from optpipe.schedule import Schedule, check
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.metrics import CACHE, REJECTED
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.warm_process import WarmProcess
 
 log = structlog.get_logger("optpipe.server")
@@ -48,8 +48,8 @@ class FirstSchedules:
     Its processes end with `close`, and with this process however that ends.
     """
 
-    def __init__(self, settings: Settings, caches: TenantCaches) -> None:
-        self._caches = caches
+    def __init__(self, settings: Settings, cache: ScheduleCache) -> None:
+        self._cache = cache
         self._idle: queue.Queue[WarmProcess] = queue.Queue()
         self._processes = [WarmProcess(MODULE) for _ in range(max(1, settings.first_schedule_processes))]
         for process in self._processes:
@@ -69,7 +69,6 @@ class FirstSchedules:
 
     def find(
         self,
-        tenant: str,
         problem: Problem,
         options: SolveOptions,
         given: ReadSchedule | None,
@@ -96,7 +95,7 @@ class FirstSchedules:
         to_repair = None
         with self._computing:
             schedule = given() if given else None
-            initial = InitialResult(self._cached(tenant, problem, options), "cache")
+            initial = InitialResult(self._cached(problem, options), "cache")
             if initial.best.status == "optimal":
                 return initial
             if schedule is not None:
@@ -113,16 +112,16 @@ class FirstSchedules:
         with self._computing:
             first = _better(initial, InitialResult(_verified(request, answer), "heuristic"))
             if first.state(options) == "done":  # no worker will keep it
-                self._caches.keep(tenant, first.best)
+                self._cache.keep(first.best)
         return first
 
-    def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
+    def _cached(self, problem: Problem, options: SolveOptions) -> Result:
         """What the cache has; a heuristic or a published schedule that is asked for is made anew."""
         unknown = Result("unknown", objective=options.objective)
         if not options.starts_from_known:
             return unknown
         try:
-            hit = self._caches.cache_of(tenant).lookup(problem, options.objective)
+            hit = self._cache.open().lookup(problem, options.objective)
         except InputError as error:
             log.warning("the cache cannot be used", why=str(error))
             CACHE.labels("failed").inc()

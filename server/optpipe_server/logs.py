@@ -1,7 +1,7 @@
 """The service's log on stderr: a line per event, JSON for machines or readable for people.
 
 A line has `time` (UTC), `level`, `event`, `logger`, and what its place in the code adds: `job`, `attempt`, `worker`,
-`tenant`, figures. Modules write `log = structlog.get_logger("optpipe.<part>")` and `log.info("claimed", job=...,
+figures. Modules write `log = structlog.get_logger("optpipe.<part>")` and `log.info("claimed", job=...,
 attempt=...)`. What other libraries log (uvicorn, SQLAlchemy, asyncio, warnings, failed threads) goes the same way. No
 line contains a key, a password or a body.
 """

@@ -9,7 +9,7 @@ REGISTRY = CollectorRegistry()
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.3, 1.0, 3.0, 10.0, 60.0)
 _SOLVE_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 
-JOBS = Gauge("optpipe_jobs", "Jobs of all tenants", ["state"], registry=REGISTRY)
+JOBS = Gauge("optpipe_jobs", "Jobs", ["state"], registry=REGISTRY)
 REQUESTS = Histogram(
     "optpipe_request_seconds", "HTTP requests", ["method", "route", "status"], buckets=_SECONDS, registry=REGISTRY
 )

@@ -11,8 +11,6 @@ from optpipe_cache.pack import PATH
 from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database.leases import LEASE_S
 
-LOCAL = "(no key)"  # the tenant of a service without keys; no key can be for it
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,9 +21,7 @@ class Settings:
     database
         SQLAlchemy URL: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
     cache
-        File of solved schedules that a service without keys uses, by default the user's own.
-    shared_cache
-        Whether tenants find each other's schedules.
+        File of solved schedules of a service with SQLite, by default the user's own.
     solves
         Searches at a time in this process; other jobs get their first schedule and wait. With 0, workers search.
     threads
@@ -34,12 +30,12 @@ class Settings:
         Limit for all processes of one search together. A job that asks for more gets as much.
     first_schedule_processes
         Processes that make first schedules.
-    queue
-        Jobs of one tenant that may wait.
+    open_jobs
+        Jobs of one key that may wait or run.
     pack
-        File of solved schedules (`make pack`) behind the caches, by default the release's; None is no file.
+        File of solved schedules (`make pack`) behind the cache, by default the release's; None is no file.
     kept
-        Which jobs of one tenant are kept when they are over, by default all. Cached schedules that nobody finds are
+        Which jobs are kept when they are over, by default all. Cached schedules that nobody finds are
         kept for the same number of days.
     streams
         Event streams at a time.
@@ -55,12 +51,11 @@ class Settings:
 
     database: str = "sqlite:///optpipe.db"
     cache: Path = field(default_factory=default_path)
-    shared_cache: bool = False
     solves: int = 1
     threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))
     memory_mib: int | None = None
     first_schedule_processes: int = 1
-    queue: int = 100
+    open_jobs: int = 100
     pack: Path | None = PATH
     kept: Retention = KEEP_ALL
     streams: int = 1000

@@ -23,22 +23,20 @@ from optpipe_server.database.tables import schedules
 Spoil = Callable[[str, str | bytes], None]
 
 
-@pytest.fixture(params=["file", "sqlite", "postgresql"])
+@pytest.fixture(params=["file", "postgresql"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache, Spoil]]:
     """A cache on each of its storages, and a function that overwrites a column of all its rows."""
     if request.param == "file":
         path = tmp_path / "new folder" / "cache.sqlite"
         yield Cache(path), lambda column, value: _spoil(path, column, value)
         return
-    database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
-    Cache(TableStorage(database, "other")).add(one_by_one(chain(forward=0.25)), "feasible")  # another tenant's
+    database = Database(request.getfixturevalue("postgres_url"))
 
     def spoil(column: str, value: str | bytes) -> None:
         with database.write() as db:
-            db.execute(schedules.update().where(schedules.c.tenant == "own").values({column: value}))
+            db.execute(schedules.update().values({column: value}))
 
-    yield Cache(TableStorage(database, "own")), spoil
-    assert [entry.method for entry in Cache(TableStorage(database, "other")).entries()] == ["naive"]
+    yield Cache(TableStorage(database)), spoil
     database.close()
 
 

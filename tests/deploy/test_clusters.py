@@ -57,7 +57,7 @@ def test_a_training_finds_the_service_and_its_workers_on_slurm(
     cluster: Slurm, postgres_url: str, tmp_path: Path
 ) -> None:
     """The three scripts as they are. The job is called as Slurm calls the training, and a worker's task solved it."""
-    scopes = ("--tenant", "me", "--scope", "submit", "--scope", "read")
+    scopes = ("me", "--scope", "submit", "--scope", "read")
     key = cluster.run(str(BIN / "optpipe"), "keys", "create", "--database", postgres_url, *scopes)
     port, logs = str(free_port()), f"--output={tmp_path}/%x-%j.log"
     common = {"PATH": f"{BIN}:{os.environ['PATH']}", "OPTPIPE_DATABASE": postgres_url, "OPTPIPE_PORT": port}

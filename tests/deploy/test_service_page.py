@@ -26,11 +26,11 @@ from optpipe_server.http import (
     bodies,
     connections,
     guarded_route,
+    limits,
     own_processes,
     results,
     routes,
     service,
-    shares,
     workbench,
 )
 from optpipe_server.metrics import REGISTRY
@@ -135,7 +135,7 @@ def test_the_table_of_metrics_matches_the_registry() -> None:
 def test_the_table_of_limits_matches_the_code() -> None:
     """By what a row's name begins with, and what its value has."""
     told, settings = {name.strip("`?="): value for name, value in table("service.md", "limit")}, Settings()
-    limits = {
+    expected = {
         "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB",
         "a trace": f"{guarded_route.LONGEST_UPLOAD // 2**20} MiB",
         "/diagnose`: time": f"{own_processes.LONGEST_DIAGNOSIS_S:g} s",
@@ -144,13 +144,12 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}, {bodies.MOST_STAGES}",
         "parts of activations": f"{bodies.MOST_PARTS:,}; of `/workbench` {workbench.MOST_PARTS:,}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
-        "waiting jobs of a tenant": f"{settings.queue} (",
+        "open jobs of a key": f"{settings.open_jobs} (",
         "event streams of one process": f"{settings.streams} (",
-        "diagnoses at a time": f"{service.OWN_PROCESSES}, of one tenant 1",
-        "requests that wait for": f"{shares.MOST_QUEUED} each, of one tenant {shares.QUEUED_OF_A_TENANT}",
-        "submissions of one tenant that are read": f"{service.OF_A_TENANT};",
-        "large problems": f"{service.MOST_LARGE}, of one tenant {service.MOST_LARGE // 2};",
-        "schedules in the cache of a tenant": f"{KEPT.keep:,}, ",
+        "diagnoses at a time": f"{service.OWN_PROCESSES}",
+        "requests that wait for": f"{limits.MOST_QUEUED} each",
+        "large problems": f"{service.MOST_LARGE};",
+        "schedules in the cache": f"{KEPT.keep:,}, ",
         "/workbench`: stages": f"{workbench.MOST_FORWARDS}",
         "/workbench`: ops": f"{workbench.MOST_OPS:,}",
         "other connections": f"{connections.OTHERS};",
@@ -160,7 +159,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "ops in `/trace`": f"{results.MOST_DRAWN:,}",
         "the first schedule of a submission": f"{settings.first_schedule_s:g} s",
     }
-    for begin, limit in limits.items():
+    for begin, limit in expected.items():
         name = begin if begin in told else next(name for name in told if name.startswith(begin))
         assert limit in told[name], name
     assert connections.ARRIVES_S == connections.READ_S

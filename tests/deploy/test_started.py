@@ -56,15 +56,14 @@ def listens(stack: Stack, name: str) -> bool:
     return False
 
 
-def key(stack: Stack, tenant: str, *scopes: str) -> str:
+def key(stack: Stack, name: str, *scopes: str) -> str:
     """Create a key by the command in docs/service.md."""
     made = stack.run(
         "api",
         "optpipe",
         "keys",
         "create",
-        "--tenant",
-        tenant,
+        name,
         *(word for scope in scopes for word in ("--scope", scope)),
     )
     assert (made.returncode, made.stderr) == (0, "")
@@ -78,7 +77,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
     # Others could reach it, and there is no key yet.
     refused = stack.run("api", *stack.command("api"))
     assert refused.returncode == 2
-    assert "optpipe keys create --tenant NAME --scope submit" in refused.stderr.splitlines()[-1]
+    assert "optpipe keys create NAME --scope submit" in refused.stderr.splitlines()[-1]
     (stack.secrets / "metrics_key").write_text(key(stack, "prometheus", "admin") + "\n")
     mine = key(stack, "me", "submit", "read")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 from support.service import client_at, client_of, fake_service, settings_in, use_fake_solver
 from support.service.postgres import database_of
 
+from optpipe_cache import Retention
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
 from optpipe_server.http.server import Server
@@ -19,8 +19,6 @@ from optpipe_server.work import solve
 
 Serving = Callable[[Settings], httpx.Client]
 Shared = tuple[str, Server]
-
-_tenants = count()
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +60,10 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def client(shared: Shared) -> Iterator[httpx.Client]:
-    """A new tenant of the shared server; its jobs are deleted afterwards."""
+    """A client of the shared server; its jobs and their schedules are deleted afterwards."""
     url, server = shared
-    with client_at(url, server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)) as client:
+    with client_at(url, server.service.keys.create("client", SCOPES)) as client:
         yield client
         for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
             assert client.delete(job["url"]).status_code == 204
+        server.service.cache.open().storage.prune(Retention(0))

@@ -63,8 +63,8 @@ def test_a_silent_solver_does_not_delay_the_reply(serving: Serving, settings: Se
 
 
 @on_sqlite
-def test_a_full_queue_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
-    client = serving(replace(settings, queue=1))
+def test_the_limit_of_open_jobs_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
+    client = serving(replace(settings, open_jobs=2))
     until_running(client, submit(client, method="hang"))
     submit(client, method="hang")
     reply = client.post("/v1/jobs", json={"problem": chain(forward=2.0).to_dict(), "method": "hang"})

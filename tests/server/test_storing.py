@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.problems.chain import chain
 from support.service import client_of, settings_in
-from support.service.jobs import A, submit
+from support.service.jobs import submit
 from typer.testing import CliRunner
 
 from optpipe.errors import InputError
@@ -104,7 +104,7 @@ def test_a_log_without_its_file_is_never_emptied(sqlite_url: str) -> None:
     with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
         Database(sqlite_url, secondary=True)
     elsewhere.rename(file)
-    assert Jobs(database).job(A, job).id == job
+    assert Jobs(database).job(job).id == job
     database.close()
 
 
@@ -160,7 +160,7 @@ def test_asking_for_keys_makes_no_database(tmp_path: Path, command: list[str]) -
 
 
 def test_a_key_in_a_new_database_is_told(tmp_path: Path) -> None:
-    command = ["keys", "create", "--tenant", "lab", "--scope", "read", "--database", f"sqlite:///{tmp_path}/new.db"]
+    command = ["keys", "create", "lab", "--scope", "read", "--database", f"sqlite:///{tmp_path}/new.db"]
     first, second = (CliRunner().invoke(app, command) for _ in range(2))
     assert "did not exist" in first.stderr
     assert not second.stderr

@@ -1,4 +1,4 @@
-"""`TableStorage`: a tenant's cache as rows of the service's database."""
+"""`TableStorage`: the cache as rows of the service's database."""
 
 from __future__ import annotations
 
@@ -17,29 +17,24 @@ _LAST_USED = schedules.c.used.desc(), schedules.c.problem_sha256
 
 
 class TableStorage:
-    """An `optpipe_cache.Storage`: the rows of one tenant, for all processes that share the database. Raises
-    `SQLAlchemyError`."""
+    """An `optpipe_cache.Storage` for all processes that share the database. Raises `SQLAlchemyError`."""
 
-    def __init__(self, database: Database, tenant: str) -> None:
-        self._database, self._tenant = database, tenant
-
-    def _rows(self, **values: str) -> list[ColumnElement[bool]]:
-        """Which rows of the tenant have these values."""
-        return [schedules.c[name] == value for name, value in {"tenant": self._tenant, **values}.items()]
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
-        rows = self._rows(problem_sha256=problem_sha256, objective=objective)
+        rows = _rows(problem_sha256=problem_sha256, objective=objective)
         with self._database.read() as db:
             return db.execute(select(schedules.c.entry).where(*rows)).scalar_one_or_none()
 
     def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
-        rows = self._rows(structure=structure, objective=objective)
+        rows = _rows(structure=structure, objective=objective)
         near = select(schedules.c.problem_sha256, schedules.c.features).where(*rows).order_by(*_LAST_USED).limit(most)
         with self._database.read() as db:
             return [(row.problem_sha256, row.features) for row in db.execute(near)]
 
     def entries(self) -> Sequence[tuple[str, int]]:
-        rows = select(schedules.c.entry, schedules.c.hits).where(*self._rows()).order_by(*_LAST_USED)
+        rows = select(schedules.c.entry, schedules.c.hits).order_by(*_LAST_USED)
         with self._database.read() as db:
             return [(row.entry, row.hits) for row in db.execute(rows)]
 
@@ -47,23 +42,28 @@ class TableStorage:
         if known is None:
             try:
                 with self._database.write() as db:
-                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(row)))
+                    db.execute(insert(schedules).values(**asdict(row)))
             except IntegrityError:  # another process was first
                 return False
             return True
         columns = {name: value for name, value in asdict(row).items() if name != "hits"}
-        same = self._rows(problem_sha256=row.problem_sha256, objective=row.objective, entry=known)
+        same = _rows(problem_sha256=row.problem_sha256, objective=row.objective, entry=known)
         with self._database.write() as db:
             return db.execute(update(schedules).where(*same).values(**columns)).rowcount == 1
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
-        rows = self._rows(problem_sha256=problem_sha256, objective=objective)
+        rows = _rows(problem_sha256=problem_sha256, objective=objective)
         with suppress(SQLAlchemyError), self._database.write() as db:  # an answer that was read is an answer
             db.execute(update(schedules).where(*rows).values(used=used, hits=schedules.c.hits + 1))
 
     def prune(self, kept: Retention) -> int:
         key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
-        others = select(*key.clauses).where(*self._rows()).order_by(*_LAST_USED).offset(kept.most)
+        others = select(*key.clauses).order_by(*_LAST_USED).offset(kept.most)
         old = or_(key.in_(others), schedules.c.used < kept.since)
         with self._database.write() as db:
-            return db.execute(delete(schedules).where(*self._rows(), old)).rowcount
+            return db.execute(delete(schedules).where(old)).rowcount
+
+
+def _rows(**values: str) -> list[ColumnElement[bool]]:
+    """Which rows have these values."""
+    return [schedules.c[name] == value for name, value in values.items()]

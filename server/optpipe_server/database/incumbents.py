@@ -1,6 +1,6 @@
 """Incumbents and bounds: append-only; among those of one problem each is better than the one before.
 
-`jobs`, `leases` and `streams` use this.
+`jobs` and `leases` use this.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
 
 
-def locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
+def locked(db: Connection, job_id: str) -> Row[Any]:
     """The job, which nobody else can change until this transaction ends. Raises `MissingError` if there is none."""
-    job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
+    job = db.execute(select(jobs).where(jobs.c.id == job_id).with_for_update()).one_or_none()
     if job is None:
         raise MissingError(NO_JOB)
     return job

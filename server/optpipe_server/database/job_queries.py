@@ -8,14 +8,13 @@ from typing import Any
 from sqlalchemy import Row, Select, bindparam, func, select
 
 from optpipe_server.database.engine import Database
-from optpipe_server.database.fair_share import jobs_ahead, standings
 from optpipe_server.database.refusals import NO_JOB, MissingError
 from optpipe_server.database.tables import State, adoptions, bounds, incumbents, jobs, log, problems
 
 MOST_LISTED = 200
 
 # The statements that run often, built once: building one costs more than running it.
-_JOB = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+_JOB = select(jobs).where(jobs.c.id == bindparam("job"))
 _OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
 _OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
 _INCUMBENTS: Select[Any] = (
@@ -34,19 +33,15 @@ _INCUMBENT = _INCUMBENTS.add_columns(incumbents.c.programs, problems.c.problem).
 
 
 class JobQueries:
-    """The jobs of all tenants.
-
-    A method with a parameter `tenant` finds that tenant's jobs only. The others are for callers that have found the job
-    by one of these.
-    """
+    """Reads jobs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def job(self, tenant: str, job_id: str) -> Row[Any]:
+    def job(self, job_id: str) -> Row[Any]:
         """Return a job. Raises `MissingError`."""
         with self._database.read() as db:
-            job = db.execute(_JOB, {"job": job_id, "tenant": tenant}).one_or_none()
+            job = db.execute(_JOB, {"job": job_id}).one_or_none()
         if job is None:
             raise MissingError(NO_JOB)
         return job
@@ -61,7 +56,7 @@ class JobQueries:
         return text
 
     def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-        """Return a job of any tenant, and its incumbents numbered above `after` without their programs.
+        """Return a job, and its incumbents numbered above `after` without their programs.
 
         None is missing of the incumbents that the job's `last_seq` counts.
         """
@@ -69,10 +64,10 @@ class JobQueries:
             job = db.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
         return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
-    def page(self, tenant: str, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
+    def page(self, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
         """Return up to `limit` jobs without their problems, newest first, all submitted before the job of number
         `before`."""
-        query = select(jobs).where(jobs.c.tenant == tenant)
+        query = select(jobs)
         if state is not None:
             query = query.where(jobs.c.state == state)
         if before is not None:
@@ -112,18 +107,16 @@ class JobQueries:
                 select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
             ).all()
 
-    def queue(self, tenant: str) -> tuple[Sequence[tuple[str, str | None]], int, int]:
-        """Return the tenant's running jobs (id and worker), how many of its jobs wait, and how many jobs of others have
-        their turn before the first of these (`fair_share`)."""
+    def queue(self) -> tuple[Sequence[tuple[str, str | None]], int]:
+        """Return the running jobs (id and worker), and how many jobs wait."""
         with self._database.read() as db:
-            query = select(jobs.c.id, jobs.c.worker).where(jobs.c.tenant == tenant, jobs.c.state == "running")
+            query = select(jobs.c.id, jobs.c.worker).where(jobs.c.state == "running")
             running = [(row.id, row.worker) for row in db.execute(query.order_by(jobs.c.number))]
-            tenants = standings(db)
-        waiting = sum(standing.waiting for standing in tenants if standing.tenant == tenant)
-        return running, waiting, jobs_ahead(tenant, tenants)
+            waiting = select(func.count()).select_from(jobs).where(jobs.c.state == "queued")
+            return running, db.execute(waiting).scalar_one()
 
     def count(self) -> dict[State, int]:
-        """Count the jobs of all tenants by state."""
+        """Count the jobs by state."""
         with self._database.read() as db:
             return {
                 row.state: row.n

@@ -29,18 +29,16 @@ from optpipe_server.database.refusals import (
     CANCELLED,
     CANCELLED_DETAIL,
     NO_INCUMBENT,
-    STREAM,
-    STREAM_DETAIL,
     ConflictError,
     KeyReusedError,
     MissingError,
-    QueueFullError,
     StaleError,
+    TooManyOpenError,
 )
-from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, problems
+from optpipe_server.database.tables import OPEN, Source, State, adoptions, incumbents, jobs, problems
 
 # Built once: that costs more than to run them.
-_LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
+_LOCK = text("select pg_advisory_xact_lock(hashtextextended('optpipe: submissions', 0))")
 _NEW_JOB = insert(jobs).inline()  # does not return the number
 
 
@@ -51,7 +49,9 @@ class NewJob:
     problem: Problem
     options: SolveOptions = field(default_factory=SolveOptions)
     priority: int = 0
-    is_stream: bool = False
+    key_name: str | None = None
+    idempotency_key: str | None = None
+    body_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,44 +69,39 @@ class InitialResult:
 
 
 class Jobs(JobQueries):
-    """The jobs of all tenants: what clients read of them, and what they do with them."""
+    """What clients read of jobs, and what they do with them."""
 
-    def submitted(self, tenant: str, key: str, body_sha256: str) -> str | None:
+    def submitted(self, idempotency_key: str, body_sha256: str) -> str | None:
         """Return the id of the job submitted under this idempotency key. Raises `KeyReusedError` if its body was
         another one."""
         with self._database.read() as db:
-            return _submitted(db, tenant, key, body_sha256)
+            return _submitted(db, idempotency_key, body_sha256)
 
-    def add(
-        self,
-        tenant: str,
-        job: NewJob,
-        initial: InitialResult,
-        *,
-        queue: int,
-        key: str | None = None,
-        body_sha256: str = "",
-    ) -> tuple[str, bool]:
+    def add(self, job: NewJob, initial: InitialResult, *, most_open: int) -> tuple[str, bool]:
         """Store a job with its first incumbent, if there is one; return its id, and whether it is new.
 
         The same idempotency key and hash of the body mean the same job. Raises `KeyReusedError` if the key was used
-        with another body, `QueueFullError` if `queue` jobs of the tenant wait already.
+        with another body, `TooManyOpenError` if `most_open` jobs of the submitter's key wait or run already.
         """
         job_id = uuid4().hex
         problem_row = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
         first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
         with self._database.write() as db:
-            self._one_at_a_time(db, tenant)
-            if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
-                return known_id, False
-            state, at = "stream" if job.is_stream else initial.state(job.options), now()
+            self._one_at_a_time(db)
+            if job.idempotency_key is not None:
+                former = _submitted(db, job.idempotency_key, job.body_sha256)
+                if former is not None:
+                    return former, False
+            state, at = initial.state(job.options), now()
             if state == "queued":
-                _check_queue(db, tenant, queue)
+                _check_open(db, job.key_name, most_open)
             row = dict(
                 id=job_id,
-                tenant=tenant,
                 state=state,
-                reason=STREAM if job.is_stream else _reason(initial),
+                reason=_reason(initial),
+                key_name=job.key_name,
+                idempotency_key=job.idempotency_key,
+                body_sha256=job.body_sha256,
                 problem_name=storable_text(job.problem.name),
                 problem_sha256=job.problem.sha256,
                 options=job.options.model_dump_json(),
@@ -120,11 +115,7 @@ class Jobs(JobQueries):
             # The values are apart from the statement, so that it is compiled only once.
             db.execute(_NEW_JOB, row)
             db.execute(insert(problems), problem_row)
-            if key is not None:
-                db.execute(
-                    insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
-                )
-            add_log_line(db, job_id, 0, f"submitted: {'stream' if job.is_stream else _asked(job.options)}")
+            add_log_line(db, job_id, 0, f"submitted: {_asked(job.options)}")
             if first is not None:
                 db.execute(
                     insert(incumbents),
@@ -134,19 +125,19 @@ class Jobs(JobQueries):
                 add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
         return job_id, True
 
-    def _one_at_a_time(self, db: Connection, tenant: str) -> None:
-        """Serialize a tenant's submissions.
+    def _one_at_a_time(self, db: Connection) -> None:
+        """Serialize submissions.
 
-        Otherwise two of them could both take the last free place in the queue, or both be the first with their key.
+        Otherwise two of them could both be the last that may be open, or both be the first with their idempotency key.
         """
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
-            db.execute(_LOCK_TENANT, {"tenant": tenant})
+            db.execute(_LOCK)
 
-    def cancel(self, tenant: str, job_id: str) -> None:
+    def cancel(self, job_id: str) -> None:
         """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
         it is."""
         with self._database.write() as db:
-            job = locked(db, tenant, job_id)
+            job = locked(db, job_id)
             if job.state == "queued":
                 update_job(db, job, cancel_requested=True, **end_values("cancelled", CANCELLED))
                 add_log_line(db, job_id, job.attempt, "cancelled while waiting")
@@ -154,15 +145,13 @@ class Jobs(JobQueries):
                 update_job(db, job, cancel_requested=True)
                 add_log_line(db, job_id, job.attempt, "cancel requested")
 
-    def extend(self, tenant: str, job_id: str, time_limit_s: float, if_version: int) -> None:
+    def extend(self, job_id: str, time_limit_s: float, if_version: int) -> None:
         """Give an open job more time. Raises `StaleError` if the job's version is not `if_version`, `ConflictError` if
         it is over or has as much time already."""
         with self._database.write() as db:
-            job = locked(db, tenant, job_id)
+            job = locked(db, job_id)
             if job.version != if_version:
                 raise StaleError("If-Match: the job has changed; its ETag is another one.")
-            if job.state == "stream":
-                raise ConflictError(STREAM_DETAIL)
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             options = options_of(job)
@@ -175,19 +164,19 @@ class Jobs(JobQueries):
             add_log_line(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
 
     def change_problem(
-        self, tenant: str, job_id: str, problem: Problem, initial: InitialResult, *, seen: int, queue: int
+        self, job_id: str, problem: Problem, initial: InitialResult, *, seen: int, most_open: int
     ) -> None:
         """Replace the job's problem, for example when costs have drifted; its whole time limit counts anew.
 
         `initial` is the best that is known for the new problem, made from incumbent number `seen`. Raises
-        `ConflictError` if the job is cancelled, `StaleError` if it has got another incumbent since, `QueueFullError` if
-        it was over and `queue` jobs of the tenant wait already.
+        `ConflictError` if the job is cancelled, `StaleError` if it has got another incumbent since, `TooManyOpenError`
+        if it was over and `most_open` jobs of its key wait or run already.
         """
         text_of_problem = problem_text(problem)
         first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
         with self._database.write() as db:
-            self._one_at_a_time(db, tenant)
-            job = locked(db, tenant, job_id)
+            self._one_at_a_time(db)
+            job = locked(db, job_id)
             if is_cancelled(job):
                 raise ConflictError(CANCELLED_DETAIL)
             if job.last_seq != seen:
@@ -196,7 +185,7 @@ class Jobs(JobQueries):
             if state == "queued" and job.state == "running":
                 state = "running"  # its worker learns of the new problem and goes on
             elif state == "queued" and job.state != "queued":
-                _check_queue(db, tenant, queue)
+                _check_open(db, job.key_name, most_open)
             version, at = job.problem_version + 1, now()
             row = {"job": job_id, "version": version, "problem": text_of_problem, "sha256": problem.sha256}
             db.execute(insert(problems), row)
@@ -219,17 +208,17 @@ class Jobs(JobQueries):
             )
             add_log_line(db, job_id, job.attempt, f"problem {version}: the costs have changed")
             if first is not None:
-                append(db, locked(db, tenant, job_id), initial.best, first, 0)
+                append(db, locked(db, job_id), initial.best, first, 0)
             elif initial.best.lower_bound_ms is not None:
                 add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
 
-    def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
+    def adopt(self, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
         """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
 
         Raises `MissingError` if there is no such incumbent.
         """
         with self._database.write() as db:
-            job = locked(db, tenant, job_id)
+            job = locked(db, job_id)
             if not 1 <= seq <= job.last_seq:
                 raise MissingError(NO_INCUMBENT)
             db.execute(delete(adoptions).where(adoptions.c.job == job_id, adoptions.c.seq == seq))
@@ -239,10 +228,10 @@ class Jobs(JobQueries):
             measured = "" if measured_iteration_ms is None else f", measured {measured_iteration_ms:g} ms"
             add_log_line(db, job_id, job.attempt, f"incumbent {seq} was adopted at step {step}{measured}")
 
-    def purge(self, tenant: str, job_id: str) -> None:
+    def purge(self, job_id: str) -> None:
         """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
         with self._database.write() as db:
-            db.execute(delete(jobs).where(jobs.c.id == locked(db, tenant, job_id).id))
+            db.execute(delete(jobs).where(jobs.c.id == locked(db, job_id).id))
 
 
 def options_of(job: Row[Any]) -> SolveOptions:
@@ -276,20 +265,20 @@ def _reason(initial: InitialResult) -> str | None:
     return storable_text(initial.best.reason) if initial.best.status == "infeasible" and initial.best.reason else None
 
 
-def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:
+def _submitted(db: Connection, idempotency_key: str, body_sha256: str) -> str | None:
     former = db.execute(
-        select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)
+        select(jobs.c.id, jobs.c.body_sha256).where(jobs.c.idempotency_key == idempotency_key)
     ).one_or_none()
     if former is None:
         return None
     if former.body_sha256 != body_sha256:
         raise KeyReusedError("Idempotency-Key: it was used with another body before.")
-    job_id: str = former.job
+    job_id: str = former.id
     return job_id
 
 
-def _check_queue(db: Connection, tenant: str, most: int) -> None:
-    """Raise `QueueFullError` if so many jobs of the tenant wait already."""
-    waiting = select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.state == "queued")
-    if db.execute(waiting).scalar_one() >= most:
-        raise QueueFullError(f"{most} jobs are waiting already.")
+def _check_open(db: Connection, key_name: str | None, most: int) -> None:
+    """Raise `TooManyOpenError` if so many jobs of the key are open already."""
+    of_key = jobs.c.key_name.is_not_distinct_from(key_name), jobs.c.state.in_(OPEN)
+    if db.execute(select(func.count()).select_from(jobs).where(*of_key)).scalar_one() >= most:
+        raise TooManyOpenError(f"{most} jobs of {'this key' if key_name else 'yours'} wait or run already.")

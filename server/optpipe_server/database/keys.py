@@ -21,7 +21,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 # 192 random bits, so a plain hash is enough: nobody can guess them.
 _KEY = re.compile(r"op_([0-9a-f]{16})_([0-9a-f]{48})")
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # compared with the secret of an unknown id
 
 
@@ -29,7 +29,7 @@ _NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # compared with the
 class Caller:
     """Who sends a request, and what they may do."""
 
-    tenant: str
+    name: str | None  # of the key; None where the service has no keys
     scopes: frozenset[str]
 
 
@@ -51,16 +51,17 @@ class KnownKeys:
 
 
 class Keys:
-    """The keys of all tenants."""
+    """The keys of the service."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, tenant: str, scopes: Collection[str]) -> str:
-        """Create a key of the tenant and return it; it cannot be shown again. Raises `InputError` for a wrong name or
-        scope."""
-        if not _TENANT.fullmatch(tenant):
-            raise InputError(f"tenant = {tenant!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
+    def create(self, name: str, scopes: Collection[str]) -> str:
+        """Create a key, whose name its jobs show, and return it; it cannot be shown again.
+
+        Raises `InputError` for a wrong name or scope."""
+        if not _NAME.fullmatch(name):
+            raise InputError(f"name = {name!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
         if wrong := sorted({*scopes} - {*SCOPES}):
             raise InputError(f"scope = {wrong[0]!r}: expected {', '.join(SCOPES)}")
         if not scopes:
@@ -70,7 +71,7 @@ class Keys:
             scoped = " ".join(scope for scope in SCOPES if scope in scopes)
             db.execute(
                 insert(keys).values(
-                    id=key_id, tenant=tenant, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()
+                    id=key_id, name=name, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()
                 )
             )
         return f"op_{key_id}_{secret}"
@@ -81,14 +82,14 @@ class Keys:
         with self._database.read() as db:
             rows = db.execute(select(keys)).all()
         callers = {
-            row.id: (row.secret_sha256, Caller(row.tenant, frozenset(row.scopes.split())))
+            row.id: (row.secret_sha256, Caller(row.name, frozenset(row.scopes.split())))
             for row in rows
             if row.revoked_at is None
         }
         return KnownKeys(callers, any=bool(rows))
 
     def list(self) -> Sequence[Row[Any]]:
-        """Return all keys without their secrets, oldest first: id, tenant, scopes (separated by spaces), created_at,
+        """Return all keys without their secrets, oldest first: id, name, scopes (separated by spaces), created_at,
         revoked_at."""
         shown = [column for column in keys.c if column.name != "secret_sha256"]
         with self._database.read() as db:

@@ -21,7 +21,6 @@ from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database.engine import Database, clock_s, now
-from optpipe_server.database.fair_share import first_waiting, lock_turns, record_turn, standings
 from optpipe_server.database.incumbents import (
     add_bound,
     add_log_line,
@@ -42,6 +41,13 @@ LEASE_S = 15.0
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
 
 _ANY_WAITING = select(jobs.c.number).where(jobs.c.state == "queued").limit(1)
+_FIRST_WAITING = (
+    select(jobs)
+    .where(jobs.c.state == "queued")
+    .order_by(jobs.c.priority.desc(), jobs.c.number)
+    .limit(1)
+    .with_for_update(skip_locked=True)
+)
 
 
 class LostError(Exception):
@@ -54,7 +60,6 @@ class Claim:
 
     job_id: str
     number: int
-    tenant: str
     attempt: int
     problem: Problem
     problem_version: int
@@ -80,21 +85,14 @@ class Leases:
         self._database, self._worker, self._lease_s = database, worker, lease_s
 
     def claim(self) -> Claim | None:
-        """Claim a job of the tenant whose turn it is (`fair_share`): that of the highest priority, among these the
-        oldest; None if no job waits."""
+        """Claim the waiting job of the highest priority, among these the oldest; None if no job waits."""
         with self._database.read() as db:
             if db.execute(_ANY_WAITING).first() is None:
                 return None
         with self._database.write() as db:
-            lock_turns(db)
-            waiting = (standing.tenant for standing in standings(db) if standing.waiting)
-            tenants_first = (
-                db.execute(first_waiting(tenant).with_for_update(skip_locked=True)).one_or_none() for tenant in waiting
-            )
-            job = next((job for job in tenants_first if job is not None), None)
+            job = db.execute(_FIRST_WAITING).one_or_none()
             if job is None:
                 return None
-            record_turn(db, job.tenant)
             update_job(
                 db,
                 job,
@@ -250,7 +248,6 @@ def _claim(job: Row[Any], attempt: int, problem_text: str, last: Row[Any] | None
     return Claim(
         job_id=job.id,
         number=job.number,
-        tenant=job.tenant,
         attempt=attempt,
         problem=problem,
         problem_version=job.problem_version,

@@ -23,8 +23,8 @@ from sqlalchemy import (
     Text,
 )
 
-State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled", "stream"]
-# The other states are final, unless the job gets another problem. A stream stays one: nothing is searched for it.
+State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
+# The other states are final, unless the job gets another problem.
 OPEN: tuple[State, ...] = ("queued", "running")
 Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
 Level = Literal["info", "warning", "error"]
@@ -45,11 +45,13 @@ jobs = Table(
     metadata,
     Column("number", _Number, primary_key=True, autoincrement=True),  # the order of submission
     Column("id", String(32), unique=True, nullable=False),
-    Column("tenant", String(64), nullable=False),
     Column("version", Integer, nullable=False, default=1),  # grows with every visible change: the ETag
     Column("state", String(16), nullable=False),
     Column("reason", Text),  # why there is no schedule, or no better one
-    # What was requested.
+    # What was requested, and by whom.
+    Column("key_name", String(64)),  # of the key that submitted it; null without keys
+    Column("idempotency_key", String(255), unique=True),
+    Column("body_sha256", String(64), nullable=False),  # of the submission
     Column("problem_version", Integer, nullable=False, default=1),  # the current row of `problems`
     Column("problem_name", Text, nullable=False),
     Column("problem_sha256", String(64), nullable=False),
@@ -72,8 +74,6 @@ jobs = Table(
     Column("created_at", String(40), nullable=False),
     Column("started_at", String(40)),
     Column("ended_at", String(40)),
-    Index("ix_jobs_tenant_number", "tenant", "number"),
-    Index("ix_jobs_tenant_state", "tenant", "state", "number"),
     Index("ix_jobs_state_priority", "state", "priority", "number"),
 )
 
@@ -123,17 +123,6 @@ adoptions = Table(
     Column("adopted_at", String(40), nullable=False),
 )
 
-rules = Table(  # of streams
-    "rules",
-    metadata,
-    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
-    Column("rules", Text, nullable=False),  # `optpipe.model.rules.RulesRecord` as JSON, for the job's problem
-    Column("step", BigInteger, nullable=False),  # of the training that told them last
-    Column("predicted_ms", Float, nullable=False),
-    Column("measured_ms", Float, nullable=False),
-    Column("told_at", String(40), nullable=False),
-)
-
 log = Table(
     "log",
     metadata,
@@ -143,22 +132,6 @@ log = Table(
     Column("attempt", Integer, nullable=False),
     Column("level", String(8), nullable=False),
     Column("text", Text, nullable=False),
-)
-
-idempotency = Table(
-    "idempotency",
-    metadata,
-    Column("tenant", String(64), primary_key=True),
-    Column("key", String(255), primary_key=True),
-    Column("body_sha256", String(64), nullable=False),
-    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
-)
-
-turns = Table(
-    "turns",
-    metadata,
-    Column("tenant", String(64), primary_key=True),
-    Column("number", BigInteger, nullable=False),  # of its last claim among those of all tenants (`fair_share`)
 )
 
 probes = Table(  # one row, written again and again to see whether anything can be stored
@@ -172,7 +145,7 @@ keys = Table(
     "keys",
     metadata,
     Column("id", String(16), primary_key=True),  # the middle of op_<id>_<secret>
-    Column("tenant", String(64), nullable=False),
+    Column("name", String(64), nullable=False),
     Column("secret_sha256", String(64), nullable=False),
     Column("scopes", Text, nullable=False),  # separated by spaces
     Column("created_at", String(40), nullable=False),
@@ -182,7 +155,6 @@ keys = Table(
 schedules = Table(
     "schedules",
     metadata,
-    Column("tenant", String(64), primary_key=True),  # "" if shared by all
     Column("problem_sha256", String(64), primary_key=True),
     Column("objective", String(16), primary_key=True),
     Column("structure", String(64), nullable=False),
@@ -190,6 +162,6 @@ schedules = Table(
     Column("used", String(40), nullable=False),
     Column("hits", Integer, nullable=False),
     Column("entry", Text, nullable=False),  # `optpipe_cache.Entry` as JSON
-    Index("ix_schedules_structure", "tenant", "structure", "objective", "used"),
-    Index("ix_schedules_used", "tenant", "used"),
+    Index("ix_schedules_structure", "structure", "objective", "used"),
+    Index("ix_schedules_used", "used"),
 )

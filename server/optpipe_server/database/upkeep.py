@@ -54,8 +54,8 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
 
 
 def prune(database: Database, kept: Retention) -> int:
-    """Delete jobs that are over and not kept, of each tenant; return how many were deleted, at most so many at once."""
-    last = func.row_number().over(partition_by=jobs.c.tenant, order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
+    """Delete jobs that are over and not kept; return how many were deleted, at most so many at once."""
+    last = func.row_number().over(order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
     over = select(jobs.c.number, jobs.c.ended_at, last.label("place")).where(jobs.c.ended_at.is_not(None)).subquery()
     not_kept = or_(over.c.place > kept.most, over.c.ended_at < kept.since)
     with database.read() as db:
@@ -68,10 +68,10 @@ def prune(database: Database, kept: Retention) -> int:
 
 
 def prune_schedules(database: Database, kept: Retention) -> int:
-    """Delete the schedules of all tenants that were not used for so many days; return how many were deleted."""
+    """Delete the cached schedules that were not used for so many days; return how many were deleted."""
     old = schedules.c.used < kept.since
     with database.read() as db:
-        if db.execute(select(schedules.c.tenant).where(old).limit(1)).first() is None:
+        if db.execute(select(schedules.c.problem_sha256).where(old).limit(1)).first() is None:
             return 0
     with database.write() as db:
         return db.execute(delete(schedules).where(old)).rowcount

@@ -16,7 +16,6 @@ from starlette.requests import HTTPConnection
 
 from optpipe_server.database.keys import SCOPES, Caller, Keys, KnownKeys, is_key
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.settings import LOCAL
 
 REMEMBERED_S = 2.0  # how long keys are remembered, and a revoked one still works
 REREAD_S = 0.1  # between two queries of them, however many unknown ones come
@@ -72,7 +71,7 @@ class Callers:
         if (await self._known_since(time.monotonic() - REMEMBERED_S)).any:
             raise _unauthorized(401, "The service needs a key: Authorization: Bearer op_<id>_<secret>.")
         _check_local(request)
-        return Caller(LOCAL, frozenset(SCOPES))
+        return Caller(None, frozenset(SCOPES))
 
     async def _owner(self, key: str) -> Caller | None:
         asked = time.monotonic()
@@ -107,7 +106,7 @@ def _check_local(request: Request) -> None:
     """
     client, host, origin = request.client, request.headers.get("host", ""), request.headers.get("origin")
     if client is None or not is_loopback(client.host):
-        how = "`optpipe keys create --tenant NAME --scope submit --scope read` makes a key"
+        how = "`optpipe keys create NAME --scope submit --scope read` makes a key"
         raise ReplyError(403, f"A service without keys answers this machine only; {how}.")
     if not is_loopback(_host_name(f"//{host}")):
         raise ReplyError(403, "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only.")

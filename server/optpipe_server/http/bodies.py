@@ -11,7 +11,6 @@ from optpipe.errors import InputError
 from optpipe.model.figures import Ms
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
-from optpipe.model.rules import RulesRecord
 from optpipe.options import (
     Methods,
     ObjectiveOption,
@@ -90,29 +89,6 @@ class Submission(ProblemBody, SolveOptions):
     time_limit_s: JobTimeLimit = 60.0
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
     warm_start: ScheduleFile | None = None
-    # The training schedules each step itself, and only rules are kept: `PUT /v1/jobs/{id}/rules`.
-    stream: Annotated[bool, Field(strict=True)] = False
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> Submission:
-        others = sorted(self.model_fields_set - {"problem", "stream"})
-        if self.stream and others:
-            raise ValueError(f"{others[0]}: not expected with stream = true, for which nothing is searched")
-        if self.stream and len(self.problem.all_routes) > 1:
-            raise ValueError(f"problem.routes has {len(self.problem.all_routes)} entries: a stream has one route")
-        return self
-
-
-class RulesBody(Record):
-    """`PUT /v1/jobs/{id}/rules`: the rules for the stream's problem that the training follows at a step, and how long
-    that was to take and took."""
-
-    model_config = _example(examples.RULES)
-
-    rules: RulesRecord
-    step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
-    predicted_ms: Ms
-    measured_ms: Ms
 
 
 class ExtensionBody(Record):

@@ -1,4 +1,4 @@
-"""What routes need of a request: the service, the tenant, and the job in the path."""
+"""What routes need of a request: the service, the caller, and the job in the path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sqlalchemy import Row
 
 from optpipe_server.database.jobs import is_best
 from optpipe_server.database.refusals import NO_INCUMBENT, NO_JOB, MissingError
+from optpipe_server.http.limits import ComputeQueue
 from optpipe_server.http.replies import JsonContent, json_reply
 from optpipe_server.http.schemas import job_document
 from optpipe_server.http.service import Service
-from optpipe_server.http.shares import ComputeQueue
 
 LARGEST = 2**53  # number that the database is queried for
 NO_SCHEDULE = "The job has no schedule for its problem."
@@ -25,7 +25,7 @@ ID = re.compile("[0-9a-f]{32}")
 
 
 class RequestContext:
-    """A request, its tenant, and the service that answers it.
+    """A request, the name of its key, and the service that answers it.
 
     Methods that query the database are for threads: routes that FastAPI runs in one, or `service.query`.
     """
@@ -33,7 +33,7 @@ class RequestContext:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.service: Service = request.app.state.service
-        self.tenant: str = request.state.caller.tenant
+        self.key_name: str | None = request.state.caller.name
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
@@ -59,13 +59,13 @@ class RequestContext:
             content = computation()
             return content if isinstance(content, Response) else json_reply(content)
 
-        return await queue.run(self.tenant, reply)
+        return await queue.run(reply)
 
     def job(self, job_id: str) -> Row[Any]:
-        """Return the tenant's job. Raises `MissingError`."""
+        """Return the job. Raises `MissingError`."""
         if not ID.fullmatch(job_id):
             raise MissingError(NO_JOB)
-        return self.service.jobs.job(self.tenant, job_id)
+        return self.service.jobs.job(job_id)
 
     def best(self, job: Row[Any]) -> Row[Any] | None:
         """Return the best incumbent for the job's current problem."""

@@ -23,18 +23,6 @@ PROBLEM: dict[str, Any] = {
     "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],
 }
 SUBMISSION = {"problem": PROBLEM, **SolveOptions(gap=0.01).model_dump(exclude_none=True), "priority": 0}
-RULES = {
-    "rules": {
-        "in_flight": [2, 1],
-        "wait_ms": [[0.0, 0.0], [0.0, 0.0]],
-        "leaves": [[0, 0], [0, 0]],
-        "lead_ms": [0.0, 0.0],
-        "order": [0, 1],
-    },
-    "step": 120,
-    "predicted_ms": 9.0,
-    "measured_ms": 9.2,
-}
 SCHEDULE = {
     "format": "optpipe.schedule/2",
     "problem": PROBLEM,

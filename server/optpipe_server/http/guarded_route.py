@@ -67,13 +67,11 @@ class GuardedRequest(Request):
             yield chunk
 
     async def json(self) -> Any:
-        """Return what the body says. Raises `ReplyError` (400). Large ones are read in a thread, a few of a tenant."""
+        """Return what the body says. Raises `ReplyError` (400). Large ones are read in a thread, one at a time."""
         body = await self.body()
         if len(body) <= SMALL_BODY:
             return strict_json(body)
-        service = self.app.state.service
-        async with service.turns.one(self.state.caller.tenant):
-            return await anyio.to_thread.run_sync(strict_json, body, limiter=service.read_limiter)
+        return await anyio.to_thread.run_sync(strict_json, body, limiter=self.app.state.service.read_limiter)
 
     def _too_long(self) -> ReplyError:
         return ReplyError(413, f"The body is longer than {self.longest} bytes{self.larger}.")

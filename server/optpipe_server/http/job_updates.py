@@ -23,9 +23,9 @@ from starlette.types import Receive, Scope, Send
 from optpipe_server.database import Jobs
 from optpipe_server.database.jobs import is_best, is_over
 from optpipe_server.database.retry import first_line
+from optpipe_server.http.limits import Limit
 from optpipe_server.http.replies import AWAY, ENDING, SOON_S, ReplyError
 from optpipe_server.http.schemas import EndedJob, Incumbent
-from optpipe_server.http.shares import Shares
 from optpipe_server.metrics import STREAMS
 
 log = structlog.get_logger("optpipe.updates")
@@ -97,7 +97,7 @@ class JobUpdates:
 
     def __init__(self, jobs: Jobs, most: int) -> None:
         self._jobs = jobs
-        self._shares = Shares(most, max(1, most // 2), "clients that follow jobs")
+        self._limit = Limit(most, "clients that follow jobs")
         self._topics: dict[str, Topic] = {}
         self._subscribed = asyncio.Event()  # set when there is a new subscriber
         self._limiter = anyio.CapacityLimiter(1)  # a thread of its own, which no other query can keep busy
@@ -112,15 +112,15 @@ class JobUpdates:
             topic.tell()
 
     @asynccontextmanager
-    async def subscribe(self, tenant: str, job_id: str, version: int) -> AsyncIterator[Topic]:
+    async def subscribe(self, job_id: str, version: int) -> AsyncIterator[Topic]:
         """Yield the job's topic, at least as new as `version`.
 
-        Raises `ReplyError`: 503 if there are too many subscribers, the database is away, or the service is about to
-        end; 429 if half of all that may be are the tenant's.
+        Raises `ReplyError` (503) if there are too many subscribers, the database is away, or the service is about to
+        end.
         """
         if self.closing:
             raise ReplyError(503, ENDING, retry_s=SOON_S)
-        with self._shares.one(tenant):
+        with self._limit.one():
             topic = self._topics.setdefault(job_id, Topic())
             topic.subscribers += 1
             try:
@@ -185,9 +185,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, updates: JobUpdates, tenant: str, job_id: str, version: int, after: int, ping_s: float) -> None:
+    def __init__(self, updates: JobUpdates, job_id: str, version: int, after: int, ping_s: float) -> None:
         super().__init__((), headers={"X-Accel-Buffering": "no"})
-        self._subscribed = updates.subscribe(tenant, job_id, version)
+        self._subscribed = updates.subscribe(job_id, version)
         self._after, self._ping_s = after, ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

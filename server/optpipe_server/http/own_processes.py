@@ -55,7 +55,7 @@ async def diagnose(asked: Annotated[DiagnoseOptions, Query()], context: Context)
     settings = context.service.settings
     request = DiagnoseRequest(**asked.model_dump(), threads=settings.threads_per_solve, memory_mib=settings.memory_mib)
     assert isinstance(context.request, UploadRequest)
-    with context.service.own_processes.one(context.tenant, 60.0), tempfile.TemporaryDirectory() as folder:
+    with context.service.own_processes.one(60.0), tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / UPLOAD).open("wb") as file:
             async for chunk in context.request.chunks():
                 file.write(chunk)

@@ -21,7 +21,7 @@ from starlette.routing import Match
 
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
-from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, QueueFullError, StaleError
+from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, StaleError, TooManyOpenError
 from optpipe_server.database.sqlite import UnusableError
 
 log = logging.getLogger("optpipe.server")
@@ -146,7 +146,7 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     MissingError: _with_message(404),
     ConflictError: _with_message(409),
     StaleError: _with_message(412),
-    QueueFullError: _with_message(429, {"Retry-After": "10"}),
+    TooManyOpenError: _with_message(429, {"Retry-After": "10"}),
     SQLAlchemyError: _database_failed,
     Exception: _unexpected,
 }

@@ -10,14 +10,12 @@ from fastapi.responses import Response
 from sqlalchemy import Row
 
 from optpipe.formats.convert import export as export_as
-from optpipe.model.problem import Problem
-from optpipe.model.rules import RulesRecord
 from optpipe.schedule import Schedule
 from optpipe.show.figure import figure
 from optpipe.show.trace import trace
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
-from optpipe_server.http.bodies import AdoptionBody, RulesBody
+from optpipe_server.http.bodies import AdoptionBody
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, etag, matches_etag
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ReplyError, json_reply
@@ -76,7 +74,7 @@ def adopt(job: Job, seq: Seq, adoption: AdoptionBody, context: Context) -> schem
 
     Recorded again, it replaces the former record.
     """
-    context.service.jobs.adopt(context.tenant, job.id, seq, adoption.step, adoption.measured_iteration_ms)
+    context.service.jobs.adopt(job.id, seq, adoption.step, adoption.measured_iteration_ms)
     ADOPTIONS.inc()
     return schemas.Adoption.from_row(context.incumbent(context.job(job.id), seq))
 
@@ -86,28 +84,6 @@ def list_adoptions(job: Job, context: Context) -> schemas.Adoptions:
     """The schedules that the training has swapped in, with predicted and measured times."""
     rows = context.service.jobs.incumbents(job.id)
     return schemas.Adoptions(adoptions=[schemas.Adoption.from_row(row) for row in rows if row.step is not None])
-
-
-@router.get("/rules", dependencies=[READ])
-def show_rules(job: Job, context: Context) -> schemas.Stream:
-    """What the schedules of a stream's steps can start from."""
-    stream = context.service.streams.stream(context.tenant, job.id)
-    rules = RulesRecord.model_validate_json(stream.rules) if stream.rules else None
-    told = schemas.ToldRules.from_row(stream, rules=rules) if rules else None
-    return schemas.Stream(problem=Problem.from_json(stream.problem), told=told)
-
-
-@router.put("/rules", dependencies=[SUBMIT])
-def tell_rules(job: Job, told: RulesBody, context: Context) -> schemas.Stream:
-    """Record what the training follows, in place of the former rules."""
-    problem, rules = show_rules(job, context).problem, told.rules
-    told_for, expected = (len(rules.in_flight), len(rules.order)), (len(problem.stages), problem.microbatches)
-    if told_for != expected:
-        sentence = "rules: for {} stages and {} micro-batches; expected {} and {}, as of the stream."
-        raise ReplyError(422, sentence.format(*told_for, *expected))
-    figures = told.model_dump(exclude={"rules"})
-    context.service.streams.tell(context.tenant, job.id, rules=rules.model_dump_json(), **figures)
-    return show_rules(job, context)
 
 
 @router.get("/log", dependencies=[READ])

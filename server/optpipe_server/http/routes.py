@@ -50,10 +50,9 @@ async def submit(
     sent, service = await request.body(), context.service
     job_id, new = None, False
     if idempotency_key is not None:
-        job_id = await service.submitted(context.tenant, idempotency_key, sent)
+        job_id = await service.submitted(idempotency_key, sent)
     if job_id is None:
-        async with service.turns.one(context.tenant):
-            job_id, new = await service.submit(context.tenant, submission, idempotency_key, sent)
+        job_id, new = await service.submit(submission, context.key_name, idempotency_key, sent)
     status, headers = 201 if new else 200, {"Location": job_url(job_id)}
     return await service.query(partial(context.job_reply, job_id, status, headers))
 
@@ -66,7 +65,7 @@ def list_jobs(
     cursor: Annotated[int | None, Query(ge=1, le=LARGEST, description="From `next` of the former page.")] = None,
 ) -> schemas.JobList:
     """The newest jobs, without their schedules."""
-    jobs = context.service.jobs.page(context.tenant, state, cursor, limit + 1)
+    jobs = context.service.jobs.page(state, cursor, limit + 1)
     page = jobs[:limit]
     following = {"limit": limit, "cursor": page[-1].number} if len(jobs) > limit else {}
     if following and state:
@@ -83,29 +82,27 @@ class WorkerJobs(Record):
 
 
 class Queue(Record):
-    """A tenant's jobs that wait or run. `ahead` are jobs of others whose turn is before that of the first that waits;
-    `solves` is the number of searches that this process runs at a time."""
+    """Jobs that wait or run; of each key up to `most_open`. `solves` is the number of searches that this process runs
+    at a time."""
 
     waiting: int
-    ahead: int
-    most_waiting: int
     running: int
+    most_open: int
     solves: int
     workers: list[WorkerJobs]
 
 
 @router.get("/queue", dependencies=[READ])
 def show_queue(context: Context) -> Queue:
-    """The tenant's jobs that wait or run, and the workers that have them."""
-    running, waiting, ahead = context.service.jobs.queue(context.tenant)
+    """Jobs that wait or run, and the workers that have them."""
+    running, waiting = context.service.jobs.queue()
     workers: dict[str, list[str]] = {}
     for job_id, worker in running:
         workers.setdefault(worker or "", []).append(job_id)
     return Queue(
         waiting=waiting,
-        ahead=ahead,
-        most_waiting=context.service.settings.queue,
         running=len(running),
+        most_open=context.service.settings.open_jobs,
         solves=context.service.settings.solves,
         workers=[WorkerJobs(worker=worker, jobs=ids) for worker, ids in sorted(workers.items())],
     )
@@ -133,7 +130,7 @@ async def _wait(context: Context, job_id: str, if_none_match: str | None, second
     if is_over(job) if if_none_match is None else not matches_etag(if_none_match, job.version):
         return
     async with (
-        context.service.job_updates.subscribe(context.tenant, job.id, job.version) as topic,
+        context.service.job_updates.subscribe(job.id, job.version) as topic,
         context.cancelled_on_disconnect(),
     ):
         await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, seconds)
@@ -155,13 +152,13 @@ async def follow(job: Job, context: Context, last_event_id: LastEventId = None) 
     if last_event_id and is_over(job) and job.last_seq <= after:
         return Response(status_code=204)
     service = context.service
-    return EventStream(service.job_updates, context.tenant, job.id, job.version, after, service.settings.ping_s)
+    return EventStream(service.job_updates, job.id, job.version, after, service.settings.ping_s)
 
 
 @router.post("/jobs/{job_id}/cancel", dependencies=[SUBMIT], status_code=202, response_model=schemas.Job)
 def cancel(job: Job, context: Context) -> Response:
     """End a job with the best schedule that it has. A job that is over stays as it is."""
-    context.service.jobs.cancel(context.tenant, job.id)
+    context.service.jobs.cancel(job.id)
     context.service.supervisor.nudge()
     return context.job_reply(job.id, 202)
 
@@ -172,7 +169,7 @@ def extend(job: Job, extension: ExtensionBody, context: Context, if_match: IfMat
     seen = re.fullmatch(r'"([0-9]{1,9})"', if_match.strip()) if if_match else None
     if seen is None:
         raise StaleError('If-Match: expected the ETag of the job as you know it, such as "3".')
-    context.service.jobs.extend(context.tenant, job.id, extension.time_limit_s, int(seen[1]))
+    context.service.jobs.extend(job.id, extension.time_limit_s, int(seen[1]))
     return context.job_reply(job.id)
 
 
@@ -182,13 +179,12 @@ async def change_problem(job: Job, changed: ProblemBody, context: Context) -> Re
 
     The job goes on from its best schedule, and its whole time limit counts anew.
     """
-    async with context.service.turns.one(context.tenant):
-        await context.service.change_problem(context.tenant, job.id, changed.problem)
+    await context.service.change_problem(job.id, changed.problem)
     return await context.service.query(partial(context.job_reply, job.id))
 
 
 @router.delete("/jobs/{job_id}", dependencies=[SUBMIT], status_code=204)
 def purge(job: Job, context: Context) -> Response:
     """Delete the job with its schedules and its log; a running search ends."""
-    context.service.jobs.purge(context.tenant, job.id)
+    context.service.jobs.purge(job.id)
     return Response(status_code=204)

@@ -11,7 +11,6 @@ from sqlalchemy import Row
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
-from optpipe.model.rules import RulesRecord
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile, Status
@@ -110,6 +109,7 @@ class JobSummary(FromRow):
     version: int  # grows with every change; the ETag
     state: State
     reason: str | None  # why there is no schedule, or no better one
+    key_name: str | None  # of the key that submitted it; null without keys
     problem_name: str
     problem_sha256: Hash
     problem_version: int  # 1 as submitted, one more with every change
@@ -169,23 +169,6 @@ class Adoption(FromRow):
 
 class Adoptions(Record):
     adoptions: list[Adoption]
-
-
-class ToldRules(FromRow):
-    """Of a step, and when they were told."""
-
-    rules: RulesRecord
-    step: int
-    predicted_ms: float
-    measured_ms: float
-    told_at: str
-
-
-class Stream(Record):
-    """A stream's problem, and the rules for it that a training told last."""
-
-    problem: Problem
-    told: ToldRules | None
 
 
 class LogLine(FromRow):

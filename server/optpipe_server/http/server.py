@@ -100,7 +100,7 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
         service.database.close()
         raise InputError(
             f"host = {host!r}: others can reach it, and there are no keys yet; expected 127.0.0.1, or a key "
-            "by `optpipe keys create --tenant NAME --scope submit --scope read`"
+            "by `optpipe keys create NAME --scope submit --scope read`"
         )
     config = uvicorn.Config(
         app,

@@ -26,19 +26,18 @@ from optpipe_cache.features import structure
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.jobs import is_cancelled, options_of
 from optpipe_server.database.keys import Keys
-from optpipe_server.database.refusals import CANCELLED_DETAIL, STREAM_DETAIL, ConflictError, StaleError
+from optpipe_server.database.refusals import CANCELLED_DETAIL, ConflictError, StaleError
 from optpipe_server.database.retry import first_line
-from optpipe_server.database.streams import Streams
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule, is_large
 from optpipe_server.http.bodies import Submission, read_schedule
 from optpipe_server.http.examples import SCHEDULE
 from optpipe_server.http.job_updates import JobUpdates
+from optpipe_server.http.limits import ComputeQueue, Limit
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.shares import ComputeQueue, Shares, Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.warm_process import WarmProcess
 from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
@@ -47,9 +46,8 @@ T = TypeVar("T")
 EXAMPLE = ScheduleFile.model_validate(SCHEDULE).schedule()
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
-OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
 MOST_LARGE = 4  # large problems that get a first schedule or wait for it
-OWN_PROCESSES = 2  # comparisons and diagnoses at a time; of a tenant one
+OWN_PROCESSES = 2  # comparisons and diagnoses at a time
 TRIES = 5  # to change a problem while incumbents come in
 PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
 
@@ -63,8 +61,7 @@ class Service:
         self.database = Database(settings.database)
         self._free_jobs_of_former_process()
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
-        self.streams = Streams(self.database, self.jobs)
-        self.caches = TenantCaches(settings, self.database)
+        self.cache = ScheduleCache(settings, self.database)
         self.job_updates = JobUpdates(self.jobs, settings.streams)
 
     def _free_jobs_of_former_process(self) -> None:
@@ -80,18 +77,17 @@ class Service:
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
         self._first_schedule_limiter = anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE)
-        self._large, self._one_large = Shares(MOST_LARGE, MOST_LARGE // 2, "large problems"), asyncio.Lock()
+        self._large, self._one_large = Limit(MOST_LARGE, "large problems"), asyncio.Lock()
         self.read_limiter = anyio.CapacityLimiter(1)  # for large bodies
-        self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches = ComputeQueue()
         self.generator = WarmProcess(solvers.installed().COMPARE)  # started when it is first needed
-        self.own_processes = Shares(OWN_PROCESSES, 1, "comparisons or diagnoses running")
-        self.first_schedules = FirstSchedules(self.settings, self.caches)
+        self.own_processes = Limit(OWN_PROCESSES, "comparisons or diagnoses running")
+        self.first_schedules = FirstSchedules(self.settings, self.cache)
         compile_at_once()  # so that no submission waits for it
         assert not check(EXAMPLE.problem, EXAMPLE)
-        self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
+        self.supervisor = Supervisor(self.settings, self.database, self.cache, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
         self.reaper.start()
         self.supervisor.start()
@@ -123,7 +119,7 @@ class Service:
                 self._probed_at = time.monotonic()
 
     async def _find_first(
-        self, tenant: str, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source
+        self, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source
     ) -> InitialResult:
         """Find a first schedule, which may take seconds; the end of the service does not wait for it.
 
@@ -131,10 +127,10 @@ class Service:
         wait, or for too long, a job starts without one; raises `ReplyError` (503) if it has a warm start to check.
         """
         deadline = time.monotonic() + self.settings.first_schedule_s
-        find = partial(self.first_schedules.find, tenant, problem, options, given, source, deadline)
+        find = partial(self.first_schedules.find, problem, options, given, source, deadline)
         if not is_large(problem):
             return await self._in_thread(find)
-        with suppress(ReplyError), self._large.one(tenant):
+        with suppress(ReplyError), self._large.one():
             if await self._turn_of_large_comes():
                 try:
                     return await self._in_thread(find)
@@ -155,20 +151,23 @@ class Service:
     async def _in_thread(self, find: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(find, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
 
-    async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
-        """Store a job with its first schedule, or a stream; return its id, and whether it is new. Raises as `Jobs.add`,
-        and `InputError` if the method is unknown or the warm start cannot be read."""
+    async def submit(
+        self, submission: Submission, key_name: str | None, idempotency_key: str | None, body: bytes
+    ) -> tuple[str, bool]:
+        """Store a job with its first schedule; return its id, and whether it is new. Raises as `Jobs.add`, and
+        `InputError` if the method is unknown or the warm start cannot be read."""
         self.database.require_same_file()
-        if submission.stream:
-            job_id, new = await self.query(lambda: self.streams.open(tenant, submission.problem))
-            SUBMITTED.inc(new)
-            return job_id, new
         began = time.monotonic()
-        job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
-        initial = await self._find_first(tenant, job.problem, job.options, _given(submission), "warm_start")
-        job_id, new = await self.query(
-            lambda: self.jobs.add(tenant, job, initial, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
+        job = NewJob(
+            submission.problem,
+            SolveOptions(**submission.arguments()),
+            submission.priority,
+            key_name,
+            idempotency_key,
+            _sha256(body),
         )
+        initial = await self._find_first(job.problem, job.options, _given(submission), "warm_start")
+        job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:
             SUBMITTED.inc()
             INCUMBENTS.inc(initial.best.schedule is not None)
@@ -176,34 +175,34 @@ class Service:
             if initial.best.status == "unknown":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
-                    async with self.job_updates.subscribe(tenant, job_id, 1) as topic:
+                    async with self.job_updates.subscribe(job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
             FIRST.observe(time.monotonic() - began)
         return job_id, new
 
-    async def submitted(self, tenant: str, key: str, body: bytes) -> str | None:
-        """Return the job of this key and body. Raises `KeyReusedError` if the key was used with another body."""
-        return await self.query(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
+    async def submitted(self, idempotency_key: str, body: bytes) -> str | None:
+        """Return the job of this idempotency key. Raises `KeyReusedError` if it was used with another body."""
+        return await self.query(lambda: self.jobs.submitted(idempotency_key, _sha256(body)))
 
-    async def change_problem(self, tenant: str, job_id: str, problem: Problem) -> None:
+    async def change_problem(self, job_id: str, problem: Problem) -> None:
         """Let the job go on with other costs, from its best schedule.
 
-        Raises `MissingError`, `QueueFullError`, and `ConflictError` if it cannot.
+        Raises `MissingError`, `TooManyOpenError`, and `ConflictError` if it cannot.
         """
         for _ in range(TRIES):
-            if await self._change_once(tenant, job_id, problem):
+            if await self._change_once(job_id, problem):
                 self.supervisor.nudge()
                 return
         raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
 
-    async def _change_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
+    async def _change_once(self, job_id: str, problem: Problem) -> bool:
         """Return False if an incumbent has come in since, from which the new problem would have to start."""
-        job, best = await self.query(lambda: self._best_for(tenant, job_id, problem))
-        initial = await self._find_first(tenant, problem, options_of(job), best, "carried")
+        job, best = await self.query(lambda: self._best_for(job_id, problem))
+        initial = await self._find_first(problem, options_of(job), best, "carried")
         try:
             await self.query(
                 lambda: self.jobs.change_problem(
-                    tenant, job_id, problem, initial, seen=job.last_seq, queue=self.settings.queue
+                    job_id, problem, initial, seen=job.last_seq, most_open=self.settings.open_jobs
                 )
             )
         except StaleError:
@@ -211,14 +210,12 @@ class Service:
         INCUMBENTS.inc(initial.best.schedule is not None)
         return True
 
-    def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], ReadSchedule | None]:
+    def _best_for(self, job_id: str, problem: Problem) -> tuple[Row[Any], ReadSchedule | None]:
         """The job, and what reads its last schedule with the new costs. Raises `ConflictError` if the structure
         changed."""
-        job = self.jobs.job(tenant, job_id)
+        job = self.jobs.job(job_id)
         if is_cancelled(job):
             raise ConflictError(CANCELLED_DETAIL)
-        if job.state == "stream":
-            raise ConflictError(STREAM_DETAIL)
         former = Problem.from_json(self.jobs.problem(job))
         if (structure(former), former.microbatches) != (structure(problem), problem.microbatches):
             raise ConflictError(

@@ -48,7 +48,7 @@ async def look_up(sent: LookupBody, context: Context) -> Response:
 
     def looked_up() -> dict[str, Any] | None:
         try:
-            hit = context.service.caches.cache_of(context.tenant).lookup(sent.problem, sent.objective)
+            hit = context.service.cache.open().lookup(sent.problem, sent.objective)
         except InputError as error:  # not the client's mistake
             raise ReplyError(503, f"The cache cannot be used: {error}", retry_s=60) from None
         if hit is None:

@@ -59,7 +59,7 @@ async function route() {
 function failed(error) {
   if (error instanceof Refused && error.status === 401) return askForKey();
   if (error instanceof Refused && error.status === 404)
-    return empty("There is no such job", "It was deleted, or it is another tenant's.", link("#/", "All jobs", "button"));
+    return empty("There is no such job", "It was deleted.", link("#/", "All jobs", "button"));
   return empty("This cannot be shown", error.message, button("Try again", route, "primary"));
 }
 
@@ -72,7 +72,7 @@ function askForKey() {
     route();
   });
   const title = sessionStorage.getItem(STORED_KEY) !== null ? "This key is not valid" : "This service needs a key";
-  const how = "On the service's machine, optpipe keys create --tenant NAME --scope submit --scope read makes one. It stays in this tab, and is gone when you close it.";
+  const how = "On the service's machine, optpipe keys create NAME --scope submit --scope read makes one. It stays in this tab, and is gone when you close it.";
   const made = empty(title, how, form);
   made.classList.add("key");
   return made;

@@ -155,8 +155,8 @@ export async function showJob(place, id, other, signal) {
     if (open) actions.append(button("Give more time", () => extend(job)), button("Cancel", act("POST", "/cancel")));
     if (job.best) actions.append(downloads(job, told));
     actions.append(button("Delete", () => purge(job), "danger"));
-    const asked = `${job.options.method}, shortest ${job.options.objective === "span" ? "span" : "makespan"}, `;
-    const submitted = ` ${job.state === "stream" ? "" : asked}submitted `;
+    const asked = `${job.options.method}, shortest ${job.options.objective === "span" ? "span" : "makespan"}`;
+    const submitted = ` ${asked}, submitted ${job.key_name ? `by ${job.key_name} ` : ""}`;
     const again = job.attempt > 1 ? `, attempt ${job.attempt}` : "";
     const changes = job.problem_version > 1 ? `, costs changed ${job.problem_version - 1} times` : "";
     const about = element("p", "quiet", badge(job), submitted, age(job.created_at), again, changes);

@@ -119,14 +119,13 @@ function jobTable(jobs, differences, chosen, choose) {
   return region("scrolls-x", "Jobs", made);
 }
 
-/** @param {{waiting: number, ahead: number, most_waiting: number, running: number, solves: number,
+/** @param {{waiting: number, running: number, most_open: number, solves: number,
  *   workers: {worker: string, jobs: string[]}[]}} queue
  * @param {Job[]} jobs */
 function queueCard(queue, jobs) {
   const figures = {
     searching: queue.running,
-    waiting: `${queue.waiting} of at most ${queue.most_waiting}`,
-    "before yours, of others": queue.ahead,
+    waiting: queue.waiting,
     "searches at a time here": queue.solves || "none: workers search",
   };
   const entries = Object.entries(figures).flatMap(([name, value]) => [element("dt", "", name), element("dd", "", `${value}`)]);

@@ -84,7 +84,7 @@ export function fill(select, options, chosen) {
   select.value = chosen;
 }
 
-const STATES = { queued: "waiting", running: "searching", stream: "stream of steps" };
+const STATES = { queued: "waiting", running: "searching" };
 
 /** A job's state. A proven answer is told apart from one that ran out of time.
  * @param {{state: string, status: string}} job */

@@ -27,8 +27,8 @@ from optpipe_server.database.leases import Claim, LostError, RequestedChanges
 from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
 from optpipe_server.database.tables import Level, State
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import within
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.limits import memory_exceeded, solver_memory_mib
 
 log = structlog.get_logger("optpipe.work")
@@ -50,7 +50,7 @@ class SolveEnvironment:
     """What all solves of a supervisor share."""
 
     leases: Leases
-    caches: TenantCaches
+    cache: ScheduleCache
     memory_mib: int | None  # for each
     stopping: threading.Event
 
@@ -269,6 +269,7 @@ class Solve:
 
     def _finish(self, state: State, best: Result) -> bool:
         """End the job; True if it goes on because of another problem or more time."""
+        self._environment.cache.keep(best)  # before it ends, so that whoever sees the end finds the schedule
         claim = self._held
         if not self._retry(partial(self._leases.finish, claim, state, best, self.spent_s)):
             self._continue_from(self._retry(partial(self._leases.reload, claim, self.spent_s)))
@@ -277,7 +278,6 @@ class Solve:
         metrics.SOLVES.labels(state).observe(self.spent_s)
         if best.gap is not None:
             metrics.GAP.observe(best.gap)
-        self._environment.caches.keep(claim.tenant, best)
         return False
 
     def _retry(self, call: Callable[[], T]) -> T:

@@ -12,8 +12,8 @@ import structlog
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.limits import ThreadBudget
 from optpipe_server.work.rounds import Heartbeat, Rounds, Watchdog
 from optpipe_server.work.solve import Solve, SolveEnvironment
@@ -42,14 +42,14 @@ class Supervisor(Rounds):
         What the database and the logs call this worker. No other process may have the same name.
     """
 
-    def __init__(self, settings: Settings, database: Database, caches: TenantCaches, name: str) -> None:
+    def __init__(self, settings: Settings, database: Database, cache: ScheduleCache, name: str) -> None:
         super().__init__("claims", "jobs cannot be claimed", LOOK_S)
         self._settings, self._worker = settings, name
         self._leases = Leases(database, name, settings.lease_s)
         self._threads = ThreadBudget(settings.threads, settings.solves)
         self._solves: dict[Solve, threading.Thread] = {}
         self._lock = threading.Lock()  # guards `_solves`
-        self._environment = SolveEnvironment(self._leases, caches, settings.memory_mib, self.stopping)
+        self._environment = SolveEnvironment(self._leases, cache, settings.memory_mib, self.stopping)
         self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
         self._watchdog = Watchdog(self.running)
         self._last_answer = time.monotonic()

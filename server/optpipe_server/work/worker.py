@@ -18,8 +18,8 @@ from prometheus_client import make_wsgi_app
 from optpipe.errors import InputError
 from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Reaper, Supervisor
 
 log = structlog.get_logger("optpipe.work")
@@ -56,7 +56,7 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
     database = _opened(settings.database, ended)
     if database is None:
         return
-    supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
+    supervisor = Supervisor(settings, database, ScheduleCache(settings, database), name)
     reaper = Reaper(database, supervisor.held)
     with closing(database), _answering(supervisor, metrics_host, metrics_port):
         reaper.start()

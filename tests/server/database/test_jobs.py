@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.problems.chain import chain
-from support.service.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
+from support.service.jobs import FAST, PROBLEM, SLOW, found, start, submit
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -12,8 +11,6 @@ from optpipe.results import Result
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError
-
-SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
 
 @pytest.fixture
@@ -24,8 +21,8 @@ def jobs(database: Database) -> Jobs:
 def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
     options = SolveOptions(method="cpsat", objective="span", time_limit_s=30.0, threads=3, solver="pulp:CBC")
     problem = PROBLEM.replace(name="a\0b")  # PostgreSQL has no NUL
-    job_id, new = jobs.add(A, NewJob(problem, options, 3), start(), queue=1)
-    job = jobs.job(A, job_id)
+    job_id, new = jobs.add(NewJob(problem, options, 3), start(), most_open=1)
+    job = jobs.job(job_id)
     assert new
     assert (job.state, job.problem_name, job.problem_sha256) == ("queued", "a\ufffdb", PROBLEM.sha256)
     assert (options_of(job), job.priority) == (options, 3)
@@ -44,36 +41,19 @@ def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
 
 
 def test_a_job_proven_at_submission_is_over(jobs: Jobs) -> None:
-    best, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(found(FAST, FAST.makespan_ms), "cache"), queue=0)
-    none, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(Result("infeasible", reason="device 0 needs\0more")), queue=0)
-    done, infeasible = jobs.job(A, best), jobs.job(A, none)
+    best, _ = jobs.add(NewJob(PROBLEM), InitialResult(found(FAST, FAST.makespan_ms), "cache"), most_open=0)
+    none, _ = jobs.add(NewJob(PROBLEM), InitialResult(Result("infeasible", reason="device 0 needs\0more")), most_open=0)
+    done, infeasible = jobs.job(best), jobs.job(none)
     assert (done.state, done.status, done.gap, done.ended_at is not None) == ("done", "optimal", 0.0, True)
     assert (infeasible.state, infeasible.reason, infeasible.last_seq) == ("infeasible", "device 0 needs\ufffdmore", 0)
     proven = InitialResult(found(FAST, FAST.makespan_ms))
-    milp, _ = jobs.add(A, NewJob(PROBLEM, SolveOptions(method="milp")), proven, queue=1)
-    assert jobs.job(A, milp).state == "queued"  # it runs whatever is known
-
-
-def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Database) -> None:
-    job_id = submit(database)
-    before = row(database, job_id)
-    assert jobs.page("b", None, None, 10) == []
-    for asked in (
-        lambda: jobs.job("b", job_id),
-        lambda: jobs.cancel("b", job_id),
-        lambda: jobs.extend("b", job_id, 1e3, 2),
-        lambda: jobs.change_problem("b", job_id, SLOWER, InitialResult(), seen=1, queue=9),
-        lambda: jobs.adopt("b", job_id, 1, 1, None),
-        lambda: jobs.purge("b", job_id),
-    ):
-        with pytest.raises(LookupError):
-            asked()
-    assert row(database, job_id) == before
+    milp, _ = jobs.add(NewJob(PROBLEM, SolveOptions(method="milp")), proven, most_open=1)
+    assert jobs.job(milp).state == "queued"  # it runs whatever is known
 
 
 def test_the_problem_of_a_job_that_was_deleted_meanwhile_is_missing(jobs: Jobs, database: Database) -> None:
-    job = jobs.job(A, submit(database))
-    jobs.purge(A, job.id)
+    job = jobs.job(submit(database))
+    jobs.purge(job.id)
     with pytest.raises(MissingError):
         jobs.problem(job)
 

@@ -15,7 +15,7 @@ from optpipe_server.database.keys import Caller, Keys
 from optpipe_server.database.tables import keys as table
 
 
-def test_a_key_gives_its_tenant_and_scopes(database: Database) -> None:
+def test_a_key_gives_its_name_and_scopes(database: Database) -> None:
     keys = Keys(database)
     assert not keys.read().any
     one, two = keys.create("a", ["read", "submit"]), keys.create("b", {"admin"})
@@ -23,7 +23,7 @@ def test_a_key_gives_its_tenant_and_scopes(database: Database) -> None:
     assert keys.read().check(one) == Caller("a", frozenset({"read", "submit"}))
     assert keys.read().check(two) == Caller("b", frozenset({"admin"}))
     # A set, because the order is open if both were made in the same millisecond.
-    listed = {(row.tenant, row.scopes, row.revoked_at) for row in keys.list()}
+    listed = {(row.name, row.scopes, row.revoked_at) for row in keys.list()}
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
 
 
@@ -77,19 +77,19 @@ def test_a_revoked_key_is_rejected_and_keys_are_still_required(database: Databas
 
 
 @pytest.mark.parametrize(
-    ("tenant", "scopes", "message"),
+    ("name", "scopes", "message"),
     [
-        ("", ["read"], "tenant = ''"),
-        ("x" * 65, ["read"], "tenant = 'xxx"),
-        ("a b", ["read"], "tenant = 'a b'"),
-        ("a\n", ["read"], "tenant = "),
+        ("", ["read"], "name = ''"),
+        ("x" * 65, ["read"], "name = 'xxx"),
+        ("a b", ["read"], "name = 'a b'"),
+        ("a\n", ["read"], "name = "),
         ("a", ["write"], "scope = 'write': expected submit, read, admin"),
         ("a", [], "scope: a key needs at least one"),
     ],
 )
-def test_a_wrong_tenant_or_scope_is_refused(database: Database, tenant: str, scopes: list[str], message: str) -> None:
+def test_a_wrong_name_or_scope_is_refused(database: Database, name: str, scopes: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Keys(database).create(tenant, scopes)
+        Keys(database).create(name, scopes)
     assert not Keys(database).read().any
 
 
@@ -99,7 +99,7 @@ def test_the_commands_work_beside_a_running_service(database: Database, database
         assert result.exit_code == 0, result.exception
         return result.stdout
 
-    key = optpipe("create", "--tenant", "a", "--scope", "submit", "--scope", "read")
+    key = optpipe("create", "a", "--scope", "submit", "--scope", "read")
     assert Keys(database).read().check(key.strip()) == Caller("a", frozenset({"submit", "read"}))
     key_id = key.split("_")[1]
     [shown] = json.loads(optpipe("list", "--json"))

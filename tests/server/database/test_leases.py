@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from random import Random
 
 import pytest
 from sqlalchemy import Connection, func, select, update
 from support.problems.chain import chain, gpipe
 from support.service import running, settings_in
-from support.service.jobs import FAST, SLOW, A, expire, found, row, submit
+from support.service.jobs import FAST, SLOW, expire, found, row, submit
 
 from optpipe_cache import Cache, Retention
 from optpipe_cache.storage import KEEP_ALL
@@ -33,37 +29,6 @@ def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
     claim = leases.claim()
     assert claim is not None
     return leases, claim
-
-
-def test_the_queue_tells_how_many_come_before(database: Database) -> None:
-    """As many as are claimed before, if no job ends."""
-    leases, queries, random = Leases(database, "w"), Jobs(database), Random(7)
-    for tenant in random.choices("abcd", (8, 4, 2, 1), k=40):
-        submit(database, tenant, priority=random.randint(-9, 9))
-    for _ in range(15):
-        claim = leases.claim()
-        if claim and random.random() < 0.5:
-            leases.finish(claim, "done", found(SLOW), 1.0)
-    told = {tenant: queries.queue(tenant) for tenant in "abcde"}
-    order = [claim.tenant for claim in iter(leases.claim, None) if claim]
-    for tenant, (_, waiting, ahead) in told.items():
-        assert waiting == order.count(tenant)
-        assert ahead == (order.index(tenant) if waiting else 0), tenant
-
-
-def test_workers_that_claim_at_once_share_alike(database: Database) -> None:
-    for tenant in "aaaaaaaaaaaabbbcccc":
-        submit(database, tenant, priority=100 if tenant == "a" else 0)
-    workers = 9
-    ready = threading.Barrier(workers)
-
-    def claimed_by(worker: int) -> str:
-        ready.wait()
-        claim = Leases(database, f"w{worker}").claim()
-        return claim.tenant if claim else ""
-
-    with ThreadPoolExecutor(workers) as pool:
-        assert Counter(pool.map(claimed_by, range(workers))) == {"a": 3, "b": 3, "c": 3}
 
 
 def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
@@ -98,18 +63,18 @@ def test_a_clock_that_was_set_back_does_not_block_jobs(database: Database) -> No
     assert reap(database) == [job_id]
 
 
-def test_of_each_tenant_the_jobs_that_ended_last_are_kept(database: Database) -> None:
-    over = [submit(database, tenant) for tenant in ("a", "b", "a", "a")]
+def test_the_jobs_that_ended_last_are_kept(database: Database) -> None:
+    over = [submit(database) for _ in range(4)]
     leases = Leases(database, "w")
     for _ in over:
         claim = leases.claim()
         assert claim is not None
         leases.finish(claim, "done", found(FAST), 1.0)
-    waiting = submit(database, "a")
+    waiting = submit(database)
     assert prune(database, Retention(4)) == 0
-    assert prune(database, Retention(1)) == 2
+    assert prune(database, Retention(2)) == 2
     with database.read() as db:
-        assert set(db.execute(select(jobs.c.id)).scalars()) == {over[1], over[3], waiting}
+        assert set(db.execute(select(jobs.c.id)).scalars()) == {over[2], over[3], waiting}
         assert db.execute(select(func.count()).select_from(incumbents)).scalar_one() == 3, "one of each job"
     assert prune(database, Retention(0)) == 2
 
@@ -122,7 +87,7 @@ def test_a_service_deletes_what_it_does_not_keep(tmp_path: Path, kept: Retention
         submit(database)
         leases, claim = claimed(database)
         leases.finish(claim, "done", found(FAST), 1.0)
-        Cache(TableStorage(database, A)).add(gpipe(chain()), "feasible")
+        Cache(TableStorage(database)).add(gpipe(chain()), "feasible")
         before = (datetime.now(UTC) - timedelta(days=8)).isoformat()
         with database.write() as db:
             db.execute(update(jobs).values(ended_at=before))
@@ -142,7 +107,7 @@ def test_a_job_that_goes_on_meanwhile_is_not_deleted(database: Database, monkeyp
 
     def after_another_problem() -> AbstractContextManager[Connection]:
         monkeypatch.setattr(database, "write", write)
-        Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
+        Jobs(database).change_problem(job_id, chain(scale=2.0), InitialResult(), seen=1, most_open=9)
         return write()
 
     monkeypatch.setattr(database, "write", after_another_problem)

@@ -19,46 +19,44 @@ from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe_server.database import InitialResult, NewJob, reap
 from optpipe_server.database.leases import Claim
-from optpipe_server.database.refusals import CANCELLED, ConflictError, KeyReusedError, QueueFullError, StaleError
+from optpipe_server.database.refusals import CANCELLED, ConflictError, KeyReusedError, StaleError, TooManyOpenError
 from optpipe_server.database.tables import OPEN
 
-QUEUE = 3
-TENANTS = ("a", "b")
+MOST_OPEN = 3
+NAMES = ("a", "b")
 STARTS = st.none() | st.tuples(st.integers(0, 1), BOUNDS)
 
 
 class Model(WorkerRules):
     """What clients do, and what happens to workers."""
 
-    def queued(self, tenant: str) -> int:
-        return sum(job.tenant == tenant and job.state == "queued" for job in self.known.values())
+    def open(self, name: str) -> int:
+        return sum(job.key_name == name and job.state in OPEN for job in self.known.values())
 
     def start(self, problem: Problem, given: tuple[int, float] | None) -> InitialResult:
         return InitialResult(result_of(SCHEDULES[problem.sha256][given[0]], given[1])) if given else InitialResult()
 
     @rule(
         target=WorkerRules.ids,
-        tenant=st.sampled_from(TENANTS),
+        name=st.sampled_from(NAMES),
         problem=st.sampled_from(PROBLEMS),
         given=STARTS,
         priority=st.integers(0, 1),
         key=st.sampled_from([None, None, "k", "l"]),
     )
     def submit(
-        self, tenant: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None
+        self, name: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None
     ) -> object:
         start = self.start(problem, given)
-        asked = NewJob(problem, SolveOptions(time_limit_s=10.0), priority)
+        asked = NewJob(problem, SolveOptions(time_limit_s=10.0), priority, name, key, problem.sha256)
         first_state = start.state(asked.options)
-        there = next(
-            (job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None
-        )
+        there = next((job_id for job_id, job in self.known.items() if key and job.key == key), None)
         try:
-            job_id, new = self.jobs.add(tenant, asked, start, queue=QUEUE, key=key, body_sha256=problem.sha256)
-        except QueueFullError:
+            job_id, new = self.jobs.add(asked, start, most_open=MOST_OPEN)
+        except TooManyOpenError:
             assert there is None
             assert first_state == "queued"
-            assert self.queued(tenant) >= QUEUE
+            assert self.open(name) >= MOST_OPEN
             return multiple()
         except KeyReusedError:
             assert there is not None
@@ -68,9 +66,9 @@ class Model(WorkerRules):
             assert (there, self.first_problem[job_id]) == (job_id, problem.sha256)
             return multiple()
         assert there is None
-        assert first_state != "queued" or self.queued(tenant) < QUEUE
+        assert first_state != "queued" or self.open(name) < MOST_OPEN
         self.number += 1
-        job = Known(tenant, problem, priority, self.number, 10.0, first_state, key)
+        job = Known(name, problem, priority, self.number, 10.0, first_state, key)
         job.learn(start.best)
         if start.best.schedule is not None:
             job.add(start.best)
@@ -84,9 +82,9 @@ class Model(WorkerRules):
         job = self.known.get(job_id)
         if job is None:
             with pytest.raises(LookupError):
-                self.jobs.cancel("a", job_id)
+                self.jobs.cancel(job_id)
             return
-        self.jobs.cancel(job.tenant, job_id)
+        self.jobs.cancel(job_id)
         if job.state == "queued":
             job.cancel = True
             job.end("cancelled", CANCELLED)
@@ -102,7 +100,7 @@ class Model(WorkerRules):
         version = row(self.database, job_id).version
         wanted = job.time_limit_s + more
         try:
-            self.jobs.extend(job.tenant, job_id, wanted, version - stale)
+            self.jobs.extend(job_id, wanted, version - stale)
         except StaleError:
             assert stale
         except ConflictError:
@@ -123,23 +121,23 @@ class Model(WorkerRules):
         first_state = start.state(SolveOptions())
         seen = len(job.incumbents) - stale
         try:
-            self.jobs.change_problem(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
+            self.jobs.change_problem(job_id, problem, start, seen=seen, most_open=MOST_OPEN)
         except ConflictError:
             assert job.state == "cancelled" or (job.cancel and job.state in OPEN)
             return
         except StaleError:
             assert stale
             return
-        except QueueFullError:
+        except TooManyOpenError:
             assert first_state == "queued"
             assert job.state not in OPEN
-            assert self.queued(job.tenant) >= QUEUE
+            assert self.open(job.key_name) >= MOST_OPEN
             return
         assert not stale
         assert job.state != "cancelled"
         assert not (job.cancel and job.state in OPEN)
         job.cancel = False
-        assert first_state != "queued" or job.state in OPEN or self.queued(job.tenant) < QUEUE
+        assert first_state != "queued" or job.state in OPEN or self.open(job.key_name) < MOST_OPEN
         job.state = "running" if first_state == "queued" and job.state == "running" else first_state
         job.worker = job.worker if job.state == "running" else None
         job.problem, job.version, job.reason, job.bound = problem, job.version + 1, None, None
@@ -155,7 +153,7 @@ class Model(WorkerRules):
         if job is None:
             return
         try:
-            self.jobs.adopt(job.tenant, job_id, seq, step, None)
+            self.jobs.adopt(job_id, seq, step, None)
         except LookupError:
             assert not 1 <= seq <= len(job.incumbents)
             return
@@ -168,9 +166,9 @@ class Model(WorkerRules):
         job = self.known.pop(job_id, None)
         if job is None:
             with pytest.raises(LookupError):
-                self.jobs.purge("a", job_id)
+                self.jobs.purge(job_id)
         else:
-            self.jobs.purge(job.tenant, job_id)
+            self.jobs.purge(job_id)
             assert (self.jobs.incumbents(job_id), self.jobs.bounds(job_id), self.jobs.log(job_id, 0, 9)) == ([], [], [])
 
     @rule(claim=WorkerRules.claims)
@@ -194,12 +192,11 @@ class Model(WorkerRules):
 
     @invariant()
     def the_database_says_the_same(self) -> None:
-        for tenant in TENANTS:
-            there = {job.id: job for job in self.jobs.page(tenant, None, None, 200)}
-            assert {*there} == {job_id for job_id, job in self.known.items() if job.tenant == tenant}
-            assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
-            for job_id, job in there.items():
-                self.known[job_id].is_as(job, self.jobs.incumbents(job_id), self.jobs.bounds(job_id))
+        there = {job.id: job for job in self.jobs.page(None, None, 200)}
+        assert {*there} == {*self.known}
+        assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
+        for job_id, job in there.items():
+            self.known[job_id].is_as(job, self.jobs.incumbents(job_id), self.jobs.bounds(job_id))
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.soak)])

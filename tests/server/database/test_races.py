@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service.jobs import PROBLEM, A, expire, found, row, start, submit
+from support.service.jobs import PROBLEM, expire, found, row, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.leases import LostError
-from optpipe_server.database.refusals import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.refusals import ConflictError, StaleError, TooManyOpenError
 
 SLOWER = chain(scale=2.0)
 
@@ -54,23 +54,23 @@ def test_no_job_is_claimed_twice(database: Database) -> None:
     assert {row(database, job_id).attempt for job_id in ids} == {1}
 
 
-def test_the_queue_limit_holds_under_concurrency(database: Database) -> None:
-    def add(tenant: str) -> object:
-        return Jobs(database).add(tenant, NewJob(PROBLEM), start(), queue=10)
+def test_the_limit_of_open_jobs_holds_under_concurrency(database: Database) -> None:
+    def add(name: str) -> object:
+        return Jobs(database).add(NewJob(PROBLEM, key_name=name), start(), most_open=10)
 
-    answers = at_once(*(partial(add, tenant) for tenant in ["a", "b"] * 12))
-    assert sum(isinstance(answer, QueueFullError) for answer in answers) == 4
+    answers = at_once(*(partial(add, name) for name in ["a", "b"] * 12))
+    assert sum(isinstance(answer, TooManyOpenError) for answer in answers) == 4
     assert sum(isinstance(answer, tuple) for answer in answers) == 20
-    for tenant in ("a", "b"):
-        assert len(Jobs(database).page(tenant, None, None, 99)) == 10
+    names = [job.key_name for job in Jobs(database).page(None, None, 99)]
+    assert sorted(names) == ["a"] * 10 + ["b"] * 10
 
 
 def test_one_idempotency_key_makes_one_job(database: Database) -> None:
     def add() -> object:
-        return Jobs(database).add(A, NewJob(PROBLEM), start(), queue=10, key="k", body_sha256="x")
+        return Jobs(database).add(NewJob(PROBLEM, idempotency_key="k", body_sha256="x"), start(), most_open=10)
 
     answers = at_once(*[add] * 12)
-    [job] = Jobs(database).page(A, None, None, 99)
+    [job] = Jobs(database).page(None, None, 99)
     assert sorted(answers) == [(job.id, False)] * 11 + [(job.id, True)]  # type: ignore[type-var]
 
 
@@ -79,24 +79,24 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
     """Clients, workers and reapers on a few jobs: only allowed errors occur, and every job stays consistent."""
     jobs = Jobs(database)
     ids = [submit(database, time_limit_s=1.0) for _ in range(3)]
-    refused = (ConflictError, StaleError, QueueFullError, LostError)
+    refused = (ConflictError, StaleError, TooManyOpenError, LostError)
 
     def client(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(rounds):
-            job = jobs.job(A, chance.choice(ids))
+            job = jobs.job(chance.choice(ids))
             with suppress(*refused):
                 match chance.randrange(4):
                     case 0:
                         posed = chance.choice([PROBLEM, SLOWER])
                         best = chance.choice([InitialResult(), InitialResult(found(one_by_one(posed)), "carried")])
-                        jobs.change_problem(A, job.id, posed, best, seen=job.last_seq, queue=9)
+                        jobs.change_problem(job.id, posed, best, seen=job.last_seq, most_open=9)
                     case 1:
-                        jobs.extend(A, job.id, options_of(job).time_limit_s + 1, job.version)
+                        jobs.extend(job.id, options_of(job).time_limit_s + 1, job.version)
                     case 2:
-                        jobs.adopt(A, job.id, max(1, job.last_seq), chance.randrange(9), None)
+                        jobs.adopt(job.id, max(1, job.last_seq), chance.randrange(9), None)
                     case 3:
-                        jobs.add(A, NewJob(PROBLEM), start(), queue=3)
+                        jobs.add(NewJob(PROBLEM), start(), most_open=3)
 
     def worker(seed: int) -> None:
         chance, leases = random.Random(seed), Leases(database, f"w{seed}")
@@ -123,7 +123,7 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
 
     calls = [partial(each, k) for each in (client, worker) for k in range(3)] + [reaper]
     assert at_once(*calls) == [None] * len(calls)
-    for job in jobs.page(A, None, None, 200):
+    for job in jobs.page(None, None, 200):
         known = jobs.incumbents(job.id)
         assert [each.seq for each in known] == [*range(1, job.last_seq + 1)]
         values: dict[int, list[float]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -28,11 +27,12 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.schedule import Schedule, check
+from optpipe_cache import Cache, Retention
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules
-from optpipe_server.settings import LOCAL, Settings
-from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.settings import Settings
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
@@ -40,11 +40,11 @@ SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
 MODULE, FAKE = optpipe_server.first_schedules.MODULE, "support.fakes.first_process"
 
 
-class TenantView:
-    """`FirstSchedules` as one tenant uses it, and the requests that its processes have read."""
+class View:
+    """`FirstSchedules` with a cache, and the requests that its processes have read."""
 
-    def __init__(self, finder: FirstSchedules, caches: TenantCaches, tenant: str, log: Path) -> None:
-        self.first_schedules, self.cache, self.tenant, self._log = finder, caches.cache_of(tenant), tenant, log
+    def __init__(self, finder: FirstSchedules, cache: Cache, log: Path) -> None:
+        self.first_schedules, self.cache, self._log = finder, cache, log
 
     def start(
         self,
@@ -57,7 +57,7 @@ class TenantView:
     ) -> InitialResult:
         read = None if given is None else lambda: given
         asked, deadline = SolveOptions(method=method, **options), time.monotonic() + within_s
-        start = self.first_schedules.find(self.tenant, problem, asked, read, source, deadline)
+        start = self.first_schedules.find(problem, asked, read, source, deadline)
         if found := start.best.schedule:
             assert check(found.placement.apply(problem) if found.placement else problem, found) == []
         return start
@@ -72,8 +72,8 @@ class TenantView:
 
 
 @contextmanager
-def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
-    """Yield a function that returns another tenant's view at each call."""
+def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], View]]:
+    """Yield a function that empties the cache and returns a view."""
     settings = Settings(
         f"sqlite:///{folder / 'jobs.sqlite'}",
         folder / "cache.sqlite",
@@ -81,17 +81,22 @@ def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView
         first_schedule_processes=processes,
     )
     database = Database(settings.database)
-    caches, tenants = TenantCaches(settings, database), itertools.count()
-    finder = FirstSchedules(settings, caches)
+    cache = ScheduleCache(settings, database)
+    finder = FirstSchedules(settings, cache)
+
+    def view() -> View:
+        cache.open().storage.prune(Retention(0))
+        return View(finder, cache.open(), folder / "log")
+
     try:
-        yield lambda: TenantView(finder, caches, f"tenant{next(tenants)}", folder / "log")
+        yield view
     finally:
         finder.close()
         database.close()
 
 
 @contextmanager
-def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
+def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], View]]:
     """The same with processes that do what the method says; none is left afterwards."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -103,25 +108,25 @@ def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
 
 
 @pytest.fixture(scope="module")
-def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], TenantView]]:
+def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], View]]:
     with odd(tmp_path_factory.mktemp("odd")) as view:
         yield view
 
 
 @pytest.fixture
-def view(views: Callable[[], TenantView]) -> TenantView:
+def view(views: Callable[[], View]) -> View:
     return views()
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[TenantView]:
+def alone(tmp_path: Path) -> Iterator[View]:
     """A view that no other test uses."""
     with odd(tmp_path, processes=2) as view:
         yield view()
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantView]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
     with pytest.MonkeyPatch.context() as patched:  # `views` may be there already
         patched.setattr(optpipe_server.first_schedules, "MODULE", MODULE)
         with opened(tmp_path_factory.mktemp("real")) as view:
@@ -151,9 +156,10 @@ def test_a_method_that_does_not_apply_is_refused_even_if_an_answer_is_cached(rea
 
 def test_an_unusable_cache_is_ignored(tmp_path):
     with odd(tmp_path) as views:
+        view = views()
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
-        start = views().first_schedules.find(
-            LOCAL, TIGHT, SolveOptions(method="good"), None, "warm_start", time.monotonic() + SOON_S
+        start = view.first_schedules.find(
+            TIGHT, SolveOptions(method="good"), None, "warm_start", time.monotonic() + SOON_S
         )
     assert start.best.schedule
 

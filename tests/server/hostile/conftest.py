@@ -1,4 +1,4 @@
-"""A service that accepts jobs but solves none, and whose queue is never full."""
+"""A service that accepts jobs but solves none, and and any number of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from optpipe_server.http import own_processes
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A tenant of it, on each database."""
-    folder, asks_nobody = tmp_path_factory.mktemp("service"), {"solves": 0, "queue": 10**6, "first_schedule_s": 1.0}
+    """A client of it, on each database."""
+    folder, asks_nobody = tmp_path_factory.mktemp("service"), {"solves": 0, "open_jobs": 10**6, "first_schedule_s": 1.0}
     with (
         pytest.MonkeyPatch.context() as patched,
         database_of(request) as database,

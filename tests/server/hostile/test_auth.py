@@ -19,7 +19,6 @@ from optpipe_server.database.keys import SCOPES, Keys, KnownKeys
 from optpipe_server.http import auth, guarded_route
 from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import HANDLERS
-from optpipe_server.settings import LOCAL
 
 WHERE = [(auth.READ, "GET", "/v1/jobs"), (auth.SUBMIT, "POST", "/v1/jobs"), (auth.ADMIN, "GET", "/metrics")]
 
@@ -40,7 +39,7 @@ def app(keys: Keys) -> FastAPI:
 
     async def answer(request: Request) -> dict[str, Any]:
         caller = request.state.caller
-        return {"tenant": caller.tenant, "scopes": sorted(caller.scopes), "body": (await request.body()).decode()}
+        return {"name": caller.name, "scopes": sorted(caller.scopes), "body": (await request.body()).decode()}
 
     for scope, method, path in WHERE:
         router.add_api_route(path, answer, methods=[method], dependencies=[scope])
@@ -83,7 +82,7 @@ def test_without_keys_this_machine_may_do_everything(client: Local) -> None:
         ("LOCALHOST:1", "127.0.0.1"),
     ):
         assert client.get("/v1/jobs", {"Host": host}, peer).json() == {
-            "tenant": LOCAL,
+            "name": None,
             "scopes": sorted(SCOPES),
             "body": "",
         }
@@ -113,7 +112,7 @@ def test_without_keys_other_machines_are_refused(client: Local) -> None:
 def test_with_a_key_any_host_and_machine_is_answered(client: Local, keys: Keys) -> None:
     key = keys.create("lab", ["read"])
     reply = client.get("/v1/jobs", bearer(key) | {"Host": "optpipe.example"}, "10.0.0.9")
-    assert reply.json() == {"tenant": "lab", "scopes": ["read"], "body": ""}
+    assert reply.json() == {"name": "lab", "scopes": ["read"], "body": ""}
 
 
 def test_once_there_is_a_key_one_is_required(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:

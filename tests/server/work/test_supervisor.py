@@ -26,7 +26,6 @@ from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError, StaleError
 from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
-from optpipe_server.settings import LOCAL
 from optpipe_server.work import Reaper, rounds, solve
 
 
@@ -53,7 +52,7 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
         one_by_one(problem()).makespan_ms,
         gpipe(problem()).makespan_ms,
     ]
-    hit = work.caches.cache_of(LOCAL).lookup(problem())
+    hit = work.cache.open().lookup(problem())
     assert hit is not None
     assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
 
@@ -63,15 +62,15 @@ def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) 
     with work.supervisor(solves=1) as supervisor:
         work.found(running)
         (search,) = supervisor.running()
-        work.jobs.cancel(LOCAL, waiting)
-        work.jobs.cancel(LOCAL, running)
+        work.jobs.cancel(waiting)
+        work.jobs.cancel(running)
         job = work.ended(running)
         assert (job.state, job.last_seq, job.reason) == ("cancelled", 1, "the job was cancelled")
         assert (work.job(waiting).state, work.job(waiting).attempt) == ("cancelled", 0)
         until(lambda: not supervisor.running())
         proven = work.submit("prove")
         work.ended(proven)
-        work.jobs.cancel(LOCAL, proven)
+        work.jobs.cancel(proven)
         search.end("cancelled")  # as late as can be
     assert (work.job(proven).state, work.job(proven).status) == ("done", "optimal")
 
@@ -85,14 +84,14 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
         until(lambda: work.job(extended).state == "running")
         while options_of(work.job(extended)).time_limit_s < 40.0:
             with suppress(StaleError):  # where a schedule is found at that moment
-                work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
+                work.jobs.extend(extended, 40.0, work.job(extended).version)
         more.set()
         first_s = work.job(extended).spent_s
         work.found(drifting)
         while work.job(drifting).problem_version == 1 and work.job(drifting).state == "running":
             with suppress(StaleError):  # or another one
                 work.jobs.change_problem(
-                    LOCAL, drifting, problem(3.0), InitialResult(), seen=work.job(drifting).last_seq, queue=10
+                    drifting, problem(3.0), InitialResult(), seen=work.job(drifting).last_seq, most_open=10
                 )
         job = work.ended(drifting)
         assert (job.state, job.status, job.problem_version, job.problem_sha256) == (
@@ -132,7 +131,7 @@ def test_a_bound_that_rises_is_told_while_the_search_goes_on(work: Work) -> None
     with work.supervisor():
         until(lambda: (work.job(rising).lower_bound_ms or 0.0) > 0.8 * length)
         assert work.job(rising).state == "running"
-        work.jobs.cancel(LOCAL, rising)
+        work.jobs.cancel(rising)
         job = work.ended(rising)
     assert (job.value_ms, job.lower_bound_ms) == (length, pytest.approx(0.9 * length))
     told = [bound.lower_bound_ms for bound in work.jobs.bounds(rising)]
@@ -191,7 +190,7 @@ def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     with work.supervisor("second"):
         assert work.ended(steps).status == "optimal"
         until(lambda: work.job(hanging).worker == "second")
-        work.jobs.cancel(LOCAL, hanging)
+        work.jobs.cancel(hanging)
         assert work.ended(hanging).attempt == 2
     sound(work.database)
 
@@ -204,7 +203,7 @@ def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pyte
         work.found(job_id)
         pid = int(file.read_text())
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
-        work.jobs.purge(LOCAL, job_id)
+        work.jobs.purge(job_id)
         until(lambda: not supervisor.running() and over(pid))
     with pytest.raises(MissingError):
         work.job(job_id)

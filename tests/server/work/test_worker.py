@@ -21,7 +21,7 @@ from support.until import until
 
 from optpipe import InputError
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
-from optpipe_server.settings import LOCAL, Settings
+from optpipe_server.settings import Settings
 from optpipe_server.work import Reaper, worker
 
 OPTPIPE = [sys.executable, "-m", "optpipe_cli"]
@@ -65,9 +65,9 @@ def started(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str
 def test_the_command_works_and_ends_when_told(postgres_url: str, tmp_path: Path) -> None:
     database = Database(postgres_url)
     jobs = Jobs(database)
-    job_id, _ = jobs.add(LOCAL, NewJob(problem()), InitialResult(), queue=10)
+    job_id, _ = jobs.add(NewJob(problem()), InitialResult(), most_open=10)
     with started(postgres_url, tmp_path) as (process, url):
-        until(lambda: jobs.job(LOCAL, job_id).status == "optimal")
+        until(lambda: jobs.job(job_id).status == "optimal")
         client = client_at(url)
         health = client.get("/healthz").json()
         assert (health["status"], health["database"]) == ("ok", "ok")

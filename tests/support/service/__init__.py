@@ -21,7 +21,7 @@ from optpipe_server.http.server import Server, listen, make_server
 
 
 def client_at(url: str, key: str | None = None, **headers: str) -> httpx.Client:
-    """Return a client of a service, with a key that of its tenant."""
+    """Return a client of a service, with a key if one is given."""
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     # `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.

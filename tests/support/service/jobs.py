@@ -17,7 +17,6 @@ from support.problems.chain import chain, gpipe, one_by_one
 
 PROBLEM = chain()
 SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)
-A = "a"  # a tenant
 
 
 def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
@@ -30,11 +29,11 @@ def start(schedule: Schedule | None = SLOW) -> InitialResult:
     return InitialResult(found(schedule)) if schedule else InitialResult()
 
 
-def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
+def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
     """Add a waiting job; return its id."""
     priority = wanted.pop("priority", 0)
     asked = NewJob(wanted.pop("problem", PROBLEM), SolveOptions(**wanted), priority)
-    job_id, new = Jobs(database).add(tenant, asked, start(schedule), queue=100)
+    job_id, new = Jobs(database).add(asked, start(schedule), most_open=100)
     assert new
     return job_id
 
@@ -46,6 +45,6 @@ def expire(database: Database, *job_ids: str) -> None:
 
 
 def row(database: Database, job_id: str) -> Any:
-    """Return a job of any tenant."""
+    """Return a job."""
     with database.read() as db:
         return db.execute(select(jobs).where(jobs.c.id == job_id)).one()

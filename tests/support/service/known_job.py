@@ -19,7 +19,7 @@ from optpipe_server.database.upkeep import MOST_LOSSES
 class Known:
     """A job as it should be."""
 
-    tenant: str
+    key_name: str
     problem: Problem
     priority: int
     number: int
@@ -95,6 +95,7 @@ class Known:
 
     def is_as(self, job: Any, incumbents: Sequence[Any], bounds: Sequence[Any]) -> None:
         """The rows say the same."""
+        assert (job.key_name, job.idempotency_key) == (self.key_name, self.key)
         assert (job.state, job.reason, job.status, job.lower_bound_ms) == (
             self.state,
             self.reason,

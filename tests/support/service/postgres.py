@@ -42,7 +42,7 @@ OPTIONS = {
 EMPTY = """
 select pg_terminate_backend(pid, 1000) from pg_stat_activity
 where datname = current_database() and pid != pg_backend_pid();
-delete from jobs; delete from keys; delete from schedules; delete from turns;
+delete from jobs; delete from keys; delete from schedules;
 alter sequence jobs_number_seq restart; alter sequence log_number_seq restart
 """
 

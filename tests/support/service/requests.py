@@ -1,4 +1,4 @@
-"""One valid request for every route of the service, as the job's tenant sends it."""
+"""One valid request for every route of the service, as its clients send it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import httpx
 from fastapi import FastAPI
 
 from optpipe.schedule import ScheduleFile
-from optpipe_server.http.examples import RULES
 from optpipe_server.http.guarded_route import UPLOADED
 from support.problems.chain import chain, gpipe
 
@@ -72,8 +71,6 @@ CALLS = [
     Call("GET", "/v1/jobs/{job_id}/figure", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
-    Call("GET", "/v1/jobs/{job_id}/rules", "read", 409),  # it is no stream
-    Call("PUT", "/v1/jobs/{job_id}/rules", "submit", 409, RULES),
     Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
     Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),
     Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over

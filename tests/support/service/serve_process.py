@@ -18,7 +18,7 @@ START = """
 import sys, optpipe_server.first_schedules
 from optpipe import solvers
 database, port, solvers.installed().SEARCH, optpipe_server.first_schedules.MODULE = sys.argv[1:]
-optpipe_server.serve(optpipe_server.Settings(database, queue=10_000, pack=None), port=int(port))
+optpipe_server.serve(optpipe_server.Settings(database, open_jobs=10_000, pack=None), port=int(port))
 """
 FAKES = ("support.fakes.solver", "support.fakes.first_process")
 Process = tuple[subprocess.Popen[str], httpx.Client]

@@ -17,8 +17,8 @@ from optpipe.process import process_tree
 from optpipe.process.protocol import Programs
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
-from optpipe_server.settings import LOCAL, Settings
-from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.settings import Settings
 from optpipe_server.work import Supervisor
 from support.problems.chain import chain
 from support.until import until
@@ -37,11 +37,11 @@ class Work:
         self.settings = Settings(
             cache=folder / "cache.sqlite", pack=None, threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5
         )
-        self.caches = TenantCaches(self.settings, database)
+        self.cache = ScheduleCache(self.settings, database)
 
     @contextmanager
     def supervisor(self, name: str = "worker", **settings: Any) -> Iterator[Supervisor]:
-        supervisor = Supervisor(replace(self.settings, **settings), self.database, self.caches, name)
+        supervisor = Supervisor(replace(self.settings, **settings), self.database, self.cache, name)
         supervisor.start()
         try:
             yield supervisor
@@ -57,15 +57,14 @@ class Work:
         time_limit_s: float = 50.0,
         start: InitialResult | None = None,
         priority: int = 0,
-        tenant: str = LOCAL,
         **options: Any,
     ) -> str:
         asked = SolveOptions(method=method, time_limit_s=time_limit_s, **options)
         job = NewJob(posed or problem(), asked, priority)
-        return self.jobs.add(tenant, job, start or InitialResult(), queue=1000)[0]
+        return self.jobs.add(job, start or InitialResult(), most_open=1000)[0]
 
     def job(self, job_id: str) -> Any:
-        return self.jobs.job(LOCAL, job_id)
+        return self.jobs.job(job_id)
 
     def ended(self, job_id: str) -> Any:
         """Wait until the job is over; return it."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from optpipe import solvers
 from optpipe.process import process_tree
 from optpipe_server.database import Database
+from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Reaper, Supervisor, solve
 from optpipe_server.work.worker import work
 
@@ -77,7 +77,7 @@ def main(url: str, name: str, cache: str) -> None:
         work(settings, name)
         return
     database = Database(url)
-    supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
+    supervisor = Supervisor(settings, database, ScheduleCache(settings, database), name)
     reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))

@@ -44,7 +44,6 @@ class WorkerRules(RuleBasedStateMachine):
         self.jobs = Jobs(self.database)
         self.workers = {name: Leases(self.database, name) for name in ("v", "w")}
         self.known: dict[str, Known] = {}
-        self.turns: dict[str, int] = {}  # by tenant, the number of its last claim
         self.number = 0
         self.first_problem: dict[str, str] = {}  # by the job, what its key came with
 
@@ -67,25 +66,14 @@ class WorkerRules(RuleBasedStateMachine):
         assert job is not None
         return job, answer
 
-    def turn(self, tenant: str) -> tuple[int, int, int]:
-        """What orders the turns of tenants: how many jobs run, the last turn, the oldest job that waits."""
-        states = [(job.state, job.number) for job in self.known.values() if job.tenant == tenant]
-        oldest = min((number for state, number in states if state == "queued"), default=0)
-        return sum(state == "running" for state, _ in states), self.turns.get(tenant, 0), oldest
-
     @rule(target=claims, worker=WORKERS)
     def claim(self, worker: str) -> object:
         claim = self.workers[worker].claim()
-        waiting = [
-            (*self.turn(job.tenant), -job.priority, job.number, job_id)
-            for job_id, job in self.known.items()
-            if job.state == "queued"
-        ]
+        waiting = [(-job.priority, job.number, job_id) for job_id, job in self.known.items() if job.state == "queued"]
         if claim is None:
             assert not waiting
             return multiple()
         assert claim.job_id == min(waiting)[-1]
-        self.turns[claim.tenant] = 1 + max(self.turns.values(), default=0)
         job = self.known[claim.job_id]
         job.state, job.worker, job.attempt = "running", worker, job.attempt + 1
         job.changes += 1
