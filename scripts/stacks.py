@@ -44,7 +44,7 @@ STACKS = {
             "tests/runtime/test_huggingface.py",
             "tests/runtime/test_causal_types.py",
             "tests/runtime/test_configs.py",
-            "tests/core/test_config_counts.py",
+            "tests/core/test_configs.py",
         ),
     ),
     "nemo-automodel-0.7.0": Stack(

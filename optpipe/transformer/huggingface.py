@@ -1,159 +1,306 @@
-"""Reads the shape of a transformer from a Hugging Face `config.json`, as plain JSON."""
+"""Reads the shape of a transformer from a Hugging Face `config.json`, by transformers itself.
+
+transformers fills in what a config leaves out and makes the model on the meta device, where parameters have shapes and
+no bytes. The shape is read from both; it must have exactly the model's parameters. Without transformers only a Llama
+config that leaves nothing out is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from optpipe.errors import InputError, did_you_mean, shown
+from optpipe.errors import InputError, shown
 from optpipe.files import parse_json
-from optpipe.transformer.families import DEFAULTS, FAMILIES, WRAPPERS, Family, Flag
-from optpipe.transformer.records import Transformer, Vectors
+from optpipe.transformer.estimate import estimate
+from optpipe.transformer.presets import GPUS
+from optpipe.transformer.records import Parallelism, Run, Transformer, Vectors
 
-# What configs call each figure, the usual name first.
-LAYERS, HIDDEN = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
-HEADS, VOCABULARY = ("num_attention_heads", "n_head"), ("vocab_size",)
-FFN, POSITIONS = ("intermediate_size", "ffn_dim", "n_inner"), ("max_position_embeddings", "n_positions")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+MOST_LAYERS = 4000  # of a model that is made, as of a `Transformer`
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MTP = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "residual_dropout")
-UNMODELLED = ("mlp_only_layers", "add_cross_attention", "is_encoder_decoder")
-NO_PARTS = ("quantization_config", "generation_config", "compression_config", "text_config")
+NO_PARTS = {"quantization_config", "generation_config", "compression_config", "text_config"}
 HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of architectures that give logits of tokens
+# Of `llama`, which has no other part that a field could add.
+PLAIN = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "query_groups",
+    "vocab_size": "vocabulary",
+    "tie_word_embeddings": "tied",
+}
+EXTRA = "transformers reads it: pip install 'optpipe[models]'"
 
 
 def read(text: str | bytes, what: str = "config") -> Transformer:
-    """The shape that a `config.json` describes; what it leaves out is as transformers has it (`families`).
+    """The shape that a `config.json` describes.
 
     `sequence` stays None, since a config says how long sequences may be, not how long they are in training.
 
     Raises
     ------
     InputError
-        If the text is not JSON, a figure is wrong, or the model is of a type that is not known or not modelled.
+        If the text is not JSON, transformers cannot make such a model, or the model has parameters that a
+        `Transformer` does not have.
     """
     whole = parse_json(text, what)
     if not isinstance(whole, dict):
         raise InputError(f"{what}: a config is an object with fields such as hidden_size")
-    kind, given = _language_model(whole, what)
-    config = _Config(kind, given, what)
-    heads, hidden = config.number(*HEADS), config.number(*HIDDEN)
-    family = FAMILIES[kind]
-    for name in UNMODELLED:
-        if given.get(name):
-            raise InputError(f"{what}: {name} = {shown(given[name])}: models with it are not modelled")
-    fields: dict[str, Any] = {
-        "layers": config.number(*LAYERS),
-        "hidden": hidden,
-        "heads": heads,
-        "vocabulary": config.number(*VOCABULARY),
-        "name": _shown(whole.get("_name_or_path") or whole.get("model_type") or kind),
-        "source": what[:500],
-        "ffn": config.number(*FFN, otherwise=4 * hidden),
-        **_heads(config, family, hidden, heads),
-        "gated": family.gated,
-        "tied": _tied(whole, config),
-        "dropout": any(config.value(name) for name in DROPOUT),
-        "embedding_width": config.number("word_embed_proj_dim", otherwise=0) or None,
-        "causal": not config.value("use_bidirectional_attention"),
-        "left_out": tuple(_left_out(whole, given)),
-        **_latents(config),
-        **_experts(config),
-    }
-    if family.positions is not None:
-        fields["positions"] = config.number(*POSITIONS) + family.positions
-    shape = Transformer.from_dict(fields, what)
-    more = {"vectors": _vectors(config, family, shape), **_window(config, family, shape.layers)}
-    return Transformer.from_dict(shape.model_dump() | more, what)
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        fields = _plain(whole, what)
+    else:
+        try:
+            fields = _Model(whole, what).fields()
+        except AttributeError as error:  # models without attention have no heads
+            raise InputError(f"{what}: {_shown(error)}: it is not modelled") from None
+    named = {"name": _shown(whole.get("_name_or_path") or whole.get("model_type")), "source": what[:500]}
+    return Transformer.from_dict(fields | named | {"left_out": tuple(_left_out(whole))}, what)
 
 
-def _language_model(whole: dict[str, Any], what: str) -> tuple[str, dict[str, Any]]:
-    """The family of the model, or of its language model, and that one's fields."""
-    of_text = WRAPPERS.get(str(whole.get("model_type")))
-    inner = whole.get("text_config", {} if of_text else whole)
-    if not isinstance(inner, dict):
-        raise InputError(
-            f"{what}: text_config = {shown(inner)}: an object with fields such as hidden_size was expected"
+def _plain(config: dict[str, Any], what: str) -> dict[str, Any]:
+    """The fields of a Llama config that says everything. Raises InputError for any other."""
+    if config.get("model_type") != "llama":
+        raise InputError(f"{what}: model_type = {shown(config.get('model_type'))}: {EXTRA}")
+    if missing := [name for name in PLAIN if name not in config]:
+        raise InputError(f"{what}: {missing[0]} is missing: {EXTRA}")
+    if biased := [name for name in ("attention_bias", "mlp_bias", "head_dim") if config.get(name)]:
+        raise InputError(f"{what}: {biased[0]} = {shown(config[biased[0]])}: {EXTRA}")
+    return {field: config[name] for name, field in PLAIN.items()} | {"gated": True}
+
+
+class _Group:
+    """Some parameters of a layer: of matrices, and of norms, biases and the like."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Any]]) -> None:
+        self.matrices = self.vectors = self.widest = 0
+        for name, parameter in parameters:
+            if parameter.ndim == 1 or 1 in parameter.shape or "norm" in name or name.endswith("bias"):
+                self.vectors += parameter.numel()
+            else:
+                self.matrices += parameter.numel()
+                self.widest = max(self.widest, *parameter.shape)
+
+
+class _Layer:
+    """The parameters of one layer of a model."""
+
+    def __init__(self, module: Any) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        self.has_experts = any("experts" in name.split(".") for name in self.shapes)
+
+    def group(self, wanted: str) -> _Group:
+        """Its `attention` with all norms, its `mlp` with router and shared experts, or its `experts`."""
+        return _Group([each for each in self.parameters.items() if self._group_of(*each) == wanted])
+
+    def _group_of(self, name: str, parameter: Any) -> str:
+        *path, _ = name.split(".")
+        if "experts" in path:
+            return "experts"
+        weight = self.parameters.get(".".join((*path, "weight")), parameter)
+        in_attention = any("attn" in part or "attention" in part for part in path)
+        return "attention" if in_attention or max(weight.ndim, parameter.ndim) == 1 else "mlp"
+
+
+class _Model:
+    """A model of transformers on the meta device, and its config.
+
+    Raises `InputError` if transformers cannot make it, or it has no list of layers.
+    """
+
+    def __init__(self, whole: dict[str, Any], what: str) -> None:
+        self._what = what
+        for each in (whole, whole.get("text_config")):
+            layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
+            if isinstance(layers, int) and layers > MOST_LAYERS:
+                raise InputError(f"{what}: num_hidden_layers = {layers}: at most {MOST_LAYERS} are supported")
+        try:
+            self.config, self._model = _made(whole)
+        except Exception as error:  # whatever their code raises for a wrong value
+            reason = _shown(str(error).partition("\n")[0])
+            raise InputError(f"{what}: transformers makes no causal language model of it: {reason}") from None
+        if self._value("is_encoder_decoder"):
+            raise InputError(f"{what}: is_encoder_decoder = True: models with an encoder are not modelled")
+        self.layers = self._find_layers()
+        first_of_each = {layer.has_experts: layer for layer in reversed(self.layers)}
+        self._dense, self._sparse = first_of_each.get(False), first_of_each.get(True)
+        if any(layer.shapes != first_of_each[layer.has_experts].shapes for layer in self.layers):
+            raise InputError(f"{what}: its layers differ in more than experts: that is not modelled")
+
+    def _find_layers(self) -> list[_Layer]:
+        from torch.nn import ModuleList
+
+        count = self.config.num_hidden_layers
+        for module in self._model.base_model.modules():
+            if isinstance(module, ModuleList) and len(module) == count:
+                return [_Layer(each) for each in module]
+        raise InputError(f"{self._what}: the model has no list of {count} layers: it is not modelled")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of its `Transformer`. Raises InputError if it has parts that are not modelled."""
+        config, hidden = self.config, self.config.hidden_size
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        width = embedding.weight.shape[1]
+        fields = {
+            "layers": len(self.layers),
+            "hidden": hidden,
+            "heads": config.num_attention_heads,
+            "vocabulary": config.vocab_size,
+            "tied": head.weight is embedding.weight,
+            "dropout": any(self._value(name) for name in DROPOUT),
+            "embedding_width": width if width != hidden else None,
+            "causal": not self._value("use_bidirectional_attention"),
+            "positions": _Group(self._outside("position", "wpe")).matrices // hidden,
+            **self._attention(),
+            **self._window(),
+            **self._experts(),
+        }
+        fields |= self._mlp(fields)
+        fields["vectors"] = self._vectors(fields)
+        shape = Transformer.from_dict(fields, self._what)
+        modelled = estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=1)).parameters
+        if modelled != (parameters := sum(each.numel() for each in self._model.parameters())):
+            raise InputError(
+                f"{self._what}: {modelled:,} of its {parameters:,} parameters would be modelled: it has other parts"
+            )
+        return fields
+
+    def _value(self, *names: str) -> Any:
+        """The config's value of the first of these names that has one; None if none has."""
+        return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
+
+    def _attention(self) -> dict[str, Any]:
+        config, hidden, heads = self.config, self.config.hidden_size, self.config.num_attention_heads
+        if self._value("kv_lora_rank"):  # multi-head latent attention: all heads have keys of their own
+            return {
+                "kv_latent": config.kv_lora_rank,
+                "query_latent": config.q_lora_rank or 0,
+                "head_size": config.qk_nope_head_dim,
+                "rope_size": config.qk_rope_head_dim,
+                "value_size": config.v_head_dim,
+            }
+        size = self._value("head_dim") or hidden // heads
+        # Queries and what is projected back are as wide as all heads, keys and values as their groups.
+        groups, rest = divmod(self.layers[0].group("attention").matrices - 2 * hidden * heads * size, 2 * hidden * size)
+        if rest or groups < 1:
+            raise InputError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
+        return {"query_groups": groups, "head_size": None if size * heads == hidden else size}
+
+    def _experts(self) -> dict[str, Any]:
+        if self._sparse is None:
+            return {}
+        sparse = [i for i, layer in enumerate(self.layers) if layer.has_experts]
+        every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+        dense = sparse[0] if every == 1 else 0
+        if sparse != [i for i in range(len(self.layers)) if i >= dense and (i + 1) % every == 0]:
+            raise InputError(f"{self._what}: which layers have experts follows no rule that is modelled")
+        width = self._value("moe_intermediate_size", "intermediate_size")
+        shared = self._value("shared_expert_intermediate_size")
+        return {
+            "experts": self._value(*EXPERTS),
+            "experts_per_token": self.config.num_experts_per_tok,
+            "expert_ffn": width,
+            "shared_ffn": (self._value("n_shared_experts") or 0) * width if shared is None else shared,
+            "dense_layers": dense,
+            "expert_every": every,
+        }
+
+    def _mlp(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The width of an MLP, and whether it has a gate: a third matrix."""
+        hidden = self.config.hidden_size
+        if self._dense is not None:
+            mlp = self._dense.group("mlp")
+            ffn = self._value("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or mlp.widest
+            return {"ffn": ffn, "gated": mlp.matrices == 3 * hidden * ffn}
+        assert self._sparse is not None
+        one_matrix = hidden * fields["experts"] * fields["expert_ffn"]
+        ffn = self._value("intermediate_size") or fields["expert_ffn"]  # of no layer
+        return {"ffn": ffn, "gated": self._sparse.group("experts").matrices == 3 * one_matrix}
+
+    def _window(self) -> dict[str, Any]:
+        """The sliding window, and the layers without it. Raises InputError if a layer has attention of another kind."""
+        window, layers = self._value("sliding_window") or 0, len(self.layers)
+        kinds = self._value("layer_types") or ["sliding_attention"] * layers
+        if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+            raise InputError(
+                f"{self._what}: layer_types has {shown(other[0])}: it is not modelled, sliding and full are"
+            )
+        full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+        if not window or len(full) == layers:
+            return {}
+        if self._value("use_bidirectional_attention"):  # transformers halves it: so much on each side
+            window = 2 * (window - 1)
+        return {"window": window, "full_layers": full}
+
+    def _vectors(self, fields: dict[str, Any]) -> Vectors:
+        latents = fields.get("kv_latent", 0) + fields.get("query_latent", 0)  # their norms belong to attention
+        outside, embedding = _Group(self._outside()).vectors, _Group(self._outside("embed")).vectors
+        dense = self._dense.group("mlp").vectors if self._dense else 0
+        router = self._sparse.group("mlp").vectors if self._sparse else 0
+        experts = self._sparse.group("experts").vectors if self._sparse else 0
+        return Vectors(
+            layer=self.layers[0].group("attention").vectors - latents,
+            mlp=dense,
+            router=router,
+            expert=experts // fields.get("experts", 1),
+            embedding=embedding,
+            head=outside - embedding,
         )
-    kind = inner.get("model_type", of_text)
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        types = sorted({*FAMILIES, *WRAPPERS})
-        near = did_you_mean(str(kind), types, "; ")
-        raise InputError(
-            f"{what}: model_type = {shown(kind)}: only {', '.join(types)} are known{near}; a file with the fields of a "
-            "transformer does without"
-        )
-    return kind, inner
+
+    def _outside(self, *words: str) -> list[tuple[str, Any]]:
+        """The parameters outside the layers with one of these words in their names, or all."""
+        inside = {id(each) for layer in self.layers for each in layer.parameters.values()}
+        return [
+            (name, each)
+            for name, each in self._model.named_parameters()
+            if id(each) not in inside and (not words or any(word in name for word in words))
+        ]
 
 
-@dataclass(frozen=True)
-class _Config:
-    """A config's fields; those that it leaves out are as transformers fills them in."""
+def _made(whole: dict[str, Any]) -> tuple[Any, Any]:
+    """The config of the language model, and the model on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind: str
-    given: dict[str, Any]
-    what: str
-
-    def value(self, *names: str) -> Any:
-        """The first of the names that is given, or has a default; None if none is."""
-        filled_in = DEFAULTS[self.kind]
-        for fields in (self.given, filled_in):
-            for name in names:
-                if name in fields:
-                    return fields[name]
-        return None
-
-    def number(self, *names: str, otherwise: int | None = None) -> int:
-        """The whole number of these names; `otherwise` where it is null or not there.
-
-        Raises InputError if it is no whole number, or if there is none.
-        """
-        value = self.value(*names)
-        if value is None and otherwise is not None:
-            return otherwise
-        if value is None:
-            raise InputError(f"{self.what}: {names[0]} is missing")
-        if not isinstance(value, int) or isinstance(value, bool):
-            name = next((name for name in names if name in self.given), names[0])
-            raise InputError(f"{self.what}: {name} = {shown(value)}: must be a whole number")
-        return value
-
-    def has(self, flag: Flag) -> bool:
-        """Whether the family has it, or the field of this name says so."""
-        return bool(self.value(flag)) if isinstance(flag, str) else flag
+    with warnings.catch_warnings(action="ignore"), _quiet(), torch.device("meta"):
+        made = AutoConfig.for_model(**(whole if "model_type" in whole else whole.get("text_config", whole)))
+        config = made.get_text_config(decoder=True)
+        if config is not made:  # of a model of text and more its own config says it, not that of its text
+            config.tie_word_embeddings = made.tie_word_embeddings
+        return config, AutoModelForCausalLM.from_config(config)
 
 
-def _heads(config: _Config, family: Family, hidden: int, heads: int) -> dict[str, Any]:
-    """The heads of keys and values, and the width of a head where it does not follow from that of the model."""
-    if not family.grouped:
-        return {"query_groups": 1 if config.has("multi_query") else heads}
-    rounded = hidden // heads if heads > 0 and hidden % heads else None
-    return {
-        "query_groups": config.number("num_key_value_heads", otherwise=heads),
-        "head_size": config.number("head_dim", otherwise=0) or rounded,
-    }
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers logs nothing meanwhile: what it would say is about a model that is used."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
-def _tied(whole: dict[str, Any], config: _Config) -> bool:
-    """Whether embedding and head are tied. Of a model of text and more, its own config says it, not that of its text,
-    where transformers has a default for the whole."""
-    name, filled_in = "tie_word_embeddings", DEFAULTS.get(str(whole.get("model_type")), {})
-    if name in filled_in:
-        return bool({**filled_in, **whole}[name])
-    return bool(whole.get(name) or config.value(name))
-
-
-def _left_out(whole: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+def _left_out(whole: dict[str, Any]) -> Iterator[str]:
     """The parts of the model that a `Transformer` does not have."""
-    if whole is not given and (outer := whole.get("model_type")) not in (None, *WRAPPERS):
-        yield f"what {_shown(outer)} adds to its language model"
-    for name, value in whole.items():
-        if name.endswith("_config") and name not in NO_PARTS and isinstance(value, dict):
-            yield f"{_shown(name)} ({_shown(value.get('model_type') or name.removesuffix('_config'))})"
+    text = whole.get("text_config")
+    parts = {name: value for name, value in whole.items() if name.endswith("_config") and isinstance(value, dict)}
+    for name in sorted(parts.keys() - NO_PARTS):
+        yield f"{_shown(name)} ({_shown(parts[name].get('model_type') or name.removesuffix('_config'))})"
+    if isinstance(text, dict) and whole.get("model_type") and not parts.keys() - NO_PARTS:
+        yield f"what {_shown(whole['model_type'])} adds to its language model"
     for name in MTP:
-        if given.get(name):
-            yield f"{name} = {_shown(given[name])} (multi-token prediction)"
+        if value := (text if isinstance(text, dict) else whole).get(name):
+            yield f"{name} = {_shown(value)} (multi-token prediction)"
     architectures = whole.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith(HEADED):
@@ -163,87 +310,3 @@ def _left_out(whole: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
 def _shown(value: object) -> str:
     """The text of a value for a sentence: short, and without characters that a terminal obeys."""
     return repr(str(value)[:100])[1:-1][:200]
-
-
-def _window(config: _Config, family: Family, layers: int) -> dict[str, Any]:
-    """The sliding window, and the layers without it."""
-    window = config.number("sliding_window", otherwise=0)
-    if not (family.sliding and window) or config.value("use_sliding_window") is False:
-        return {}
-    full = tuple(i for i, slides in enumerate(_slides(config, family, layers)) if not slides)
-    return {"window": window, "full_layers": full} if len(full) < layers else {}
-
-
-def _slides(config: _Config, family: Family, layers: int) -> list[bool]:
-    """Of each layer whether it has the window. Raises InputError if a layer has attention of another kind."""
-    kinds, rule = config.value("layer_types"), family.sliding
-    if rule == "all":
-        return [True] * layers
-    if isinstance(kinds, list):
-        if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise InputError(
-                f"{config.what}: layer_types has {shown(other[0])}: it is not modelled, sliding and full are"
-            )
-        return [kind == "sliding_attention" for kind in kinds[:layers]]
-    if isinstance(rule, int):
-        pattern = config.number("sliding_window_pattern", otherwise=rule)
-        return [pattern < 1 or (i + 1) % pattern > 0 for i in range(layers)]
-    border = config.number("max_window_layers")
-    return [i >= border if rule == "late" else i < border and i % 2 == 0 for i in range(layers)]
-
-
-def _latents(config: _Config) -> dict[str, Any]:
-    """The fields of multi-head latent attention, whose heads all have keys of their own."""
-    if "kv_lora_rank" not in DEFAULTS[config.kind]:
-        return {}
-    return {
-        "query_groups": None,
-        "kv_latent": config.number("kv_lora_rank"),
-        "query_latent": config.number("q_lora_rank", otherwise=0),
-        "head_size": config.number("qk_nope_head_dim"),
-        "rope_size": config.number("qk_rope_head_dim"),
-        "value_size": config.number("v_head_dim"),
-    }
-
-
-def _experts(config: _Config) -> dict[str, Any]:
-    if not DEFAULTS[config.kind].keys() & {*EXPERTS}:
-        return {}
-    if (every := config.number("moe_layer_freq", otherwise=1)) != 1:
-        raise InputError(f"{config.what}: moe_layer_freq = {every}: only experts in every layer are modelled")
-    width = config.number("moe_intermediate_size", *FFN)
-    shared = config.number("n_shared_experts", otherwise=0) * width
-    return {
-        "experts": config.number(*EXPERTS),
-        "experts_per_token": config.number("num_experts_per_tok"),
-        "expert_ffn": width,
-        "shared_ffn": config.number("shared_expert_intermediate_size", otherwise=shared),
-        "dense_layers": config.number("first_k_dense_replace", otherwise=0),
-        "expert_every": config.number("decoder_sparse_step", otherwise=1),
-    }
-
-
-def _vectors(config: _Config, family: Family, shape: Transformer) -> Vectors:
-    """What the model's norms and biases have."""
-    hidden, up = shape.hidden, shape.up_matrices
-    norm = hidden * (1 + family.norm_bias) if config.has(family.affine) else 0
-    inside = shape.query_width + 2 * shape.key_width
-    if shape.kv_latent:  # what goes down to latent vectors has biases, what goes up has none
-        inside = shape.query_latent + shape.kv_latent + shape.rope_size
-    normed = {"": 0, "head": 2 * shape.query_width // shape.heads, "heads": shape.query_width + shape.key_width}
-    mlp_bias = config.has(family.mlp_bias)
-    ends_in_norm = config.has(family.final_norm) and not config.value("_remove_final_layer_norm")
-    return Vectors(
-        layer=family.norms * norm
-        + config.has(family.qkv_bias) * inside
-        + config.has(family.out_bias) * hidden
-        + config.has(family.qk_normed) * normed[family.qk_norm] * (1 + family.qk_norm_bias)
-        + family.sinks * shape.heads,
-        mlp=mlp_bias * (up * shape.ffn + hidden),
-        router=family.shared_gate * hidden
-        + family.expert_bias * shape.experts
-        + (mlp_bias * (up * shape.shared_ffn + hidden) if shape.shared_ffn else 0),
-        expert=family.expert_bias * (up * shape.expert_ffn + hidden),
-        embedding=norm if family.embedding_norm else 0,
-        head=norm * ends_in_norm + family.head_bias * shape.vocabulary,
-    )

@@ -1,11 +1,9 @@
-"""Shapes read from a `config.json`: those of presets, parameters as transformers counts them, windows, what is refused.
-
-`test_config_counts` compares all types with transformers itself.
-"""
+"""Shapes read from a `config.json`: those of presets, parameters as transformers counts them, windows, refusals."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -134,7 +132,6 @@ GEMMA3_CONFIG = {"model_type": "gemma3", "text_config": GEMMA3_TEXT, "vision_con
     ],
 )
 def test_parameters_of_a_config_and_what_is_left_out(config, parameters, left_out):
-    """As transformers counts them (`test_config_counts`)."""
     shape = read(json.dumps(config))
     assert estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=512)).parameters == parameters
     assert list(shape.left_out) == left_out
@@ -165,20 +162,137 @@ def test_layers_with_a_window(config, full):
 
 
 @pytest.mark.parametrize(
+    ("outer", "tied"),
+    [
+        pytest.param({"model_type": "llava_next", "tie_word_embeddings": False}, False, id="as the outer config says"),
+        pytest.param({"model_type": "internvl"}, True, id="as transformers has it for the outer type"),
+    ],
+)
+def test_the_outer_config_decides_what_is_tied(outer, tied):
+    text = LLAMA_CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": not tied}
+    assert read(json.dumps(outer | {"text_config": text})).tied == tied
+
+
+# Types of transformers with a causal language model that are read, each by its defaults.
+TYPES = [
+    "apertus",
+    "arcee",
+    "bitnet",
+    "bloom",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "helium",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "mpt",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "vaultgemma",
+]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_parameters_are_those_of_transformers(kind):
+    """`read` raises if they are not; here also of other numbers of layers."""
+    config = {"model_type": kind, "num_experts_per_tok": 2}
+    name = "n_layer" if kind in ("bloom", "gpt2", "gpt_bigcode", "gptj") else "num_hidden_layers"
+    if kind == "mpt":
+        name = "n_layers"
+    four, eight = (read(json.dumps(config | {name: layers})) for layers in (4, 8))
+    assert (four.layers, eight.layers) == (4, 8)
+    assert four.vectors == eight.vectors
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("qwen3_next", "its layers differ in more than experts: that is not modelled"),
+        ("llama4_text", "layer_types has 'chunked_attention': it is not modelled"),
+        ("bert", "parameters would be modelled: it has other parts"),
+        ("mamba", "num_attention_heads.*: it is not modelled"),
+        ("t5", "transformers makes no causal language model of it: "),
+        ("jetmoe", "attention is not that of heads of 128"),
+        ("longcat_flash", "has no list of 56 layers"),
+        ("prophetnet", "models with an encoder are not modelled"),
+    ],
+)
+def test_a_model_with_other_parts_is_refused(kind, why):
+    with pytest.raises(InputError, match=why):
+        read(json.dumps({"model_type": kind}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"model_type": "qwen2"}, r"model_type = 'qwen2': transformers reads it: pip install 'optpipe\[models\]'"),
+        ({"tie_word_embeddings": ...}, "tie_word_embeddings is missing: transformers reads it"),
+        ({"attention_bias": True}, "attention_bias = True: transformers reads it"),
+    ],
+)
+def test_without_transformers_only_a_config_that_says_everything_is_read(change, message, monkeypatch):
+    whole = read(json.dumps(LLAMA_CONFIG))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = json.dumps({name: value for name, value in (LLAMA_CONFIG | change).items() if value is not ...})
+    if message is None:
+        plain = read(text)
+        assert plain.model_dump(exclude={"vectors"}) == whole.model_dump(exclude={"vectors"})
+        assert plain.all_vectors == whole.all_vectors
+        return
+    with pytest.raises(InputError, match=message):
+        read(text)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[]", "a config is an object"),
-        (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
-        (json.dumps({**LLAMA_CONFIG, "model_type": ["llama"]}), "model_type = a list of 1: only"),
-        (json.dumps({"model_type": "deepseek_v2"}), "num_experts_per_tok is missing"),
-        (json.dumps({**LLAMA_CONFIG, "vocab_size": None}), "vocab_size is missing"),
-        (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
-        (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 0}), "heads = 0"),
-        (json.dumps({"model_type": "gemma3", "text_config": [1]}), "text_config = a list of 1: an object"),
-        (json.dumps({"model_type": "gemma2", "layer_types": ["linear_attention"]}), "'linear_attention'"),
-        (json.dumps({**LATENT_CONFIG, "moe_layer_freq": 2}), "moe_layer_freq = 2"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "no causal language model of it.*lama"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": ["llama"]}), "no causal language model of it"),
+        (json.dumps({"hidden_size": 64}), "no causal language model of it"),
+        (json.dumps({**LLAMA_CONFIG, "vocab_size": None}), "vocab_size"),
+        (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size"),
+        (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 0}), "no causal language model of it"),
+        (json.dumps({**LLAMA_CONFIG, "num_hidden_layers": 10**9}), "num_hidden_layers = 1000000000: at most 4000"),
+        (json.dumps({"model_type": "gemma3", "text_config": [1]}), "no causal language model of it"),
+        (json.dumps({"model_type": "gemma2", "layer_types": ["linear_attention"]}), "no causal language model|differ"),
         (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 7}), "query_groups = 7: must divide heads = 64"),
-        (json.dumps({**MOE_CONFIG, "mlp_only_layers": [1]}), "mlp_only_layers"),
+        (json.dumps({**MOE_CONFIG, "mlp_only_layers": [1]}), "which layers have experts follows no rule"),
     ],
 )
 def test_a_wrong_config_is_one_sentence(text, message):
