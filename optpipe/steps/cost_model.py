@@ -1,4 +1,5 @@
-"""`CostModel`: what F, B, W and the bytes of a micro-batch follow from, learnt while training.
+"""`CostModel`: what F, B, W and the bytes of a micro-batch follow from, learnt while training, and the rules that its
+steps follow.
 
 Each figure of a stage is a sum of non-negative multiples of features, and a constant. It is fitted to a window of what
 was measured, anew after each step, by iteratively reweighted least squares (Huber 1964, Holland and Welsch 1977), on
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -20,7 +21,8 @@ from optpipe.files import read_file, write_file
 from optpipe.model.arrays import Floats
 from optpipe.model.figures import Items, each_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Document, Name, StageCosts
+from optpipe.model.records import COMPUTE_MS, Document, Name, Record, StageCosts
+from optpipe.model.rules import Rules, RulesRecord
 
 WINDOW = 512  # micro-batches that a model remembers
 LATEST = 128  # of them whose errors are told
@@ -37,8 +39,30 @@ PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
 LEARNT = tuple(name for name in StageCosts.model_fields if name not in (*ONCE, "levels"))
 
 
+class StepRules(NamedTuple):
+    """Rules that a step follows, from which the search for another step's can start.
+
+    Attributes
+    ----------
+    rules
+        As of `Schedule.rules`.
+    step
+        The problem that they are for. For another one they follow from its times, and from which of its micro-batches
+        are light and heavy.
+    """
+
+    rules: Rules
+    step: Problem
+
+
+class _StepRules(Record):
+    rules: RulesRecord
+    step: Problem
+
+
 class _File(Document):
-    """What a model remembers: the window of micro-batches, and how far its predictions of the last ones were off."""
+    """What a model remembers: the window of micro-batches, how far its predictions of the last ones were off, and the
+    rules of the last step."""
 
     WHAT = "cost model"
 
@@ -49,6 +73,7 @@ class _File(Document):
     inputs: Annotated[Items[Items[Number]], Field(max_length=WINDOW)]
     outputs: Annotated[Items[Items[Items[Number]]], Field(max_length=WINDOW)]
     errors: Annotated[Items[Items[Items[Number]]], Field(max_length=LATEST)]
+    rules: _StepRules | None = None
 
     @model_validator(mode="after")
     def _of_one_shape(self) -> _File:
@@ -77,6 +102,12 @@ class CostModel:
         How many stages there are.
     figures
         Which figures of a stage are learnt: fields of `Stage` that may differ by micro-batch.
+
+    Attributes
+    ----------
+    rules
+        Of the last step that was scheduled by these costs; None if there was none. The next search starts from them,
+        also in another training.
     """
 
     def __init__(
@@ -92,6 +123,7 @@ class CostModel:
         self._inputs = np.zeros((0, len(self.features)))
         self._outputs = np.zeros((0, stages, len(self.figures)))
         self._errors = np.zeros((0, stages, len(self.figures)))
+        self.rules: StepRules | None = None
 
     def learn(
         self, microbatches: Sequence[Mapping[str, float]], measured: Sequence[Mapping[str, Sequence[float]]]
@@ -194,9 +226,11 @@ class CostModel:
                 "inputs": self._inputs.tolist(),
                 "outputs": self._outputs.tolist(),
                 "errors": self._errors.tolist(),
+                "rules": self.rules
+                and {"rules": RulesRecord.from_rules(self.rules.rules), "step": self.rules.step.to_dict()},
             }
         )
-        write_file(path, file.model_dump_json() + "\n")
+        write_file(path, file.model_dump_json(exclude_none=True) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
@@ -207,6 +241,7 @@ class CostModel:
         model._inputs = np.array(file.inputs, dtype=np.float64).reshape(-1, len(file.features))
         model._outputs = np.array(file.outputs, dtype=np.float64).reshape(shape)
         model._errors = np.array(file.errors, dtype=np.float64).reshape(shape)
+        model.rules = StepRules(file.rules.rules.rules(), file.rules.step) if file.rules else None
         return model
 
     def _read(self, microbatches: Sequence[Mapping[str, float]], what: str = "microbatches") -> Floats:

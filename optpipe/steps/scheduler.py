@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from optpipe.model.rules import Rules
 from optpipe.process.niceness import be_a_nicer_thread
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
-from optpipe.steps.cost_model import CostModel
+from optpipe.steps.cost_model import CostModel, StepRules
 from optpipe.steps.memory import require_room
 
 METHOD = "step"
@@ -31,22 +30,6 @@ METHOD = "step"
 FIRST_TRIES, FIRST_OPS = 1200, 15_000
 RACE_SHARE = 0.8  # of them for a race of the best first rules
 LONGEST_SEARCH_S = 60.0  # after that a search that nobody has ended ends by itself
-
-
-class StepRules(NamedTuple):
-    """Rules that a step follows, from which the search for another step's can start.
-
-    Attributes
-    ----------
-    rules
-        As of `Schedule.rules`.
-    step
-        The problem that they are for: its times, and which of its micro-batches are light and heavy, tell what the
-        rules are for another one.
-    """
-
-    rules: Rules
-    step: Problem
 
 
 class PlannedStep:

@@ -1,17 +1,16 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `steps`, `follow`, `factory`, `in_torch`, `megatron`: what users call;
+- `pipeline`, `steps`, `service`, `factory`, `in_torch`, `megatron`: what users call;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
 - `features`: what evictions, windows, optimizers on the host and post-validation add to a step;
 - `swap`: how a better schedule replaces the one that runs;
-- `measure`: times and bytes of the user's stages; `service`: the client of the solver service.
+- `measure`: times and bytes of the user's stages.
 
-Imports go down: pipeline -> features -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service`
-knows none of these.
+Imports go down: pipeline -> features -> swap, measure -> execute -> stage -> memory -> lowering -> ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_updates import HostOptimizer
-    from optpipe_runtime.follow import Follower
     from optpipe_runtime.in_torch import TorchSchedule, name_ranges, record_trace, torch_schedule
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
@@ -35,12 +33,13 @@ if TYPE_CHECKING:
     from optpipe_runtime.pipeline.layered import on_all_ranks, profile_layers
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
+    from optpipe_runtime.service.follow import Follower
     from optpipe_runtime.stage.split import weight_grads
     from optpipe_runtime.steps import PlannedSteps
 
 _HOME = {
     "Excess": "execute.report",
-    "Follower": "follow",
+    "Follower": "service.follow",
     "HostOptimizer": "features.host_updates",
     "Layout": "ranks.layout",
     "Microbatches": "execute.batch",

@@ -34,7 +34,7 @@ from optpipe.process import child
 from optpipe_cli import main as cli
 from optpipe_cli.app import app
 from optpipe_cli.options import flag
-from optpipe_runtime import follow
+from optpipe_runtime.service import follow
 from optpipe_runtime.service.client import ScheduleClient
 
 PROBLEM = chain()

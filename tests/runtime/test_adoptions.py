@@ -6,8 +6,8 @@ from typing import Any
 
 from support.problems.chain import chain, gpipe, one_by_one
 
-from optpipe_runtime.service.adoptions import MOST_STEPS, Adoptions
 from optpipe_runtime.service.client import Offer
+from optpipe_runtime.service.follow import MOST_STEPS, Adoptions
 
 OFFER = Offer(1, gpipe(chain()), "a1", 3)
 LATER = Offer(2, one_by_one(chain()), "a1", 4)

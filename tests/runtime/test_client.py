@@ -13,6 +13,7 @@ from support.service import running, settings_in, use_fake_solver
 from support.service.following import news, warnings
 from support.until import until
 
+from optpipe_runtime.service import client as client_module
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
 from optpipe_server.database.tables import OPEN
@@ -39,11 +40,15 @@ def jobs_at(url: str) -> list[dict[str, Any]]:
 # The service comes and goes
 
 
-def test_a_service_that_comes_goes_and_comes_back(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    """It goes on with the job, and is told what the training adopted in between."""
-    port = free_port()
+def test_a_service_that_comes_goes_and_comes_back(
+    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with the job, and gets reports of what the training adopted in between."""
+    port, waits = free_port(), []
+    wait_s = client_module.wait_s
+    monkeypatch.setattr(client_module, "wait_s", lambda state: waits.append(wait_s(state)) or waits[-1])
     with ScheduleClient(f"http://127.0.0.1:{port}/", chain(), method="hang") as client:
-        until(lambda: client._search._backoff.failures >= 5)
+        until(lambda: len(waits) >= 5)
         with running(settings, port):
             assert len(warnings(caplog)) == 1, "one warning an outage, however many attempts"
             first = until(client.poll)
@@ -77,7 +82,7 @@ def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogC
         assert not client.ended
         client.update(SLOWER, first.schedule)
         best = until(lambda: (job := seen(f"{url}/v1/jobs/{first.job}"))["problem_version"] == 2 and job["best"])
-        until(lambda: client._search._seen == best["seq"])
+        until(lambda: client._seen == best["seq"])
         assert client.poll() is None
         assert len(jobs_at(url)) == 1
     assert best["source"] == "carried"

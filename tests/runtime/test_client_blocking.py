@@ -15,7 +15,7 @@ from support.problems.chain import chain, gpipe, one_by_one
 from support.service.following import set_waits, until_ended
 from support.until import until
 
-from optpipe_runtime.service import remote_search
+from optpipe_runtime.service import client as client_module
 from optpipe_runtime.service.client import Offer, ScheduleClient
 
 LONGEST_S = 0.05
@@ -31,7 +31,7 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         reached.set()
         over.wait(240)
 
-    monkeypatch.setattr(remote_search, "verified", stands)
+    monkeypatch.setattr(client_module, "verified", stands)
     table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
     with fake_service(by_path(table)) as (url, _):
         client = ScheduleClient(url, chain())
@@ -77,7 +77,7 @@ SOUND = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1
 def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them by the processor's time. By the clock, which counts other processes, too, none takes as long as the
     service, and most are short."""
-    monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
+    monkeypatch.setattr("optpipe_runtime.service.client.REPORT_S", 0.3)
     set_waits(monkeypatch, 0.01, 0.05, connect_s=2.0, read_s=0.5)
     with fake_service(answers) as (url, asked):
         client = ScheduleClient(url, chain())

@@ -173,7 +173,7 @@ def test_a_refused_adoption_is_given_up(answer: Answer, caplog: pytest.LogCaptur
 
 
 def test_close_does_not_wait_for_an_unavailable_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
+    monkeypatch.setattr("optpipe_runtime.service.client.REPORT_S", 0.3)
     with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
         client = ScheduleClient(url, chain())
         client.adopted(until(client.poll), 3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.fakes import service as fake
@@ -12,11 +13,11 @@ from support.fakes.service import Answer, Asked, by_path, fake_service, one_afte
 from support.problems.chain import chain, gpipe
 from support.service.following import set_waits, until_ended, warnings
 from support.until import until
+from tenacity import Future
 
 from optpipe.errors import InputError
-from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.connection import LONGEST_WAIT_S, _seconds, api_key
-from optpipe_runtime.service.outages import Backoff
+from optpipe_runtime.service.client import Offer, ScheduleClient, wait_s
+from optpipe_runtime.service.requests import LONGEST_WAIT_S, RefusedError, UnavailableError, api_key, retry_after_s
 
 JOB = fake.job()
 GOOD = fake.incumbent(gpipe(chain()))
@@ -43,27 +44,20 @@ def test_retry_after_is_waited_for() -> None:
 
 
 def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waited.append(seconds)
-
-    async def fail() -> None:
-        for _ in range(20):
-            backoff = Backoff()
-            for _ in range(10):
-                await backoff.wait()
-            backoff.reset()
-            await backoff.wait()
-            await backoff.wait(40.0)
-
     set_waits(monkeypatch, 0.5, 30.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "sleep", sleep)
-        asyncio.run(fail())
-    for seconds, most in zip(waited, [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 0.5, 48] * 20, strict=True):
-        assert (40 if most == 48 else most / 2) <= seconds <= most
-    assert len({*waited}) == len(waited), "clients that were sent away together come back apart"
+
+    def waited(attempts: int, error: Exception) -> float:
+        outcome = Future(attempts)
+        outcome.set_exception(error)
+        state: Any = SimpleNamespace(attempt_number=attempts, outcome=outcome)
+        return wait_s(state)
+
+    longest = dict(enumerate([0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]))
+    seen = [(most, waited(attempts, UnavailableError("no"))) for _ in range(20) for attempts, most in longest.items()]
+    assert all(most / 2 <= seconds <= most for most, seconds in seen)
+    assert len({seconds for _, seconds in seen}) == len(seen), "clients that were sent away together come back apart"
+    assert waited(10**6, RefusedError(400, "no")) <= 30
+    assert all(40 <= waited(1, UnavailableError("no", 40.0)) <= 48 for _ in range(20))
 
 
 def test_new_costs_and_close_end_a_wait() -> None:
@@ -84,7 +78,7 @@ def test_new_costs_and_close_end_a_wait() -> None:
     [("", 0), ("7", 7), ("99999999999", 0), ("1000000", LONGEST_WAIT_S), ("-1", 0), ("soon", 0), ("١", 0), ("1.5", 0)],
 )
 def test_seconds_to_wait(text: str, seconds: float) -> None:
-    assert _seconds(text) == seconds
+    assert retry_after_s(text) == seconds
 
 
 # Keys
@@ -100,7 +94,7 @@ def test_the_key_is_sent_and_never_logged(caplog: pytest.LogCaptureFixture, monk
         with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
             with ScheduleClient(url, chain(), key=given) as client:
                 until(lambda: client.ended)
-                assert KEY not in repr(client) + repr(client._connection)
+                assert KEY not in repr(client) + repr(client._http)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
     assert "refuses this client: it does not know the API key" in caplog.text
     assert KEY not in caplog.text

@@ -15,8 +15,8 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Level
 from optpipe_runtime import Profiler
 from optpipe_runtime.execute.report import OpTime, StepReport
-from optpipe_runtime.follow import THRESHOLD
 from optpipe_runtime.measure.drift import drift, retimed
+from optpipe_runtime.service.follow import THRESHOLD
 
 M = 8
 PROBLEM = chain(m=M, memory=M, scale=10.0, offload=2.0)  # F, B, W 10 ms, offload and reload 20 ms

@@ -19,9 +19,9 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
 from optpipe_runtime import Follower, Microbatches
-from optpipe_runtime.follow import THRESHOLD
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import drift
+from optpipe_runtime.service.follow import THRESHOLD
 
 M = 4
 NOWHERE = "http://127.0.0.1:1"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -34,8 +33,6 @@ from support.ranks.microbatches import (
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.swaps import failing, heard
 from support.ranks.worker import Ranks
-from support.service import running, settings_in
-from support.until import until
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -108,20 +105,13 @@ def test_replicas_have_micro_batches_of_their_own(four_ranks: Ranks, how: str) -
             require_equal([[rank[step]] for rank in ranks], [Expected(part, gradients, evaluated)], 10**6)
 
 
-class Streamed(NamedTuple):
-    """Of a training whose service keeps its rules: its losses, and on the rank that plans from how many other rules the
-    search for each step started, and the first ones that the service had."""
-
-    losses: list[list[float]]
-    starts: list[int]
-    rules: StepRules | None
-
-
-def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
-    """Planned steps on two ranks; after the first one they wait until the service has answered."""
-    losses, rules = [], None
+def continued(taken: Sequence[Turn], budget: int, path: Path) -> tuple[list[list[float]], list[list[StepRules]]]:
+    """Planned steps on two ranks, by the costs of an earlier training, if there are some: the losses, and on the rank
+    that plans from which rules the search for each step started."""
+    losses = []
+    costs = CostModel.load(path) if path.exists() else None
     with (
-        planning(budget, url=url) as (train, modules),
+        planning(budget, costs=costs) as (train, modules),
         patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
     ):
         optimizer = sgd(*modules.values())
@@ -129,11 +119,10 @@ def streamed(taken: Sequence[Turn], budget: int, url: str) -> Streamed:
             optimizer.zero_grad()
             losses.append(train.step(**given_here(turn, seed)).losses or [])
             optimizer.step()
-            if train._planner and (stream := train._planner.stream):
-                until(lambda stream=stream: stream._stream)
-                rules = rules or stream.rules
-        starts = [len(call.kwargs["starts"]) for call in plan.call_args_list]
-    return Streamed(losses, starts, rules)
+        starts = [call.kwargs["starts"] for call in plan.call_args_list]
+    if train.costs is not None:
+        train.costs.save(path)
+    return losses, starts
 
 
 class Spread(NamedTuple):
@@ -252,21 +241,18 @@ def misused() -> list[str]:
 
 
 def test_the_next_training_starts_from_the_rules_of_the_last(ranks: Ranks, tmp_path: Path) -> None:
-    def losses_of(seen: Sequence[Streamed]) -> list[list[float]]:
-        return [first + last for first, last in zip(*(each.losses for each in seen), strict=True)]
-
-    with running(settings_in(tmp_path)) as (url, _):
-        trainings = [ranks(streamed, taken=COUNTS, budget=400_000, url=url) for _ in range(2)]
-        [job] = httpx.get(f"{url}/v1/jobs?state=stream").json()["jobs"]
-        told = httpx.get(f"{url}{job['url']}/rules").json()["told"]
-    for seen in trainings:
-        for losses, expected in zip(losses_of(seen), microbatches.plain(2, COUNTS), strict=True):
-            assert losses == pytest.approx(expected.losses, rel=1e-5)
-    (first, _), (second, _) = trainings
-    assert (first.starts, first.rules) == ([0, 1, 1, 1], None)
-    assert second.starts == [0, 2, 2, 2]
-    assert told["step"] == len(COUNTS) - 1
-    assert second.rules.step.microbatches == len(COUNTS[0].sizes)
+    path = tmp_path / "costs.json"
+    (losses, starts), (others, none) = ranks(continued, taken=COUNTS, budget=400_000, path=path)
+    for first, last, expected in zip(losses, others, microbatches.plain(2, COUNTS), strict=True):
+        assert first + last == pytest.approx(expected.losses, rel=1e-5)
+    assert ([len(each) for each in starts], none) == ([0, 1, 1, 1], [])
+    kept = CostModel.load(path).rules
+    (_, again), _ = ranks(continued, taken=COUNTS[:1], budget=400_000, path=path)
+    assert kept is not None
+    assert kept.step.microbatches == len(COUNTS[-1].sizes)
+    [[start]] = again
+    assert start.step == kept.step
+    np.testing.assert_equal(start.rules, kept.rules)
 
 
 def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:

@@ -1,7 +1,5 @@
-"""The client of the solver service: asks for schedules while the training runs, and never makes a step wait.
+"""A training that follows the solver service, or a search on its own host; no step waits for either.
 
-- `client`: the calls of the training; `remote_search`: the job on the service, and the check of its schedules;
-- `connection`, `answers`, `outages`: HTTP requests, what is read of the answers, waits and warnings;
-- `adoptions`: tells the service which schedules run;
-- `stream`: the client of a training that schedules each step itself; `background`: the thread of both clients.
+- `follow`: the loop of a training; `client`: what it asks, without the loop;
+- `requests`, `answers`: HTTP requests to the service, and what is read of its answers.
 """

@@ -18,29 +18,58 @@ Without a service the search runs on this host, and begins with what a cache has
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import random
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
+from uuid import uuid4
 
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+
+from optpipe.anytime import improve
+from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
-from optpipe.schedule import Schedule
-from optpipe_runtime.service.background import Background
-from optpipe_runtime.service.connection import ServiceConnection, api_key, service_url
-from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
-from optpipe_runtime.service.local_search import HERE, LocalSearch
-from optpipe_runtime.service.outages import Backoff, Outages
-from optpipe_runtime.service.remote_search import RemoteSearch
+from optpipe.process.niceness import NICER
+from optpipe.results import Result
+from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe_runtime.service.answers import IncumbentEvent, JobAnswer, JobState, longest_answer, parse, verified
+from optpipe_runtime.service.requests import (
+    LONGEST_REQUEST,
+    InvalidAnswerError,
+    RefusedError,
+    ServiceError,
+    UnauthorizedError,
+    UnavailableError,
+    api_key,
+    events,
+    http_client,
+    request,
+    run_name,
+    service_url,
+)
 
 log = logging.getLogger("optpipe.client")
 
-TELL_S = 3.0  # how long `close` waits until the service has been told of adoptions
+FIRST_S, LONGEST_S = 0.5, 30.0  # waits after a failure, doubled each time
+REPORT_S = 3.0  # how long `close` waits until the service has the last adoptions
 CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
+HERE = "here"  # the job of a search on this host
+OUTAGES: dict[type[ServiceError], tuple[str, str]] = {  # what the log says when one begins, and when it is over
+    UnavailableError: ("is unavailable", "is available again"),
+    InvalidAnswerError: ("gives wrong answers", "gives right answers again"),
+    UnauthorizedError: ("refuses this client", "accepts this client again"),
+}
 
 
 class ClientOptions(SolveOptions):
@@ -74,7 +103,7 @@ class Offer:
         return self.schedule.makespan_ms
 
 
-class ScheduleClient(Background):
+class ScheduleClient:
     """Follows one problem, on a service or on this host.
 
     Parameters
@@ -92,8 +121,6 @@ class ScheduleClient(Background):
     cache
         Without a service: solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known
         there, and what it finds is kept there. The service has a cache of its own.
-    wanted
-        Which of the better schedules to offer; by default each.
     options
         `ClientOptions`, of the search. Threads and memory are at most those of the service's worker.
 
@@ -112,31 +139,32 @@ class ScheduleClient(Background):
         warm_start: Schedule | None = None,
         key: str | None = None,
         cache: ScheduleCache | None = None,
-        wanted: Callable[[Schedule], bool] = lambda _: True,
         **options: Unpack[SolveArguments],
     ) -> None:
-        asked = ClientOptions.from_arguments("ScheduleClient", options)
-        url = service_url(url, cache)
-        self._outages = Outages(url or HERE)
-        self._connection: ServiceConnection | None = None
-        self._search: RemoteSearch | LocalSearch
-        if url is None:
-            self._search = LocalSearch(asked, cache, self._offer)
-        else:
-            self._connection = ServiceConnection(url, api_key(key))
-            self._search = RemoteSearch(url, self._connection, asked, self._outages, self._offer)
-        self._version, self._wanted = 0, wanted
+        self._options = ClientOptions.from_arguments("ScheduleClient", options)
+        self._url, self._key, self._cache = service_url(url, cache), api_key(key), cache
+        self._outages: set[type[ServiceError]] = set()  # that the log has a warning of
+        # What the caller has given, and what was found for it.
+        self._asked = self._searched = 0  # how many problems there were, and how many searches are over
         self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
-        self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
-        self._following = 0  # the number of the problem that is searched
+        self._adoptions: dict[tuple[str, int], dict[str, Any]] = {}  # by job and incumbent: what is not reported yet
+        # The search that runs.
+        self._number = self._version = 0  # of its problem, and of the last offer
         self._searching: asyncio.Task[None] | None = None
         self._one_search = asyncio.Lock()
-        # By job and number of the incumbent: what the service has not been told yet.
-        self._adoptions: dict[tuple[str, int], dict[str, Any]] = {}
-        self._to_tell, self._closing = asyncio.Event(), asyncio.Event()
-        super().__init__("optpipe-client")  # its loop needs no closing if an argument was wrong
+        self._best: Schedule | None = None
+        self._best_ms = NO_SCHEDULE_MS
+        # The job on the service.
+        self._job: str | None = None
+        self._seen = 0  # the number of its last incumbent; here, how many there were
+        self._problem_version = 1
+        self._posed = False  # whether it has the problem that is searched
+        self._submission: tuple[str, bytes] | None = None  # key and body, until it is answered
+        self._to_report, self._closing = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()  # it needs no closing if an argument was wrong
+        self._thread = threading.Thread(target=self._run, name="optpipe-client", daemon=True)
         self.update(problem, warm_start)
-        self._begin()
+        self._thread.start()
 
     # Calls of the training. None of them waits: they schedule calls in the thread's loop.
 
@@ -158,8 +186,9 @@ class ScheduleClient(Background):
         self._in_thread(self._search_for, self._asked, problem, warm_start)
 
     def adopted(self, offer: Offer, step: int, measured_iteration_ms: float | None = None) -> None:
-        """Tells the service that the training runs an offer since `step`. Call it again with the measured time, which
-        replaces what was told. Never blocks: the service is told when it is there, unless it has purged the job."""
+        """Reports to the service that the training runs an offer since `step`. Call it again with the measured time,
+        which replaces the report before. Never blocks: the report is sent when the service is there, unless it has
+        purged the job."""
         content: dict[str, Any] = {"step": int(step)}
         if measured_iteration_ms is not None:
             content["measured_iteration_ms"] = float(measured_iteration_ms)  # it may be one of numpy's
@@ -171,8 +200,8 @@ class ScheduleClient(Background):
         return self._searched == self._asked
 
     def close(self) -> None:
-        """Stops following. The job on the service goes on to its own end. Waits up to `TELL_S` if adoptions are still
-        to be told."""
+        """Stops following. The job on the service goes on to its own end. Waits up to `REPORT_S` if adoptions are still
+        to be reported."""
         self._in_thread(self._closing.set)
         self._thread.join(CLOSE_S)
 
@@ -184,66 +213,258 @@ class ScheduleClient(Background):
     ) -> None:
         self.close()
 
+    def _in_thread(self, call: Any, *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(call, *arguments)
+
     # In the thread
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
     async def _main(self) -> None:
-        async with self._connection or nullcontext():
-            telling = asyncio.create_task(self._tell())
+        async with AsyncExitStack() as stack:
+            if self._url is not None:
+                self._http = await stack.enter_async_context(http_client(self._url, self._key))
+            reporting = asyncio.create_task(self._report_adoptions())
             await self._closing.wait()
             if self._searching is not None:
                 self._searching.cancel()
-            self._to_tell.set()
-            await asyncio.wait([telling], timeout=TELL_S)
-            telling.cancel()
-            await asyncio.wait([task for task in (telling, self._searching) if task is not None])
+            self._to_report.set()
+            await asyncio.wait([reporting], timeout=REPORT_S)
+            reporting.cancel()
+            await asyncio.wait([task for task in (reporting, self._searching) if task is not None])
 
-    def _search_for(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
+    def _search_for(self, number: int, problem: Problem, running: Schedule | None) -> None:
         if self._searching is not None:
             self._searching.cancel()
-        self._searching = asyncio.create_task(self._follow(number, problem, warm_start))
+        self._searching = asyncio.create_task(self._search(number, problem, running))
 
-    async def _follow(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
+    async def _search(self, number: int, problem: Problem, running: Schedule | None) -> None:
         async with self._one_search:
-            self._following = number
+            self._number, self._problem = number, problem
+            self._best, self._best_ms = running, self._running_ms(running)
             try:
-                await self._search.follow(problem, warm_start)
+                await (self._search_here() if self._url is None else self._search_on_service())
             except Exception:
-                log.exception("the client of the solver service failed; training goes on with the schedule it has")
+                log.exception("the search for schedules failed; training goes on with the schedule it has")
         self._searched = number
 
+    def _running_ms(self, running: Schedule | None) -> float:
+        """What offers must be shorter than: the schedule that runs, if it is still valid for the problem."""
+        if running is None:
+            return NO_SCHEDULE_MS
+        placed = running.placement.apply(self._problem) if running.placement else self._problem
+        on_problem = replace(running, problem=placed)
+        return NO_SCHEDULE_MS if check(placed, on_problem) else self._value_ms(on_problem)
+
+    def _value_ms(self, schedule: Schedule) -> float:
+        """What the search minimizes, computed here."""
+        value_ms = Result.from_schedule(schedule, self._options).value_ms
+        assert value_ms is not None, "a schedule has a value"
+        return value_ms
+
     def _offer(self, schedule: Schedule, job: str, seq: int) -> None:
-        if self._wanted(schedule):
+        """Offers the schedule, if it is better than all before."""
+        if (value_ms := self._value_ms(schedule)) < self._best_ms:
+            self._best, self._best_ms = schedule, value_ms
             self._version += 1
-            self._newest.append((self._following, Offer(self._version, schedule, job, seq)))
+            self._newest.append((self._number, Offer(self._version, schedule, job, seq)))
+
+    # A search on this host
+
+    async def _search_here(self) -> None:
+        """Searches in processes of their own, nicer than the training, until time is up or the best is proven;
+        cancelling it ends them."""
+        options = self._options.arguments()
+        begin = partial(improve, self._problem, warm_start=self._best, cache=self._cache, admit=_be_nicer, **options)
+        try:
+            search = await asyncio.to_thread(begin)
+            try:
+                while result := await asyncio.to_thread(next, search, None):
+                    last = result
+                    if result.schedule is not None:
+                        self._seen += 1
+                        self._offer(result.schedule, HERE, self._seen)
+            finally:
+                search.cancel()
+        except OptPipeError as error:
+            log.warning("there is no search for schedules: %s", error)
+            return
+        for note in last.notes:
+            log.log(logging.INFO if note in last.reports else logging.WARNING, "the search for schedules: %s", note)
+        if last.schedule is None:
+            log.warning("the search for schedules ended as %s: %s", last.status, last.reason)
+        else:
+            log.info("the search for schedules has ended")
+
+    # A search on the service: one job, which goes on with changed costs
+
+    async def _search_on_service(self) -> None:
+        """Searches until the service has ended the search for this problem, or refuses it."""
+        self._longest = longest_answer(self._problem, self._options.placements)
+        self._posed, self._submission = False, None
+        try:
+            async for attempt in _retrying(UnavailableError, InvalidAnswerError, failed=self._begin_outage):
+                with attempt:
+                    await self._follow_job(attempt.retry_state)
+        except UnauthorizedError as error:
+            self._begin_outage(error)
+        except RefusedError as refusal:
+            log.warning("the solver service at %s refuses this problem: %s", self._url, refusal)
+
+    async def _follow_job(self, attempts: RetryCallState) -> None:
+        """Submits a job if there is none, then takes incumbents as they come, to the end of the search."""
+        try:
+            if self._job is not None and not self._posed:
+                await self._pose(self._job)
+            if self._job is None:
+                await self._submit()
+            assert self._job is not None
+            opened = time.monotonic()
+            async with aclosing(events(self._http, self._job, self._seen)) as stream:
+                async for event in stream:
+                    end = parse(JobState, event.data) if event.event == "end" else None
+                    new = event.event == "incumbent" and await self._take(self._job, parse(IncumbentEvent, event.data))
+                    # Not at every event: a service that comes and goes would fill the log.
+                    if end or new or time.monotonic() - opened > LONGEST_S:
+                        self._end_outages(UnavailableError, UnauthorizedError)
+                        attempts.attempt_number = 0  # the next wait is a first one
+                    if end:
+                        return self._log_end(end)
+            end = parse(JobState, await request(self._http, "GET", f"/v1/jobs/{self._job}"))
+        except RefusedError as refusal:
+            if refusal.status != 404 or self._job is None:
+                raise
+            self._job = None  # it was purged, or the service has another database
+            raise UnavailableError("it does not know the job any more") from None
+        if end.state in ("queued", "running"):
+            raise UnavailableError("it said that the job was over")
+        self._end_outages(UnavailableError, UnauthorizedError)
+        return self._log_end(end)
+
+    async def _submit(self) -> None:
+        """Submits a job. Until there is an answer the request keeps its idempotency key, so the service makes one job,
+        however often it is sent."""
+        if self._submission is None:
+            options = self._options.model_dump(mode="json", exclude_none=True)
+            content: dict[str, Any] = {"problem": self._named_problem(), **options}
+            body = json.dumps(content).encode()
+            if self._best is not None:
+                start = ScheduleFile.from_schedule(self._best, with_ops=False)
+                content["warm_start"] = start.model_dump(mode="json", exclude_none=True)
+                with_start = json.dumps(content).encode()
+                body = with_start if len(with_start) <= LONGEST_REQUEST else body
+            self._submission = uuid4().hex, body
+        key, body = self._submission
+        job = parse(JobAnswer, await request(self._http, "POST", "/v1/jobs", body, {"Idempotency-Key": key}))
+        self._job, self._seen, self._posed, self._submission = job.id, 0, True, None
+        self._problem_version = job.problem_version
+
+    def _named_problem(self) -> dict[str, Any]:
+        """The problem, whose name is the job's in the service."""
+        return {**self._problem.to_dict(), "name": self._problem.name or run_name()}
+
+    async def _pose(self, job: str) -> None:
+        """Gives the job this problem; the search goes on from the best schedule that the service has. A job that cannot
+        change its problem is cancelled, and another takes its place."""
+        content = {"problem": self._named_problem()}
+        try:
+            answer = parse(JobAnswer, await request(self._http, "POST", f"/v1/jobs/{job}/problem", content))
+            self._problem_version, self._posed = answer.problem_version, True
+        except RefusedError as refusal:
+            if refusal.status == 409:
+                with suppress(ServiceError):
+                    await request(self._http, "POST", f"/v1/jobs/{job}/cancel")
+            elif refusal.status != 404:
+                raise
+            self._job = None
+
+    async def _take(self, job: str, event: IncumbentEvent) -> bool:
+        """Fetches an incumbent, checks it, and offers it. Returns whether there was a new one."""
+        if event.seq <= self._seen:
+            return False
+        is_old = event.problem_version is not None and event.problem_version < self._problem_version
+        if not is_old:
+            path = f"/v1/jobs/{job}/incumbents/{event.seq}"
+            answer = await request(self._http, "GET", path, longest=self._longest)
+        self._seen = event.seq  # a wrong one is not fetched again
+        if is_old:
+            return False
+        schedule = verified(answer, self._problem, self._options.placements)
+        self._end_outages(InvalidAnswerError)
+        self._offer(schedule, job, event.seq)
+        return True
+
+    def _log_end(self, end: JobState) -> None:
+        if end.state == "done":
+            log.info("the solver service at %s has finished its search", self._url)
+        else:
+            log.warning("the solver service at %s ended its search as %s: %s", self._url, end.state, end.reason)
+
+    # Reports of adoptions
 
     def _adopt(self, incumbent: tuple[str, int], content: dict[str, Any]) -> None:
-        self._adoptions[incumbent] = content
-        self._to_tell.set()
+        if self._url is not None:
+            self._adoptions[incumbent] = content
+            self._to_report.set()
 
-    async def _tell(self) -> None:
-        """Tells adoptions, one after the other, until the service has taken or refused each; after `close` until none
+    async def _report_adoptions(self) -> None:
+        """Reports adoptions, one after the other, until the service has taken or refused each; after `close` until none
         is left."""
-        if self._connection is None:
-            return
-        backoff = Backoff()
         while self._adoptions or not self._closing.is_set():
-            await self._to_tell.wait()
-            self._to_tell.clear()
+            await self._to_report.wait()
+            self._to_report.clear()
             while self._adoptions:
-                incumbent, content = next(iter(self._adoptions.items()))
+                job, seq = incumbent = next(iter(self._adoptions))
                 try:
-                    await self._connection.request("PUT", "/v1/jobs/{}/adoptions/{}".format(*incumbent), content)
-                except UnavailableError as unavailable:
-                    await backoff.wait(unavailable.retry_after_s)
-                    continue
+                    async for attempt in _retrying(UnavailableError):
+                        with attempt:
+                            content = self._adoptions[incumbent]
+                            await request(self._http, "PUT", f"/v1/jobs/{job}/adoptions/{seq}", content)
                 except UnauthorizedError as unauthorized:
-                    self._outages.begin(unauthorized)
-                except (InvalidAnswerError, RefusedError) as refusal:
-                    log.warning(
-                        "the adoption of schedule %d of job %s was not taken: %s", incumbent[1], incumbent[0], refusal
-                    )
-                except Exception:
-                    log.exception("the client of the solver service failed to tell an adoption")
-                backoff.reset()
+                    self._begin_outage(unauthorized)
+                except ServiceError as refusal:
+                    log.warning("the adoption of schedule %d of job %s was not taken: %s", seq, job, refusal)
                 if self._adoptions[incumbent] is content:
                     del self._adoptions[incumbent]
+
+    # One warning for each outage, however many attempts it takes, and one line when it is over
+
+    def _begin_outage(self, error: ServiceError) -> None:
+        kind = type(error)
+        if kind not in self._outages:
+            self._outages.add(kind)
+            begins, _ = OUTAGES[kind]
+            text = "the solver service at %s %s: %s; training goes on with the schedule it has"
+            log.warning(text, self._url, begins, error)
+
+    def _end_outages(self, *kinds: type[ServiceError]) -> None:
+        for kind in self._outages & {*kinds}:
+            self._outages.remove(kind)
+            log.info("the solver service at %s %s", self._url, OUTAGES[kind][1])
+
+
+def _retrying(*kinds: type[ServiceError], failed: Any = lambda error: None) -> AsyncRetrying:
+    """Attempts until one succeeds, or fails in another way; `failed` gets each error before the wait."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(kinds),
+        wait=wait_s,
+        before_sleep=lambda state: failed(state.outcome and state.outcome.exception()),
+    )
+
+
+def wait_s(state: RetryCallState) -> float:
+    """The wait before the next attempt. It is never shorter than the service asks for, and has jitter, so that clients
+    that were sent away together come back one by one."""
+    error = state.outcome and state.outcome.exception()
+    asked_s = error.retry_after_s if isinstance(error, ServiceError) else 0.0
+    delay_s = wait_exponential(multiplier=FIRST_S, max=LONGEST_S)(state) * random.uniform(0.5, 1.0)
+    return max(delay_s, asked_s * random.uniform(1.0, 1.2))
+
+
+def _be_nicer(pid: int) -> None:
+    """Lets the solver compute where the training does not."""
+    with suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))

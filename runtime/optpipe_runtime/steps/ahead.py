@@ -1,6 +1,6 @@
 """`Ahead`: the ranks prepare a step while the one before runs, in a thread of each that no step waits for.
 
-They tell each other which micro-batches the step has and what the last ones took. The rank of the first stage, without
+They gather which micro-batches the step has and what the last ones took. The rank of the first stage, without
 which none can begin a step, plans it, and sends problem and schedule to all. Each checks the schedule on this problem
 and lowers it; if all could, it will run, else each micro-batch alone, one after the other.
 """
@@ -19,34 +19,17 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.batch import BatchShapes
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.steps.costs import Features, MeasuredStep
+from optpipe_runtime.steps.planner import StepAnnouncement, Unmeasured
 from optpipe_runtime.swap.schedules import share_schedule
 from optpipe_runtime.swap.trials import PlannedStep
 
 log = logging.getLogger("optpipe.runtime")
-
-
-class StepAnnouncement(NamedTuple):
-    """What one rank announces of a step to come."""
-
-    number: int
-    shapes: BatchShapes | InputError  # what it has of the micro-batches, or why that is none
-    features: Features | None  # on the rank that plans
-    measured: tuple[MeasuredStep, ...]  # the steps since its last announcement
-
-
-class Unmeasured(NamedTuple):
-    """Instead of a plan: these of so many micro-batches must be profiled first."""
-
-    chosen: Sequence[int]
-    microbatches: int
 
 
 # Plans a step, given the announcements of all ranks; until the flag is set it may look for a better schedule.

@@ -13,7 +13,6 @@ runs, the next one is planned, sent, checked and lowered beside it (`steps.ahead
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -28,12 +27,17 @@ from optpipe.steps import CostModel
 from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.service.connection import api_key, service_url
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
-from optpipe_runtime.steps.ahead import Ahead, PreparedStep, StepAnnouncement, Unmeasured
-from optpipe_runtime.steps.costs import Features, MeasuredStep, measured_step
-from optpipe_runtime.steps.planner import StepPlanner
+from optpipe_runtime.steps.ahead import Ahead, PreparedStep
+from optpipe_runtime.steps.planner import (
+    Features,
+    MeasuredStep,
+    StepAnnouncement,
+    StepPlanner,
+    Unmeasured,
+    measured_step,
+)
 from optpipe_runtime.swap.trials import PlannedStep
 
 REPEATS = 3  # of each measurement of a profile
@@ -61,11 +65,9 @@ class PlannedSteps:
         in a row give that of the documents' lengths. It is called on the rank of the first stage.
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
-    url, key
-        Of a service, as of `Follower`: it keeps the rules that steps follow as a stream, and the next training on these
-        stages starts from them. No step waits for it.
     costs
-        The times learnt in an earlier training (`CostModel.load`), on the rank of the first stage.
+        The times learnt in an earlier training (`CostModel.load`), on the rank of the first stage. With them come the
+        rules of its last step, from which the search for the first one starts.
 
     Raises
     ------
@@ -80,8 +82,6 @@ class PlannedSteps:
         activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
         costs: CostModel | None = None,
-        url: str | None = None,
-        key: str | None = None,
     ) -> None:
         rank, runner = pipe._rank, pipe._step_runner
         if len(pipe.layout.routes) > 1:
@@ -96,8 +96,6 @@ class PlannedSteps:
         stages = len(pipe.layout.placement)
 
         def require_arguments() -> None:
-            api_key(key)  # raises here, not in the first step
-            service_url(url)
             if costs is not None and costs.stages != stages:
                 raise InputError(f"costs is of a pipeline of {costs.stages} stages: this one has {stages}")
 
@@ -106,7 +104,7 @@ class PlannedSteps:
         self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
         planner = pipe.layout.placement[pipe.layout.routes[0][0]]
-        self._planner = StepPlanner(planner, costs, url, key) if rank.cpu_group.rank == planner else None
+        self._planner = StepPlanner(planner, costs) if rank.cpu_group.rank == planner else None
         self._ahead = Ahead(rank, planner)
         self._prepared: deque[tuple[StepAnnouncement, PreparedStep]] = deque()
         self._measured: list[MeasuredStep] = []  # not announced yet
@@ -116,7 +114,7 @@ class PlannedSteps:
     @property
     def costs(self) -> CostModel | None:
         """On the rank of the first stage, after its first step: what F, B and W take by the features, as learnt until
-        now. `save` keeps it in a file."""
+        now, and the rules of the last step. `save` keeps both in a file."""
         return None if self._planner is None else self._planner.times
 
     def problem(self, microbatches: Features) -> Problem:
@@ -149,8 +147,8 @@ class PlannedSteps:
         yield from waiting
 
     def announce(self, inputs: Any = None, targets: Any = None, kwargs: Mapping[Any, Any] | None = None) -> None:
-        """Tells the micro-batches of the step after those that were announced before, without waiting. Their tensors
-        may still be filled, but keep their shapes."""
+        """Announces the micro-batches of the step after those that were announced before, without waiting. Their
+        tensors may still be filled, but keep their shapes."""
         batch, features = self._pipe._batch(inputs, targets, kwargs), None
         try:
             shapes: BatchShapes | InputError = self._runner.learner.describe(batch)
@@ -164,12 +162,7 @@ class PlannedSteps:
 
     def _prepare(self, announcement: StepAnnouncement) -> PreparedStep:
         """Begins to prepare a step."""
-        return self._ahead.prepare(announcement, None if self._planner is None else self._plan)
-
-    def _plan(self, by_rank: Sequence[StepAnnouncement], begins: threading.Event) -> Schedule | Unmeasured:
-        """In the thread of the rank that plans."""
-        assert self._planner is not None
-        return self._planner.plan(by_rank, begins)
+        return self._ahead.prepare(announcement, None if self._planner is None else self._planner.plan)
 
     def step(
         self,
@@ -210,7 +203,7 @@ class PlannedSteps:
         assert isinstance(planned, PlannedStep)
         self.schedule = planned.plan.schedule
         if self._planner is not None:
-            self._planner.ran(announcement.number, self.schedule, report.step_ms)
+            self._planner.step_ms = report.step_ms
         self._measured.append(measured_step(announcement.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
 
@@ -239,8 +232,6 @@ class PlannedSteps:
     def close(self) -> None:
         """Ends the threads. Steps that were announced and not run are dropped."""
         self._ahead.close()
-        if self._planner is not None:
-            self._planner.close()
 
     def __enter__(self) -> PlannedSteps:
         return self

@@ -41,6 +41,7 @@ class Answer:
 
 
 Answers = Callable[[Asked], Answer]
+EVENT_STREAM = {"Content-Type": "text/event-stream"}
 
 
 @contextmanager
@@ -135,12 +136,12 @@ def end(state: str = "done", reason: str | None = None) -> bytes:
 
 
 def events(*pieces: bytes) -> Answer:
-    return Answer(200, list(pieces), {"Content-Type": "text/event-stream"})
+    return Answer(200, list(pieces), EVENT_STREAM)
 
 
 def open_events(*pieces: bytes) -> Answers:
     """These events, and then no more, and no end."""
-    return lambda asked: Answer(200, held_open(asked, *pieces))
+    return lambda asked: Answer(200, held_open(asked, *pieces), EVENT_STREAM)
 
 
 def document(schedule: Schedule) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def trickling(asked: Asked) -> Answer:
         while not asked.over.wait(0.02):
             yield b"x"
 
-    return Answer(200, bytes_now_and_then())
+    return Answer(200, bytes_now_and_then(), EVENT_STREAM)
 
 
 def endless(piece: bytes) -> Answers:
@@ -187,7 +188,7 @@ def endless(piece: bytes) -> Answers:
                     return
                 yield many
 
-        return Answer(200, flood())
+        return Answer(200, flood(), EVENT_STREAM)
 
     return answers
 

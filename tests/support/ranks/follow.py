@@ -14,7 +14,7 @@ from optpipe import Problem
 from optpipe.evaluate import timeline
 from optpipe_cache import Cache
 from optpipe_runtime import Follower, Pipeline, Profiler
-from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.memory import clock
 from optpipe_runtime.service import client
 from support.ranks.cases import batch, loss_fn, own_stages
@@ -101,7 +101,7 @@ def slows_down(
     versions, problems = [], []
     noisy: Any = Noisy(rank)
     paced.time = clock.time = noisy
-    told, closed, client.TELL_S, client.CLOSE_S = client.TELL_S, client.CLOSE_S, 60.0, 120.0
+    told, closed, client.REPORT_S, client.CLOSE_S = client.REPORT_S, client.CLOSE_S, 60.0, 120.0
     try:
         with (
             Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
@@ -115,7 +115,7 @@ def slows_down(
                 await_search(follower)
     finally:
         paced.time = clock.time = time
-        client.TELL_S, client.CLOSE_S = told, closed
+        client.REPORT_S, client.CLOSE_S = told, closed
     return versions, problems
 
 

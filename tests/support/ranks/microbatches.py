@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.schedule import Schedule
-from optpipe.steps import StepMemoryError
+from optpipe.steps import CostModel, StepMemoryError
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute import learner
 from optpipe_runtime.steps import planned as planned_steps
@@ -190,7 +190,7 @@ def planning(
     budget: int,
     placement: Sequence[int] = (0, 1),
     modules: dict[int, nn.Module] | None = None,
-    url: str | None = None,
+    costs: CostModel | None = None,
     **options: Any,
 ) -> Iterator[tuple[PlannedSteps, dict[int, nn.Module]]]:
     """Planned steps of a pipeline of four micro-batches, and this rank's stages. Each time is measured once: no result
@@ -199,7 +199,7 @@ def planning(
     with (
         patch.object(planned_steps, "REPEATS", 1),
         Pipeline(modules, placement, loss_fn, 4, **options) as pipe,
-        PlannedSteps(pipe, activation_budget_bytes=budget, url=url) as train,
+        PlannedSteps(pipe, activation_budget_bytes=budget, costs=costs) as train,
     ):
         yield train, modules
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from optpipe_runtime.service import connection, outages
-from optpipe_runtime.service.background import Background
+from optpipe_runtime.service import client, requests
+from optpipe_runtime.service.client import ScheduleClient
 
 
 def set_waits(
@@ -19,15 +19,15 @@ def set_waits(
 ) -> None:
     """The service answers in its own time, and is asked again at once if it fails."""
     for module, name, seconds in (
-        (outages, "FIRST_S", first_s),
-        (outages, "LONGEST_S", longest_s),
-        (connection, "CONNECT_S", connect_s),
-        (connection, "READ_S", read_s),
+        (client, "FIRST_S", first_s),
+        (client, "LONGEST_S", longest_s),
+        (requests, "CONNECT_S", connect_s),
+        (requests, "READ_S", read_s),
     ):
         patch.setattr(module, name, seconds)
 
 
-def until_ended(client: Background) -> None:
+def until_ended(client: ScheduleClient) -> None:
     """Waits for the client's thread, after `close`."""
     client._thread.join(120)
     assert not client._thread.is_alive()

@@ -21,7 +21,9 @@ long a step takes by each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -35,13 +37,13 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.service.adoptions import Adoptions
-from optpipe_runtime.service.client import ClientOptions, ScheduleClient
-from optpipe_runtime.service.connection import api_key, service_url
+from optpipe_runtime.service.client import ClientOptions, Offer, ScheduleClient
+from optpipe_runtime.service.requests import api_key, service_url
 
 log = logging.getLogger("optpipe.follow")
 
 THRESHOLD = 0.2  # of a stage's F + B + W
+MOST_STEPS = 1024  # that one median is over
 
 
 class Follower:
@@ -226,3 +228,67 @@ class Follower:
             self.close()
         else:
             self._stop()
+
+
+class Adoptions:
+    """Reports to the service which of its schedules run, and how long a step takes by each.
+
+    Used on the rank that has the client; on other ranks nothing is offered, so there is nothing to report. A median is
+    reported whenever it is over twice as many steps as before, and when no more steps come.
+    """
+
+    def __init__(self) -> None:
+        self._offered: tuple[ScheduleClient, Offer] | None = None
+        self._runs: dict[int, _Adoption] = {}  # by version of the pipeline's schedule
+
+    def offered(self, client: ScheduleClient, offer: Offer) -> None:
+        """The pipeline has an offer, and may swap it in or refuse it."""
+        self._offered = client, offer
+
+    def swapped(self, version: int, running: Schedule, step: int) -> None:
+        """From this step on another schedule runs: the offered one, or one that the pipeline went back to."""
+        if self._offered is None:
+            return
+        client, offer = self._offered
+        if (running.programs, running.links) == (offer.schedule.programs, offer.schedule.links):
+            self._offered = None
+            self._runs[version] = _Adoption(client, offer, step)
+            client.adopted(offer, step)
+
+    def measured(self, steps: Iterable[tuple[int, float]]) -> None:
+        """Takes the times of further steps, each with the version of its schedule: ms of the slowest rank."""
+        for version, ms in steps:
+            if run := self._runs.get(version):
+                run.add(ms)
+        for version, run in list(self._runs.items()):
+            if len(run.times_ms) >= 2 * run.reported:
+                run.report()
+            if version != max(self._runs):
+                self._runs.pop(version).report()
+
+    def finish(self) -> None:
+        """Reports what is left: times from now on are not comparable any more."""
+        while self._runs:
+            self._runs.popitem()[1].report()
+
+
+@dataclass
+class _Adoption:
+    """An offer that the training has run since a step."""
+
+    client: ScheduleClient
+    offer: Offer
+    step: int
+    warm: bool = False  # the first step after a swap is not measured
+    times_ms: list[float] = field(default_factory=list)
+    reported: int = 0  # over how many steps the last median was
+
+    def add(self, ms: float) -> None:
+        if self.warm and len(self.times_ms) < MOST_STEPS:
+            self.times_ms.append(ms)
+        self.warm = True
+
+    def report(self) -> None:
+        if len(self.times_ms) > self.reported:
+            self.reported = len(self.times_ms)
+            self.client.adopted(self.offer, self.step, round(median(self.times_ms), 3))
