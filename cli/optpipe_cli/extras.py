@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from optpipe.errors import InputError
 
 NEEDS = {
-    "runtime": ("torch", "httpx"),
+    "runtime": ("torch", "httpx", "httpx_sse", "tenacity"),
     "server": ("alembic", "fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
 }
 WITHOUT_CUDA = " (with CUDA, 5 GB; without: first torch from an index of torch for CPUs, as docs/start.md says)"

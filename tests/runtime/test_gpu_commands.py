@@ -1,5 +1,5 @@
-"""`make bench-gpu` and `make test-gpu`, as on a machine where nothing is installed but torch and what the
-docs name."""
+"""`make bench-gpu` and `make test-gpu`, as on a machine where nothing is installed but torch and what
+`make wheels` fetches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -93,21 +93,3 @@ def gpu_needs() -> list[str]:
     found = re.search(r"^GPU_NEEDS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found
     return found[1].split()
-
-
-def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
-    """`name version` in the table's first column, against what `make wheels` fetches.
-
-    What other versions need is not known here: the names are compared where the versions of constraints.txt are.
-    """
-    rows = [
-        line.split("|")[1] for line in (ROOT / "docs/gpu.md").read_text().splitlines() if re.match(r"\| \w+ \d", line)
-    ]
-    told = {canonicalize_name(name): version for row in rows for name, version in re.findall(r"(\w+) ([\d.]+)", row)}
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    pinned = {canonicalize_name(name): version for name, version in pins.items()}
-    assert told.keys() >= {canonicalize_name(name) for name in gpu_needs()}
-    assert told == {name: pinned[name] for name in told}
-    needed = with_what_they_need(*gpu_needs())
-    if all(pinned.get(name) == version(name) for name in needed):
-        assert told.keys() == needed

@@ -385,14 +385,17 @@ class ScheduleClient:
         """Fetches an incumbent, checks it, and offers it. Returns whether there was a new one."""
         if event.seq <= self._seen:
             return False
-        is_old = event.problem_version is not None and event.problem_version < self._problem_version
-        if not is_old:
-            path = f"/v1/jobs/{job}/incumbents/{event.seq}"
-            answer = await request(self._http, "GET", path, longest=self._longest)
-        self._seen = event.seq  # a wrong one is not fetched again
-        if is_old:
+        if event.problem_version is not None and event.problem_version < self._problem_version:  # for earlier costs
+            self._seen = event.seq
             return False
-        schedule = verified(answer, self._problem, self._options.placements)
+        path = f"/v1/jobs/{job}/incumbents/{event.seq}"
+        try:
+            answer = await request(self._http, "GET", path, longest=self._longest)
+            schedule = verified(answer, self._problem, self._options.placements)
+        except InvalidAnswerError:
+            self._seen = event.seq  # it is not fetched again
+            raise
+        self._seen = event.seq
         self._end_outages(InvalidAnswerError)
         self._offer(schedule, job, event.seq)
         return True
