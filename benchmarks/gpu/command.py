@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
-from benchmarks.gpu.report import Report, measured_report
-from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup
+from benchmarks.gpu.report import judge
+from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup, measure
 from examples.gpt import Size
 from optpipe.errors import InputError
-from optpipe.files import write_file
-from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
+from optpipe_cli.output import Json, echo, print_figures, print_json
 
 HEAD = 128  # width of an attention head
 
@@ -31,9 +28,6 @@ def gpu(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per stage.")] = 2,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, one sequence.")] = 8192,
     p2p_ms: Annotated[float, typer.Option(min=0, help="Assumed time of a message to a neighbour, in ms.")] = 0.5,
-    trace: Annotated[Path, typer.Option(help="Predicted and measured steps, for Perfetto.")] = Path(
-        "bench-gpu.trace.json"
-    ),
     json: Json = False,
 ) -> None:
     """Measure on one GPU: offloading behind compute, bandwidth of copies, accuracy of predictions.
@@ -41,21 +35,25 @@ def gpu(
     Exit code 1 if one of them misses its target.
     """
     os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # before CUDA starts; `measure` says why
-    require_writable(trace)
     emulated, stages = _stage(emulate_stage)
     heads = max(1, width // HEAD)
     if width % heads:
         raise InputError(f"--width = {width}: expected a multiple of {HEAD}, or less than {2 * HEAD}")
     size = Size(width, heads, blocks * stages, context, sequences=1)
-    report = measured_report(GpuSetup(_device(device), size, stages, emulated, microbatches, p2p_ms))
-    write_file(trace, report.trace)
+    setup = GpuSetup(_device(device), size, stages, emulated, microbatches, p2p_ms)
+    try:
+        report = judge(setup, measure(setup))
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"take a smaller --context, --width or --blocks: {str(error).partition('. ')[0]}") from error
     if json:
         print_json(report.to_dict())
     else:
-        print_table(_table(report))
+        rows = [
+            [row.what, f"{row.asked} {row.text(row.limit)}", row.text(row.reached), row.verdict] for row in report.rows
+        ]
+        print_figures(f"{report.device}, torch {report.torch}", ("", "asked", "reached", "verdict"), rows)
         for name, value in report.figures.items():
             echo(f"{name:50}{value:>18,.6g}")
-        echo(f"trace for https://ui.perfetto.dev: {trace}")
     if not report.passed:
         raise typer.Exit(1)
 
@@ -77,20 +75,10 @@ def _device(text: str) -> torch.device:
         raise InputError(f"--device = {text}: expected cuda, cuda:N or cpu")
     if text == "cpu":
         return torch.device("cpu")
-    index = int(match[1] or 0)
-    if index >= torch.cuda.device_count():
+    if (index := int(match[1] or 0)) >= torch.cuda.device_count():
         raise InputError(
             f"--device = {text}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here; "
             "cpu runs anywhere"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _table(report: Report) -> Table:
-    table = Table(title=f"{report.device}, torch {report.torch}")
-    for column in ("", "asked", "reached", "verdict"):
-        table.add_column(column, justify="left" if column in ("", "verdict") else "right")
-    for row in report.rows:
-        table.add_row(row.what, f"{row.asked} {row.text(row.limit)}", row.text(row.reached), row.verdict)
-    return table

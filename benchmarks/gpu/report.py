@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.gpu.runs import COUNTERS, GpuMeasurements, GpuSetup, Steps, measure
+from benchmarks.gpu.runs import COUNTERS, GpuMeasurements, GpuSetup, Steps
 from benchmarks.gpu.schedules import share_offloaded
-from optpipe.errors import InputError
-from optpipe.model.ops import COMPUTE, MARKS, TRANSFERS, Kind
-from optpipe.show.trace import Track, document, tracks
+from optpipe.model.ops import COMPUTE, Kind
+from optpipe.show.trace import tracks
 
 NOT_MEASURED = "not measured"
 Unit = Literal["ms", "%", ""]
@@ -49,9 +48,6 @@ class Row:
             return "–"
         return f"{value:.1%}" if self.unit == "%" else f"{value:.4g} {self.unit}".rstrip()
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"verdict": self.verdict}
-
 
 @dataclass(frozen=True)
 class Report:
@@ -61,7 +57,6 @@ class Report:
     torch: str
     rows: tuple[Row, ...]
     figures: dict[str, float]
-    trace: str  # in the Trace Event format: predicted and measured side by side
 
     @property
     def passed(self) -> bool:
@@ -69,22 +64,8 @@ class Report:
         return all(row.passed is not False for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but the trace."""
-        return {
-            "device": self.device,
-            "torch": self.torch,
-            "passed": self.passed,
-            "rows": [row.to_dict() for row in self.rows],
-            "figures": self.figures,
-        }
-
-
-def measured_report(setup: GpuSetup) -> Report:
-    """Measures and judges. Raises `InputError` if the device has too little memory for the model."""
-    try:
-        return judge(setup, measure(setup))
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"take a smaller --context, --width or --blocks: {str(error).partition('. ')[0]}") from error
+        rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
+        return asdict(self) | {"passed": self.passed, "rows": rows}
 
 
 def judge(setup: GpuSetup, measured: GpuMeasurements) -> Report:
@@ -96,15 +77,6 @@ def judge(setup: GpuSetup, measured: GpuMeasurements) -> Report:
         torch=str(torch.__version__),
         rows=rows,
         figures=_figures(measured),
-        trace=document(
-            track
-            for names, pair in (
-                ("all stages", measured.inside),
-                (f"stage {setup.emulated} of {setup.stages}", measured.stage),
-            )
-            for steps in pair
-            for track in _tracks(names, steps)
-        ),
     )
 
 
@@ -190,24 +162,5 @@ def _memory(measured: GpuMeasurements, cuda: bool) -> tuple[Row, ...]:
         *(
             Row(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None)
             for name in COUNTERS
-        ),
-    )
-
-
-def _tracks(names: str, steps: Steps) -> tuple[Track, Track]:
-    """The device as predicted, from its first op on, and as measured in a typical step."""
-    predicted, times = tracks(steps.schedule)[steps.device], steps.typical.trace
-    begins = min(start for _, start, _ in predicted.spans)
-    name = f"{names}, {steps.schedule.method}"
-    return (
-        Track(
-            f"{name}: predicted",
-            [(op, start - begins, end - begins) for op, start, end in predicted.spans],
-            [(moment - begins, nbytes) for moment, nbytes in predicted.held],
-        ),
-        Track(
-            f"{name}: measured",
-            [(time.op, time.start_ms, time.end_ms) for time in times if time.op.kind not in MARKS],
-            [(time.end_ms, time.held_bytes) for time in times if time.op.kind not in TRANSFERS],
         ),
     )

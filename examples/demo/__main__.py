@@ -22,9 +22,8 @@ import torch
 from examples import reference
 from examples.demo.train import DemoResult, DemoSettings, Step, train
 from examples.ranks import on_ranks
-from optpipe import certify, solve
+from optpipe import certify, plot, solve
 from optpipe.errors import OptPipeError
-from optpipe.show.page import plot
 from optpipe_cache import user_cache
 from optpipe_cli.output import print_figures
 

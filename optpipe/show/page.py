@@ -49,9 +49,7 @@ class Picture:
         )
 
 
-def plot(
-    schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None, below: str = ""
-) -> Picture:
+def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> Picture:
     """The interactive picture of a schedule: when each op runs, why devices wait, memory within its limit.
 
     Parameters
@@ -60,8 +58,6 @@ def plot(
         Another schedule of the same work, drawn above on the same time axis, with what changed.
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
-    below
-        HTML that ends the page.
 
     Returns
     -------
@@ -73,15 +69,11 @@ def plot(
     InputError
         If plotly is not installed, or as the schedule's timeline does.
     """
-    return page(
-        figure(schedule, before, lower_bound_ms),
-        FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0),
-        schedule.method,
-        below,
-    )
+    height = FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0)
+    return page(figure(schedule, before, lower_bound_ms), height, schedule.method)
 
 
-def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "", below: str = "") -> Picture:
+def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "") -> Picture:
     """The page of a document that `web/` draws. Raises InputError if plotly is not installed."""
     title = f"{document['title']} · {method}".rstrip(" ·")
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -92,7 +84,7 @@ def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "",
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(printable(title))}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
+        f'<title>{escape(printable(title))}</title><style>{style}</style></head><body><main id="picture"></main>'
         f'<script type="application/json" id="document">{data}</script>'
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n',
         height,

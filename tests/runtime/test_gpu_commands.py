@@ -42,15 +42,14 @@ def make_test_gpu(*options: str, **variables: str) -> subprocess.CompletedProces
     return subprocess.run(["make", "--silent", "test-gpu", *options, *given], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_make_test_gpu(tmp_path: Path) -> None:
+def test_make_test_gpu() -> None:
     """What it runs can be imported on a machine where nothing is installed but torch and what the docs name. The tests
     run on CPU with all others, so here they are only collected; the bench runs."""
-    trace = tmp_path / "steps.trace.json"
     done = make_test_gpu(
         DEVICE="cpu",
         PYTHON=f"{sys.executable} -X importtime",
         TESTS="--collect-only -q",
-        ARGS=" ".join([*TINY, "--trace", str(trace), "--json"]),
+        ARGS=" ".join([*TINY, "--json"]),
     )
     assert "test_gpu.py: " in done.stdout, done.stderr[-2000:]
     assert "test_odd_stages.py: " in done.stdout
@@ -58,13 +57,6 @@ def test_make_test_gpu(tmp_path: Path) -> None:
     assert done.returncode == (0 if told["passed"] else 2), done.stderr  # make's own code for a command that failed
     assert told["device"] == "CPU"
     assert {row["what"] for row in told["rows"] if row["verdict"] == "not measured"} == ON_CUDA
-    names = {
-        event["args"]["name"]
-        for event in json.loads(trace.read_text())["traceEvents"]
-        if event["name"] == "process_name"
-    }
-    assert {"all stages, half offloaded: measured", "stage 0 of 2, half offloaded: predicted"} <= names
-
     needed = imported(done.stderr)
     assert {"torch", "numpy", "pydantic", "pytest"} <= needed
     require_wheels(needed)
