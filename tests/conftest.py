@@ -39,9 +39,10 @@ def _compiled() -> None:
     """What compiles in the background on a user's machine is compiled before the first test."""
     from support import compile_loops  # it loads numba
 
-    from optpipe.dispatch.descents import descents_are_compiled
+    from optpipe.dispatch.descents import LOOPS
+    from optpipe.evaluate.jit import waits_for_compiler
 
-    if not descents_are_compiled():
+    if waits_for_compiler(LOOPS):
         compile_loops.main()
 
 

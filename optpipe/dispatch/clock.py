@@ -1,8 +1,8 @@
 """The clock of the list scheduler: an event loop on arrays, compiled.
 
 Host links and devices are looked at when something has ended there or may begin: `State.look_at` has the moment, for
-links first, then for devices. A plain list scheduler with objects does the same (tests: `plain_list_scheduler`). What
-it decides is told in `simulate`.
+links first, then for devices. A plain list scheduler with objects does the same (tests: `plain_list_scheduler`). How it
+decides is described in `simulate`.
 
 As everywhere here k is a kind of op, s a stage in `stage_order`, d a device, and j the j-th micro-batch to enter.
 """
@@ -11,18 +11,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.dispatch.devices import bytes_to_keep_free, choose_op, end_op, start_op, tell_next_stage
 from optpipe.dispatch.figures import Figures
-from optpipe.dispatch.links import serve_link
-from optpipe.dispatch.state import RECOMPUTE, State, look_soon_at_links, reset
-from optpipe.evaluate.jit import compiled, compiled_in_place, compiled_phase
+from optpipe.dispatch.state import (
+    BACK,
+    BACKWARD,
+    FORWARD,
+    MICROBATCH,
+    OFFLOAD,
+    OUT,
+    RECOMPUTE,
+    RELOAD,
+    STAGE,
+    WAY,
+    WEIGHT,
+    State,
+    look_soon,
+    needed_ms,
+    reset,
+)
+from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
 ROUNDING = 1e-9  # of sums of times
 
 
-@compiled_in_place
+@compiled
 def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bool:
     """Start all ops, one after the other.
 
@@ -39,27 +53,33 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     """
     reset(figures, rules, state)
     links = len(figures.stages_on_link)
-    recomputed, offloaded = _count_relieved(state)
     late_ms = stop_ms * (1.0 + ROUNDING)
-    to_start = 3 * state.forwards_left.sum() + recomputed  # F, B and W of each, and Cs
-    has_relief = recomputed + offloaded > 0
+    to_start, has_relief = 3 * state.forwards_left.sum(), False  # F, B and W of each, and Cs
+    for variant in state.variant.flat:
+        if variant > 0:
+            to_start, has_relief = to_start + 1, True
+    for parts in state.parts_to_leave.flat:
+        if parts > 0:
+            has_relief = True
     while True:
         at = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
         now = state.look_at[at]
         if now == np.inf:
             return bool(to_start == 0)
         if at < links:
-            serve_link(figures, rules, state, at, now)
+            _serve_link(figures, rules, state, at, now)
             continue
         d = at - links
         if state.running[d]:
-            end_op(state, d)
+            _end_op(state, d)
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
-                look_soon_at_links(figures, state, d, now)
+                for way in range(2):
+                    link = figures.links[way, d]
+                    look_soon(state, link, max(now, state.link_free_at[link]))
                 continue
-        reserved = bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
-        k, s = choose_op(figures, rules, state, d, now, reserved)
-        if k == NONE:  # `choose_op` has set when to look here again
+        reserved = _bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
+        k, s = _choose_op(figures, rules, state, d, now, reserved)
+        if k == NONE:  # `_choose_op` has set when to look here again
             continue
         ms = _op_ms(figures, state, k, s, state.next_microbatch[k, s])
         end = now + ms
@@ -67,25 +87,12 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             state.work_left[d] -= ms
         if end > stop_ms or end + state.work_left[d] > late_ms:
             return False
-        start_op(figures, rules, state, k, s, now, end)
-        tell_next_stage(figures, rules, state, k, s, now, end)
+        _start_op(figures, rules, state, k, s, now, end)
+        _notify_next_stage(figures, rules, state, k, s, now, end)
         to_start -= 1
 
 
-@compiled_phase
-def _count_relieved(state: State) -> tuple[int, int]:
-    """How many activations are to be computed again, and how many, or their checkpoints, are to be offloaded."""
-    recomputed, offloaded = 0, 0
-    for variant in state.variant.flat:
-        if variant > 0:
-            recomputed += 1
-    for parts in state.parts_to_leave.flat:
-        if parts > 0:
-            offloaded += 1
-    return recomputed, offloaded
-
-
-@compiled_phase
+@compiled_part
 def _op_ms(figures: Figures, state: State, k: int, s: int, j: int) -> float:
     """How long a compute op takes; F, B and W take the same by each variant."""
     return float(figures.ms[state.variant[s, j], k, s, state.column[j]])
@@ -94,19 +101,310 @@ def _op_ms(figures: Figures, state: State, k: int, s: int, j: int) -> float:
 @compiled
 def listed_ms(figures: Figures, state: State, span: bool) -> float:
     """The makespan of what has been listed, or the longest span of a device."""
-    devices, (kinds, stages, microbatches) = len(figures.memory), state.start.shape
-    first, last = np.full(devices, np.inf), np.zeros(devices)
-    for k in range(kinds):
-        for s in range(stages):
-            d = figures.device[s]
-            for j in range(microbatches):
-                if state.start[k, s, j] < np.inf:
-                    first[d] = min(first[d], state.start[k, s, j])
-                    last[d] = max(last[d], state.start[k, s, j] + _op_ms(figures, state, k, s, j))
-    if not span:
-        return float(last.max())
+    kinds, _, microbatches = state.start.shape
     longest = 0.0
-    for d in range(devices):
-        if first[d] < np.inf:
-            longest = max(longest, last[d] - first[d])
+    for d in range(len(figures.memory)):
+        first, last = np.inf, 0.0
+        for s in figures.stages_of_device[d]:
+            if s == NONE:
+                break
+            for k in range(kinds):
+                for j in range(microbatches):
+                    if state.start[k, s, j] < np.inf:
+                        first = min(first, state.start[k, s, j])
+                        last = max(last, state.start[k, s, j] + _op_ms(figures, state, k, s, j))
+        if last > 0.0:
+            longest = max(longest, last - first if span else last)
     return longest
+
+
+# What a device does next: of the ops that are ready and fit, the one of the lowest rank.
+
+
+@compiled_part
+def _end_op(state: State, d: int) -> None:
+    state.running[d] = False
+    state.held[d] -= state.frees[d]
+    state.hosted[d] -= state.frees_on_host[d]
+    state.frees[d] = 0
+    state.frees_on_host[d] = 0
+
+
+@compiled_part
+def _next_microbatch(figures: Figures, rules: Rules, state: State, k: int, s: int) -> int:
+    """The next micro-batch of a stage with an op of a kind; m if there is none."""
+    j, microbatches = state.next_microbatch[k, s], len(rules.order)
+    while j < microbatches and (
+        state.variant[s, j] == 0 if k == RECOMPUTE else figures.place[s, state.column[j]] == NONE
+    ):
+        j += 1
+    state.next_microbatch[k, s] = j
+    return int(j)
+
+
+@compiled_part
+def _bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, now: float) -> int:
+    """Bytes of the activation that is to come back or to be computed again next: no forward takes them."""
+    soonest, size = np.inf, 0
+    for s in figures.stages_of_device[d]:
+        if s == NONE:
+            break
+        j = state.next_to_return[s]
+        if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
+            needed = needed_ms(figures, state, s, j)
+            if needed - rules.lead_ms[s] <= now and needed < soonest:
+                soonest, size = needed, 0
+                for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
+                    size += figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
+        j = _next_microbatch(figures, rules, state, RECOMPUTE, s)
+        if j < len(rules.order):
+            ready = max(state.input_ready[RECOMPUTE, s, j], state.activation_ready[s, j])
+            if ready <= now and ready < soonest:
+                soonest, size = ready, figures.takes[state.variant[s, j], RECOMPUTE, s, state.column[j]]
+    return size
+
+
+@compiled_part
+def _choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float, reserved: int) -> tuple[int, int]:
+    """Kind and stage of the op of the lowest rank that is ready or worth waiting for, and fits.
+
+    NONE if there is none, or if that op is waited for. A backward or recompute comes before a forward, a forward before
+    a weight gradient; of forwards the one farthest along the route; then the oldest micro-batch.
+    """
+    stages, microbatches = len(rules.in_flight), len(rules.order)
+    room, look_at = figures.memory[d] - state.held[d], np.inf
+    kind, stage, lowest, ready_at = NONE, NONE, 0, 0.0
+    for k in range(4):
+        for s in figures.stages_of_device[d]:
+            if s == NONE:
+                break
+            j = _next_microbatch(figures, rules, state, k, s)
+            if j == microbatches:
+                continue
+            ready = state.input_ready[k, s, j]
+            if k == BACKWARD:
+                ready = max(ready, state.activation_ready[s, j], state.computed_again[s, j])
+            elif k == RECOMPUTE:
+                ready = max(ready, state.activation_ready[s, j])
+            if ready > now:
+                look_at = min(look_at, ready)
+                if k > BACKWARD or ready > now + rules.wait_ms[k, s]:
+                    continue
+            rank, variant = j, state.variant[s, j] if k == RECOMPUTE else 0  # others take the same by each level
+            takes = figures.takes[variant, k, s, state.column[j]]
+            if k == FORWARD:
+                if state.in_flight[s] >= rules.in_flight[s]:
+                    continue
+                rank += (stages - figures.place[s, state.column[j]]) * microbatches
+                takes += reserved
+            elif k == WEIGHT:
+                rank += (stages + 1) * microbatches
+            if takes <= room and (kind == NONE or rank < lowest):
+                kind, stage, lowest, ready_at = k, s, rank, ready
+    state.look_at[len(figures.stages_on_link) + d] = look_at
+    return (kind, stage) if ready_at <= now else (NONE, NONE)
+
+
+@compiled_part
+def _start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
+    d, j = figures.device[s], state.next_microbatch[k, s]
+    column, variant = state.column[j], state.variant[s, j]
+    state.start[k, s, j] = now
+    state.next_microbatch[k, s] += 1
+    state.held[d] += figures.takes[variant, k, s, column]
+    state.frees[d] += figures.frees[variant, k, s, column]
+    state.running[d] = True
+    state.free_at[d] = end
+    state.look_at[len(figures.stages_on_link) + d] = end
+    if k <= BACKWARD:
+        state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
+    if k == FORWARD:
+        state.forwards_left[d] -= 1
+        state.in_flight[s] += 1
+    elif k == BACKWARD:
+        state.in_flight[s] -= 1
+        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
+        for part in range(state.parts_sent[s, j]):
+            state.frees_on_host[d] += figures.part_bytes[variant, s, part, column]
+        state.input_ready[WEIGHT, s, j] = end
+    elif k == RECOMPUTE:
+        state.computed_again[s, j] = end
+        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
+
+
+@compiled_part
+def _notify_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
+    """Set when the input of the stage after an F or B that has just started is there, and when that stage may
+    recompute its activation if it does."""
+    if k > BACKWARD:
+        return
+    j = state.next_microbatch[k, s] - 1
+    kind, stage = k, figures.next_stage[k, s, state.column[j]]
+    if stage == NONE:
+        if k == BACKWARD:
+            return
+        kind, stage = BACKWARD, s  # after the last forward comes the backward of the same stage
+    d = figures.device[stage]
+    ready = end + figures.message_ms[kind, stage, state.column[j]]
+    state.input_ready[kind, stage, j] = ready
+    if kind == BACKWARD and state.variant[stage, j] > 0:
+        forward_end = state.start[FORWARD, stage, j] + figures.ms[0, FORWARD, stage, state.column[j]]
+        ready = max(now, ready - rules.lead_ms[stage], forward_end)
+        state.input_ready[RECOMPUTE, stage, j] = ready
+    if d != figures.device[s]:
+        look_soon(state, len(figures.stages_on_link) + d, max(ready, state.free_at[d]))
+
+
+# What a host link does next: it brings back the part that is needed soonest, else it takes one away.
+
+
+@compiled_part
+def _serve_link(figures: Figures, rules: Rules, state: State, link: int, now: float) -> None:
+    """End what a link carries, and start the next transfer, if there is any."""
+    state.look_at[link] = np.inf
+    if state.carried[link, WAY] != NONE:
+        _end_transfer(figures, state, link, now)
+    s = _choose_reload(figures, rules, state, link, now)
+    if s != NONE:
+        _start_reload(figures, state, link, s, now)
+        return
+    s = _choose_offload(figures, state, link, now)
+    if s != NONE:
+        _start_offload(figures, state, link, s, now)
+
+
+@compiled_part
+def _end_transfer(figures: Figures, state: State, link: int, now: float) -> None:
+    way, s, j = state.carried[link, WAY], state.carried[link, STAGE], state.carried[link, MICROBATCH]
+    d = figures.device[s]
+    state.carried[link, WAY] = NONE
+    if way == OUT:
+        size = figures.part_bytes[state.variant[s, j], s, state.parts_off_device[s, j], state.column[j]]
+        state.parts_off_device[s, j] += 1
+        if state.running[d]:  # a drop waits for the op that runs
+            state.frees[d] += size
+        else:
+            state.held[d] -= size
+        link_back = figures.links[BACK, d]
+        if link_back != link:
+            look_soon(state, link_back, max(now, state.link_free_at[link_back]))
+    if not state.running[d]:
+        look_soon(state, len(figures.stages_on_link) + d, now)
+
+
+@compiled_part
+def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now: float) -> int:
+    """The stage of the part that is needed soonest, of those that fit and are due; NONE if there is none."""
+    chosen, soonest = NONE, np.inf
+    for s in figures.stages_on_link[link]:
+        if s == NONE:
+            break
+        d = figures.device[s]
+        if figures.links[BACK, d] != link:
+            continue
+        j, forwards = state.next_to_return[s], state.next_microbatch[FORWARD, s]
+        while j < forwards and (
+            state.parts_to_leave[s, j] <= 0 or state.parts_back[s, j] == state.parts_to_leave[s, j]
+        ):
+            j += 1
+        state.next_to_return[s] = j
+        if j == forwards or state.parts_off_device[s, j] <= state.parts_back[s, j]:
+            continue
+        needed, part = needed_ms(figures, state, s, j), state.parts_back[s, j]
+        if part == 0 and needed - rules.lead_ms[s] > now:
+            look_soon(state, link, needed - rules.lead_ms[s])
+            continue
+        size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
+        if state.held[d] + size <= figures.memory[d] and needed < soonest:
+            chosen, soonest = s, needed
+    return chosen
+
+
+@compiled_part
+def _start_reload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
+    j = state.next_to_return[s]
+    variant, column = state.variant[s, j], state.column[j]
+    end = now + figures.ms[variant, RELOAD, s, column]
+    part = state.parts_back[s, j]
+    state.parts_back[s, j] += 1
+    state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
+    state.held[figures.device[s]] += figures.part_bytes[variant, s, part, column]
+    if state.parts_back[s, j] == state.parts_sent[s, j]:
+        state.activation_ready[s, j] = end
+    _carry(state, link, BACK, s, j, part, now, end)
+
+
+@compiled_part
+def _choose_offload(figures: Figures, state: State, link: int, now: float) -> int:
+    """The stage of the part that could have left first, of those that fit into host memory; NONE if there is none."""
+    chosen, oldest = NONE, np.inf
+    for s in figures.stages_on_link[link]:
+        if s == NONE:
+            break
+        d = figures.device[s]
+        if figures.links[OUT, d] != link:
+            continue
+        j = _next_to_leave(figures, state, s, now)
+        state.next_to_leave[s] = j
+        if j == state.next_microbatch[FORWARD, s]:
+            continue
+        forward_end = state.start[FORWARD, s, j] + figures.ms[0, FORWARD, s, state.column[j]]
+        if forward_end > now or state.parts_sent[s, j] >= state.parts_to_leave[s, j]:
+            continue
+        size = figures.part_bytes[state.variant[s, j], s, state.parts_sent[s, j], state.column[j]]
+        if state.hosted[d] + size <= figures.host_memory[d] and forward_end < oldest:
+            chosen, oldest = s, forward_end
+    return chosen
+
+
+@compiled_part
+def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
+    """The oldest micro-batch with a part that is to leave; those before it keep what they have.
+
+    An activation that would not be back in time, or whose device has no forward to start, would leave in vain. So its
+    parts stay, unless an older activation needs their room to come back.
+    """
+    d, j, forwards = figures.device[s], state.next_to_leave[s], state.next_microbatch[FORWARD, s]
+    older = state.next_to_return[s]
+    while j < forwards:
+        if state.parts_sent[s, j] < state.parts_to_leave[s, j]:
+            if state.forwards_left[d] > 0 and not _would_return_late(figures, state, s, j, now):
+                break
+            if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
+                size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
+                if state.held[d] - state.frees[d] + size > figures.memory[d]:
+                    break
+            state.parts_to_leave[s, j] = state.parts_sent[s, j]
+        j += 1
+    return int(j)
+
+
+@compiled_part
+def _would_return_late(figures: Figures, state: State, s: int, j: int, now: float) -> bool:
+    """Whether what is to leave of an activation, and has left, takes longer to be back than until it is needed."""
+    variant, column = state.variant[s, j], state.column[j]
+    to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
+    to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
+    takes = to_send * figures.ms[variant, OFFLOAD, s, column] + to_fetch * figures.ms[variant, RELOAD, s, column]
+    return bool(needed_ms(figures, state, s, j) < now + takes)
+
+
+@compiled_part
+def _start_offload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
+    j = state.next_to_leave[s]
+    part = state.parts_sent[s, j]
+    state.parts_sent[s, j] += 1
+    state.activation_ready[s, j] = np.inf
+    variant, column = state.variant[s, j], state.column[j]
+    state.hosted[figures.device[s]] += figures.part_bytes[variant, s, part, column]
+    _carry(state, link, OUT, s, j, part, now, now + figures.ms[variant, OFFLOAD, s, column])
+
+
+@compiled_part
+def _carry(state: State, link: int, way: int, s: int, j: int, part: int, now: float, end: float) -> None:
+    state.moved[way, s, j, part] = now
+    state.carried[link, WAY] = way
+    state.carried[link, STAGE] = s
+    state.carried[link, MICROBATCH] = j
+    state.link_free_at[link] = end
+    state.look_at[link] = end

@@ -1,4 +1,5 @@
-"""One descent in rules, compiled: change some, list the ops by them, keep what is not much longer."""
+"""Local search, compiled: in rules (`descend`: change some, list the ops by them, keep what is not much longer), and in
+what each replica runs (`exchange`)."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from optpipe.dispatch.starts import evenly_at
 from optpipe.dispatch.state import State
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.evaluate.objective import shorter
-from optpipe.model.arrays import Flags, Floats, Ints
-from optpipe.model.rules import Rules, recomputed
+from optpipe.model.arrays import NONE, Flags, Floats, Ints
+from optpipe.model.rules import Rules
 
+TOLERANCE = 1e-9  # a replica is shorter only by more than rounding
 SLACK = 0.001  # new rules may be about this much longer than those at hand (threshold accepting, Dueck 1990)
 MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and below this
 MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's progress
 ALL_CHUNKS, NO_CHUNK = -1, -2  # instead of the number of a chunk
-NO_LEVEL = -1  # instead of a level: nothing is computed again
 
-_evenly_at, _shorter, _recomputed = compiled_part(evenly_at), compiled_part(shorter), compiled_part(recomputed)
+_evenly_at, _shorter = compiled_part(evenly_at), compiled_part(shorter)
 
 
 @compiled
@@ -69,6 +70,7 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
     """Change rules of some devices in a row, at one stage of each or at all: how many micro-batches are in flight, how
     long a device waits, or which activations leave and when they come back."""
     devices, chunks = len(figures.memory), int(choices.chunk.max()) + 1
+    chosen, others = np.zeros(len(choices.chunk), np.bool_), np.zeros(len(choices.chunk), np.bool_)
     relief_possible = choices.parts.max() > 0 or choices.levels.max() > 0
     while True:
         if choices.order_is_free and draw(progress) < 0.5:
@@ -81,13 +83,14 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
             first, end = 0, devices
         chunk = below(chunks + 1, progress) + ALL_CHUNKS
         other = below(chunks + 1, progress) + ALL_CHUNKS
-        chosen = _stages_of_chunk(figures, choices, first, end, chunk)
+        _mark_stages(chosen, figures, choices, first, end, chunk)
         if relief_possible and draw(progress) < 0.6:
             _change_relief(choices, rules, chosen, progress)
         elif draw(progress) < 0.5:
             if ALL_CHUNKS in (chunk, other) or chunk == other:
                 other = NO_CHUNK
-            _change_in_flight(rules, chosen, _stages_of_chunk(figures, choices, first, end, other), progress)
+            _mark_stages(others, figures, choices, first, end, other)
+            _change_in_flight(rules, chosen, others, progress)
         else:
             _change_waiting(choices, rules, chosen, progress)
         if draw(progress) < 0.7:
@@ -95,22 +98,19 @@ def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -
 
 
 @compiled_part
-def _stages_of_chunk(figures: Figures, choices: Choices, first: int, end: int, chunk: int) -> Flags:
-    """(S,) which stages are of a chunk and lie on the devices from the first one on, before `end`."""
-    mask = np.zeros(len(figures.device), dtype=np.bool_)
+def _mark_stages(mask: Flags, figures: Figures, choices: Choices, first: int, end: int, chunk: int) -> None:
+    """Mark the stages that are of a chunk and lie on the devices from the first one on, before `end`."""
     for s in range(len(mask)):
         mask[s] = first <= figures.device[s] < end and chunk in (ALL_CHUNKS, choices.chunk[s])
-    return mask
 
 
 @compiled_part
 def _change_in_flight(rules: Rules, chosen: Flags, others: Flags, progress: Floats) -> None:
     """One micro-batch more in flight at the chosen stages and one less at the others, or the other way round."""
     step = 2 * below(2, progress) - 1
-    stages, microbatches = rules.leaves.shape
-    for s in range(stages):
+    for s in range(len(chosen)):
         in_flight = rules.in_flight[s] + step * (int(chosen[s]) - int(others[s]))
-        rules.in_flight[s] = min(max(in_flight, 1), microbatches)
+        rules.in_flight[s] = min(max(in_flight, 1), len(rules.order))
 
 
 @compiled_part
@@ -129,7 +129,7 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
     levels, offloads = choices.levels.max(), choices.parts[0].max() > 0
     if offloads and levels > 0:
         offloads = draw(progress) < 0.5
-    level, with_checkpoint = NO_LEVEL, False
+    level, with_checkpoint = NONE, False
     if not offloads:
         level = below(levels, progress) if levels > 1 else 0
         with_checkpoint = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
@@ -150,17 +150,17 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
 @compiled_part
 def _most_parts(choices: Choices, s: int, level: int) -> int:
     """In how many parts an activation can leave, or whether it can be computed again."""
-    return int(choices.parts[0, s] if level == NO_LEVEL else min(choices.levels[s], 1))
+    return int(choices.parts[0, s] if level == NONE else min(choices.levels[s], 1))
 
 
 @compiled_part
-def _relief_number(choices: Choices, s: int, level: int, with_checkpoint: bool, count: int) -> int:
-    """The number in `Rules.leaves` where so many parts leave, or where it is computed again if that is not 0: by this
-    level or the stage's last one, while all of the checkpoint leaves if `with_checkpoint`."""
-    if level == NO_LEVEL or count == 0:
-        return count
-    chosen = min(level, choices.levels[s] - 1)
-    return int(_recomputed(chosen, choices.parts[1 + chosen, s] if with_checkpoint else 0))
+def _relieve(choices: Choices, rules: Rules, s: int, j: int, level: int, with_checkpoint: bool, count: int) -> None:
+    """So many parts of an activation leave or, if that is not 0, it is recomputed: by this level or the stage's last
+    one, while all of the checkpoint leaves if `with_checkpoint`."""
+    rules.level[s, j], rules.parts[s, j] = NONE, count
+    if level != NONE and count > 0:
+        rules.level[s, j] = min(level, choices.levels[s] - 1)
+        rules.parts[s, j] = choices.parts[1 + rules.level[s, j], s] if with_checkpoint else 0
 
 
 @compiled_part
@@ -173,19 +173,20 @@ def _spread_evenly(
     phase = draw(progress)
     for s in range(len(chosen)):
         if chosen[s]:
-            for j in range(rules.leaves.shape[1]):
+            for j in range(len(rules.order)):
                 count = int(_evenly_at(share * _most_parts(choices, s, level), phase, j))
-                rules.leaves[s, j] = _relief_number(choices, s, level, with_checkpoint, count)
+                _relieve(choices, rules, s, j, level, with_checkpoint, count)
 
 
 @compiled_part
 def _move_microbatch(rules: Rules, progress: Floats) -> None:
-    """A micro-batch enters at another place, or two change places; what leaves of each activation goes with it."""
+    """A micro-batch enters at another place, or two change places; what becomes of its activations goes with it."""
     microbatches, swaps = len(rules.order), draw(progress) < 0.5
     a, b = below(microbatches, progress), below(microbatches, progress)
     move(rules.order, a, b, swaps)
-    for s in range(len(rules.leaves)):
-        move(rules.leaves[s], a, b, swaps)
+    for s in range(len(rules.level)):
+        move(rules.level[s], a, b, swaps)
+        move(rules.parts[s], a, b, swaps)
 
 
 @compiled_part
@@ -203,13 +204,13 @@ def move(row: Ints, a: int, b: int, swaps: bool) -> None:
 @compiled_part
 def _swap_neighbours(rules: Rules, chosen: Flags, progress: Floats) -> None:
     """A micro-batch does what the one before or after it does, and the other way round."""
-    microbatches = rules.leaves.shape[1]
-    j = below(microbatches, progress)
+    j = below(len(rules.order), progress)
     other = j + 2 * below(2, progress) - 1
-    if 0 <= other < microbatches:
+    if 0 <= other < len(rules.order):
         for s in range(len(chosen)):
             if chosen[s]:
-                rules.leaves[s, j], rules.leaves[s, other] = rules.leaves[s, other], rules.leaves[s, j]
+                rules.level[s, j], rules.level[s, other] = rules.level[s, other], rules.level[s, j]
+                rules.parts[s, j], rules.parts[s, other] = rules.parts[s, other], rules.parts[s, j]
 
 
 @compiled_part
@@ -217,25 +218,24 @@ def _change_some(
     choices: Choices, rules: Rules, chosen: Flags, level: int, with_checkpoint: bool, progress: Floats
 ) -> None:
     """Some micro-batches in a row leave or are computed again, or no longer do."""
-    microbatches = rules.leaves.shape[1]
-    first = below(microbatches, progress)
-    end = min(microbatches, first + 1 + int(_exponential(progress)))
+    first = below(len(rules.order), progress)
+    end = min(len(rules.order), first + 1 + int(_exponential(progress)))
     for s in range(len(chosen)):
         count = below(_most_parts(choices, s, level) + 1, progress)
         if chosen[s]:
             for j in range(first, end):
-                rules.leaves[s, j] = _relief_number(choices, s, level, with_checkpoint, count)
+                _relieve(choices, rules, s, j, level, with_checkpoint, count)
 
 
 @compiled_part
 def _copy(source: Rules, target: Rules) -> None:
-    stages, microbatches = source.leaves.shape  # loops: numba compiles them in a tenth of the time of slices
+    stages, microbatches = source.level.shape  # loops: numba compiles them in a tenth of the time of slices
     for s in range(stages):
         target.in_flight[s], target.lead_ms[s] = source.in_flight[s], source.lead_ms[s]
         for kind in range(len(source.wait_ms)):
             target.wait_ms[kind, s] = source.wait_ms[kind, s]
         for j in range(microbatches):
-            target.leaves[s, j] = source.leaves[s, j]
+            target.level[s, j], target.parts[s, j] = source.level[s, j], source.parts[s, j]
     for j in range(microbatches):
         target.order[j] = source.order[j]
 
@@ -258,3 +258,80 @@ def below(n: int, progress: Floats) -> int:
 def _exponential(progress: Floats) -> float:
     """A random number with the mean 1."""
     return float(-np.log(1.0 - draw(progress)))
+
+
+@compiled
+def exchange(
+    figures: Figures, like: Rules, state: State, order: Ints, counts: Ints, ms: Floats, tries: int, free: bool
+) -> None:
+    """Try a number of changes of the slowest replica: one of its micro-batches changes places within it, with one of
+    another replica, or moves there.
+
+    Parameters
+    ----------
+    like
+        Rules of a replica, by which the same becomes of all activations of a stage; their order is not read.
+    state
+        Room for `list_ops`.
+    order
+        (R, most) the micro-batches of each replica in the order in which they enter, then anything; changed.
+    counts
+        (R,) how many each replica has; changed where `free`.
+    ms
+        (R,) becomes how long each replica takes.
+    free
+        Whether replicas may have other numbers of micro-batches.
+    """
+    replicas, most = order.shape
+    for r in range(replicas):
+        ms[r] = _replica_ms(figures, like, state, order[r], counts[r], np.inf)
+    random = np.ones(RANDOM + 1)  # as a descent's progress
+    mine, others = np.zeros(most, np.int64), np.zeros(most, np.int64)
+    for _ in range(tries):
+        slowest = int(ms.argmax())
+        n = counts[slowest]
+        mine[:n] = order[slowest, :n]
+        other = below(replicas, random)
+        rival = below(replicas, random)  # of two replicas the faster one
+        if ms[rival] < ms[other]:
+            other = rival
+        if other == slowest or draw(random) < 0.3:
+            move(mine, below(n, random), below(n, random), draw(random) < 0.5)
+            changed = _replica_ms(figures, like, state, mine, n, ms[slowest])
+            if changed < ms[slowest] * (1 - TOLERANCE):
+                order[slowest, :n], ms[slowest] = mine[:n], changed
+            continue
+        k = counts[other]
+        others[:k] = order[other, :k]
+        a = below(n, random)
+        new_n, new_k = n, k
+        if free and n > 1 and k < most and draw(random) < 0.4:
+            others[k] = mine[a]
+            new_n, new_k = n - 1, k + 1
+            mine[a:new_n] = order[slowest, a + 1 : n]
+            move(others, k, below(new_k, random), False)
+        else:
+            b = below(k, random)
+            mine[a], others[b] = others[b], mine[a]
+            if draw(random) < 0.3:
+                move(mine, a, below(n, random), False)
+            if draw(random) < 0.3:
+                move(others, b, below(k, random), False)
+        mine_ms = _replica_ms(figures, like, state, mine, new_n, ms[slowest])
+        if mine_ms >= ms[slowest] * (1 - TOLERANCE):
+            continue
+        others_ms = _replica_ms(figures, like, state, others, new_k, ms[slowest])
+        if others_ms < ms[slowest] * (1 - TOLERANCE):
+            order[slowest, :new_n], order[other, :new_k] = mine[:new_n], others[:new_k]
+            counts[slowest], counts[other] = new_n, new_k
+            ms[slowest], ms[other] = mine_ms, others_ms
+
+
+@compiled_part
+def _replica_ms(figures: Figures, like: Rules, state: State, order: Ints, n: int, stop_ms: float) -> float:
+    """How long the first n micro-batches of an order take by the rules; infinite where that is more than `stop_ms`, or
+    they do not fit."""
+    rules = Rules(like.in_flight, like.wait_ms, like.level, like.parts, like.lead_ms, order[:n])
+    if list_ops(figures, rules, state, stop_ms):
+        return float(listed_ms(figures, state, False))
+    return float(np.inf)

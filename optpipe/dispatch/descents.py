@@ -16,7 +16,7 @@ import numpy as np
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
-from optpipe.evaluate.jit import are_compiled, plain
+from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.rules import Rules
 
@@ -27,6 +27,7 @@ MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which
 AT_A_TIME = 100  # most changes before the caller is asked whether to go on
 OPS_AT_A_TIME = 20_000  # about the most simulated ops before that
 HEATS = (8, 4, 2, 1)  # how many starts race in each
+LOOPS = tuple(f"optpipe.dispatch.{loop}" for loop in ("clock:list_ops", "clock:listed_ms", "descend:descend"))
 
 
 class Step(NamedTuple):
@@ -122,14 +123,6 @@ class _Descent:
         tries = min(AT_A_TIME, max(1, OPS_AT_A_TIME // simulator.ops)) if simulator.is_compiled else 1
         while self._progress[FAILURES] < MOST_FAILURES:
             yield self.go_on(tries)
-
-
-def descents_are_compiled() -> bool:
-    """Whether a search in rules waits for no compiler, which takes some seconds the first time on a machine."""
-    from optpipe.dispatch.clock import list_ops, listed_ms
-    from optpipe.dispatch.descend import descend
-
-    return are_compiled(list_ops, listed_ms, descend)
 
 
 def compile_descents(simulator: Simulator) -> None:

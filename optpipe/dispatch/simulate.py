@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows
-from optpipe.dispatch.memory_shares import stage_order
+from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows, stage_order
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.lift import lift_table

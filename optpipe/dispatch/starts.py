@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from optpipe.dispatch.figures import Choices, carry_ms
-from optpipe.dispatch.memory_shares import memory_shares, stage_order, stages_to_end
+from optpipe.dispatch.figures import Choices, carry_ms, memory_shares, stage_order, stages_to_end
 from optpipe.dispatch.simulate import Simulator
-from optpipe.model.arrays import Floats, Ints
+from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules, level_of, parts_of, recomputed
+from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
@@ -21,6 +20,22 @@ SHARES = (1.0, 3 / 4, 1 / 2, 1 / 4)  # of the activations of each stage, at firs
 LEADS = (1.0, 2.0)  # how early all activations that leave are to be back, in times of their transfer
 # Where micro-batches differ devices wait for F and B, as shares of the longest: small ones do not slip in before.
 WAITS = ((0.0, 0.0), (0.5, 0.1), (0.5, 0.2), (0.2, 0.0))
+
+
+class StageRelief(NamedTuple):
+    """What becomes of activations, (S,) or (S, m), as `Rules.level` and `Rules.parts`."""
+
+    level: Ints
+    parts: Ints
+
+    @classmethod
+    def none(cls, *shape: int) -> StageRelief:
+        """All activations stay."""
+        return cls(np.full(shape, NONE, dtype=np.int64), np.zeros(shape, dtype=np.int64))
+
+    def of_each(self, microbatches: int) -> StageRelief:
+        """(S, m) the same for all micro-batches."""
+        return StageRelief(*(np.repeat(each[:, None], microbatches, axis=1) for each in self))
 
 
 def rules_of_schedule(simulator: Simulator, schedule: Schedule | None) -> Iterator[Rules]:
@@ -41,7 +56,7 @@ def first_rules(simulator: Simulator) -> Iterator[Rules]:
     shares = np.unique(memory_shares(problem), axis=0)[::-1]
     to_the_end, as_memory_admits = stages_to_end(problem), np.full(simulator.stages, problem.microbatches)
     limits = [as_memory_admits, to_the_end, to_the_end + 1, 2 * to_the_end - 1, *shares]
-    all_stay = np.zeros((simulator.stages, problem.microbatches), dtype=np.int64)
+    all_stay = StageRelief.none(simulator.stages, problem.microbatches)
     reliefs = [
         (spread(simulator, relief, share), lead)
         for share in SHARES
@@ -53,7 +68,7 @@ def first_rules(simulator: Simulator) -> Iterator[Rules]:
         for relief, lead in (*reliefs, (all_stay, 1.0)):
             for wait_ms in waits if relief is all_stay else waits[:1]:
                 for order in orders:
-                    yield Rules(in_flight, wait_ms, relief, lead * choices.carry_ms, order)
+                    yield Rules(in_flight, wait_ms, *relief, lead * choices.carry_ms, order)
 
 
 def first_waits(choices: Choices) -> list[Floats]:
@@ -83,36 +98,39 @@ def _by_work(problem: Problem) -> Ints:
     return np.argsort(problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 1)), kind="stable")
 
 
-def _reliefs(choices: Choices) -> Iterator[Ints]:
-    """Yields what can become of some activations, (S,) in the numbers of `Rules.leaves`: all parts leave, or they are
-    computed again by a level, of a stage with fewer levels its last one; then also while the checkpoints leave."""
+def _reliefs(choices: Choices) -> Iterator[StageRelief]:
+    """Yields what can become of some activations, (S,): all parts leave, or they are recomputed by a level, of a stage
+    with fewer levels its last one; then also while the checkpoints leave."""
+    stays = StageRelief.none(len(choices.levels))
     if choices.parts[0].any():
-        yield choices.parts[0]
+        yield stays._replace(parts=choices.parts[0])
     for level in range(choices.levels.max()):
-        of_stage = np.minimum(level, choices.levels - 1)
-        parts = choices.parts[1 + of_stage, np.arange(len(of_stage))]
-        for leaving in (np.zeros_like(parts), parts)[: 1 + parts.any()]:
-            yield np.where(choices.levels > 0, recomputed(of_stage, leaving), 0)
+        of_stage = np.minimum(level, choices.levels - 1)  # `NONE` where there is none
+        parts = np.where(of_stage >= 0, choices.parts[1 + of_stage, np.arange(len(of_stage))], 0)
+        for leaving in (stays.parts, parts)[: 1 + parts.any()]:
+            yield StageRelief(of_stage, leaving)
 
 
-def whole_reliefs(choices: Choices) -> list[Ints]:
-    """What can become of activations, as `_reliefs`; what a stage cannot do, the first that it can is in place of.
-
-    That makes one (S,) array of each.
-    """
+def whole_reliefs(choices: Choices) -> list[StageRelief]:
+    """What can become of activations, as `_reliefs`; what a stage cannot do, the first that it can is in place of."""
     reliefs = list(_reliefs(choices))
-    if not reliefs:
-        return []
-    first = reliefs[0]
-    for relief in reliefs[1:]:
-        first = np.where(first == 0, relief, first)
-    return [np.where(relief == 0, first, relief) for relief in reliefs]
+    first = StageRelief.none(len(choices.levels))
+    for relief in reliefs:
+        first = _or_else(first, relief)
+    return [_or_else(relief, first) for relief in reliefs]
 
 
-def spread(simulator: Simulator, relief: Ints, share: float) -> Ints:
-    """(S, m) what becomes of activations if of each stage's a share, evenly spread, leaves or is computed again."""
-    counts = evenly((share * np.where(relief < 0, 1, relief))[:, None], 0.0, simulator.problem.microbatches)
-    return np.where(relief[:, None] < 0, relief[:, None] * counts, counts)
+def _or_else(relief: StageRelief, other: StageRelief) -> StageRelief:
+    """The other's on stages where all activations stay."""
+    stays = (relief.level == NONE) & (relief.parts == 0)
+    return StageRelief(*(np.where(stays, b, a) for a, b in zip(relief, other, strict=True)))
+
+
+def spread(simulator: Simulator, relief: StageRelief, share: float) -> StageRelief:
+    """(S, m) what becomes of activations if of each stage's a share, evenly spread, leaves or is recomputed."""
+    level, parts = (each[:, None] for each in relief)
+    counts = evenly(share * np.where(level == NONE, parts, 1), 0.0, simulator.problem.microbatches)
+    return StageRelief(np.where(counts > 0, level, NONE), np.where(level == NONE, counts, parts * counts))
 
 
 def evenly(mean: Any, phase: float, microbatches: int) -> Ints:
@@ -129,7 +147,7 @@ def evenly_at(mean: Any, phase: float, j: Any) -> Any:
 def followed_rules(schedule: Schedule) -> Rules:
     """The rules that a schedule seems to follow: most micro-batches in flight, and what leaves."""
     costs, stages = schedule.problem.costs, stage_order(schedule.problem)
-    leaves = np.zeros((len(stages), schedule.problem.microbatches), dtype=np.int64)
+    relief = StageRelief.none(len(stages), schedule.problem.microbatches)
     now_in_flight, in_flight = np.zeros(len(stages), dtype=np.int64), np.ones(len(stages), dtype=np.int64)
     place = {s: k for k, s in enumerate(stages.tolist())}
     order = _entry_order(schedule)
@@ -144,11 +162,10 @@ def followed_rules(schedule: Schedule) -> Rules:
                 now_in_flight[k] -= 1
             elif op.kind == Kind.O:
                 j = enters[op.microbatch]
-                leaves[k, j] = min(leaves[k, j] + 1, costs.parts[op.stage])
-            elif op.kind == Kind.C:  # its offloads stand before it
-                j = enters[op.microbatch]
-                leaves[k, j] = recomputed(op.part, leaves[k, j])
-    return Rules(in_flight, np.zeros((2, len(stages))), leaves, carry_ms(costs, stages), order)
+                relief.parts[k, j] = min(relief.parts[k, j] + 1, costs.parts[op.stage])
+            elif op.kind == Kind.C:
+                relief.level[k, enters[op.microbatch]] = op.part
+    return Rules(in_flight, np.zeros((2, len(stages))), *relief, carry_ms(costs, stages), order)
 
 
 def _entry_order(schedule: Schedule) -> Ints:
@@ -170,23 +187,23 @@ def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules |
     """
     choices, route = simulator.choices, stage_order(problem)
     stages, microbatches = simulator.stages, simulator.problem.microbatches
-    if rules.leaves.shape != (len(route), problem.microbatches):
+    if rules.level.shape != (len(route), problem.microbatches):
         return None
     routes = problem.all_routes, simulator.problem.all_routes
     if max(map(len, routes)) > 1 and (routes[0] != routes[1] or microbatches != problem.microbatches):
         return None
     source = np.rint(np.linspace(0, len(route) - 1, stages)).astype(int)
-    leaves = rules.leaves[source][:, _source_microbatches(problem.microbatches, microbatches)]
+    like = _source_microbatches(problem.microbatches, microbatches)
+    relief = StageRelief(rules.level[source][:, like], rules.parts[source][:, like])
     old_ms = problem.costs.ms[: Kind.B + 1, route[source]].max(axis=-1)
     old_carry_ms = carry_ms(problem.costs, route[source])
+    is_free = choices.order_is_free
     return Rules(
-        in_flight=np.ceil(rules.in_flight[source] * stages / len(route)).clip(1, microbatches).astype(np.int64),
-        wait_ms=_scaled(rules.wait_ms[:, source], old_ms, choices.patience_ms, np.zeros_like(old_ms)),
-        leaves=_possible(choices, leaves),
-        lead_ms=_scaled(rules.lead_ms[source], old_carry_ms, choices.carry_ms, choices.carry_ms),
-        order=_moved_order(simulator.problem, rules.order, problem)
-        if choices.order_is_free
-        else np.arange(microbatches),
+        np.ceil(rules.in_flight[source] * stages / len(route)).clip(1, microbatches).astype(np.int64),
+        _scaled(rules.wait_ms[:, source], old_ms, choices.patience_ms, np.zeros_like(old_ms)),
+        *_possible(choices, relief),
+        _scaled(rules.lead_ms[source], old_carry_ms, choices.carry_ms, choices.carry_ms),
+        _moved_order(simulator.problem, rules.order, problem) if is_free else np.arange(microbatches),
     )
 
 
@@ -197,12 +214,11 @@ def _moved_order(problem: Problem, order: Ints, old: Problem) -> Ints:
     return _by_work(problem)[np.argsort(np.argsort(followed, kind="stable"))]
 
 
-def _possible(choices: Choices, leaves: Ints) -> Ints:
+def _possible(choices: Choices, relief: StageRelief) -> StageRelief:
     """(S, m) what can become of activations, nearest to this: no more parts than there are, no higher level."""
-    stage, again = np.arange(len(leaves))[:, None], leaves < 0
-    level = np.minimum(np.where(again, level_of(leaves), -1), choices.levels[:, None] - 1)
-    parts = np.minimum(np.where(again, parts_of(leaves), leaves), choices.parts[1 + level, stage])
-    return np.where(again & (level >= 0), recomputed(level, parts), np.where(again, 0, parts))
+    level = relief.level.clip(NONE, choices.levels[:, None] - 1)
+    parts = np.where((relief.level != NONE) & (level == NONE), 0, relief.parts)
+    return StageRelief(level, parts.clip(0, choices.parts[1 + level, np.arange(len(level))[:, None]]))
 
 
 def _scaled(value: Floats, old: Floats, new: Floats, default: Floats) -> Floats:

@@ -7,15 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.dispatch.figures import Figures
-from optpipe.evaluate.jit import compiled_part, compiled_phase
+from optpipe.evaluate.jit import compiled_part
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
-from optpipe.model.rules import Rules, level_of, parts_of
+from optpipe.model.rules import Rules
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE, OFFLOAD, RELOAD = range(6)  # rows by kind of op, of a part's O and R
 OUT, BACK = range(2)  # rows by way of a transfer
 WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
-
-_level_of, _parts_of = compiled_part(level_of), compiled_part(parts_of)
 
 
 class State(NamedTuple):
@@ -139,10 +137,9 @@ def new_state(figures: Figures, microbatches: int) -> State:
     )
 
 
-@compiled_phase
+@compiled_part
 def reset(figures: Figures, rules: Rules, state: State) -> None:
     """Empty devices and links, all forwards of first stages ready."""
-    stages, microbatches = rules.leaves.shape
     state.start[:] = np.inf
     state.moved[:] = np.inf
     state.input_ready[:] = np.inf
@@ -170,25 +167,24 @@ def reset(figures: Figures, rules: Rules, state: State) -> None:
     state.carried[:] = NONE
     state.link_free_at[:] = 0.0
     state.work_left[:] = 0.0
-    for j in range(microbatches):
+    for j in range(len(rules.order)):
         state.column[j] = figures.class_of[rules.order[j]]
         for d in range(len(figures.memory)):
             state.work_left[d] += figures.work_ms[d, state.column[j]]
-        for s in range(stages):
-            place, leaves = figures.place[s, state.column[j]], rules.leaves[s, j]
+        for s in range(len(rules.in_flight)):
+            place = figures.place[s, state.column[j]]
             if place == NONE:
                 continue
             if place == 0:
                 state.input_ready[FORWARD, s, j] = 0.0
             state.forwards_left[figures.device[s]] += 1
-            state.parts_to_leave[s, j] = leaves
-            if leaves < 0:
-                state.variant[s, j] = 1 + _level_of(leaves)
+            state.parts_to_leave[s, j] = rules.parts[s, j]
+            state.variant[s, j] = 1 + rules.level[s, j]
+            if state.variant[s, j] > 0:
                 state.computed_again[s, j] = np.inf
-                state.parts_to_leave[s, j] = _parts_of(leaves)
 
 
-@compiled_phase
+@compiled_part
 def needed_ms(figures: Figures, state: State, s: int, j: int) -> float:
     """When what has left is expected to be needed: by the backward, or by the recompute before it."""
     column, variant = state.column[j], state.variant[s, j]
@@ -198,14 +194,7 @@ def needed_ms(figures: Figures, state: State, s: int, j: int) -> float:
     return float(needed)
 
 
-@compiled_phase
+@compiled_part
 def look_soon(state: State, place: int, moment: float) -> None:
     """Look at a link or device no later than at a moment."""
     state.look_at[place] = min(state.look_at[place], moment)
-
-
-@compiled_phase
-def look_soon_at_links(figures: Figures, state: State, d: int, now: float) -> None:
-    for way in range(2):
-        link = figures.links[way, d]
-        look_soon(state, link, max(now, state.link_free_at[link]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -43,40 +44,38 @@ class LazyJit:
 def compiled(function: F) -> F:
     """The function, compiled by numba at its first call from Python; as it is where there is no numba.
 
-    What is compiled is kept on disk with all that it calls, in a folder named by this machine and by the contents of
+    The machine code is kept on disk with all that it calls, in a folder named by this machine and by the contents of
     all files beside the function's and of those here, where all that it calls is; numba itself looks at the function's
     own file only. While it runs, other threads do, too.
     """
-    return _jit(function, is_kept=True)
-
-
-def compiled_in_place(function: F) -> F:
-    """As `compiled`, for what works in place on named tuples of arrays and makes no arrays: no `numpy.zeros`, no array
-    that is assigned to a slice.
-
-    numba counts the references to each array anew wherever an array is passed on or read from a tuple. Without that the
-    clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.
-    """
-    return _jit(function, is_kept=True, _nrt=False)
+    try:
+        import numba
+    except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
+        return function
+    with _numbas_folder:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(_kept_in(Path(function.__code__.co_filename).parent))
+        try:
+            return cast(F, numba.njit(cache=True, nogil=True)(function))
+        except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
+            return cast(F, numba.njit(nogil=True)(function))
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def compiled_part(function: F) -> F:
-    """As `compiled`, for what only compiled functions call.
+    """As `compiled`, for what only compiled functions call and makes no arrays: no `numpy.zeros`, no array that is
+    assigned to a slice.
 
     numba then writes no code that takes its arguments from Python, which for named tuples of many arrays takes as long
-    to compile as the function. It is kept with what calls it.
+    to compile as the function, and does not count the references to each array that is passed on or read from a tuple:
+    without that the clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.
     """
-    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-def compiled_part_in_place(function: F) -> F:
-    """As `compiled_part`, and as `compiled_in_place`."""
-    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
-
-
-def compiled_phase(function: F) -> F:
-    """As `compiled_part_in_place`, and inlined where it is called."""
-    return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True)
+    try:
+        import numba
+    except ImportError:
+        return function
+    return cast(F, numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(function))
 
 
 @cache
@@ -89,10 +88,11 @@ def plain(function: F) -> F:
     return cast(F, FunctionType(source.__code__, {**source.__globals__, **names}, source.__name__))
 
 
-def are_compiled(*functions: Callable[..., Any]) -> bool:
-    """Whether calls of these functions wait for no compiler: this process or an earlier one has compiled them, or there
-    is no numba."""
-    return all(map(_is_compiled, functions))
+def waits_for_compiler(loops: Iterable[str]) -> bool:
+    """Whether a call of one of these functions, each as "module:function", waits for a compiler: neither this process
+    nor an earlier one has compiled it. That takes some seconds, once on a machine."""
+    functions = (getattr(import_module(module), name) for module, _, name in (loop.partition(":") for loop in loops))
+    return not all(map(_is_compiled, functions))
 
 
 def _is_compiled(function: Any) -> bool:
@@ -102,24 +102,6 @@ def _is_compiled(function: Any) -> bool:
     with _numbas_folder:
         kept = _kept_in(Path(code.co_filename).parent)
     return bool(function.signatures) or any(kept.glob(f"*/{Path(code.co_filename).stem}.{code.co_name}-*.nbc"))
-
-
-def _jit(function: F, is_kept: bool = False, **options: bool) -> F:
-    try:
-        import numba
-    except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
-        return function
-    if not is_kept:
-        return cast(F, numba.njit(nogil=True, **options)(function))
-    with _numbas_folder:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(_kept_in(Path(function.__code__.co_filename).parent))
-        try:
-            return cast(F, numba.njit(cache=True, nogil=True, **options)(function))
-        except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
-            return cast(F, numba.njit(nogil=True, **options)(function))
-        finally:
-            numba.config.CACHE_DIR = before
 
 
 _numbas_folder = threading.Lock()

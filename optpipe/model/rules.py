@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.model.arrays import Floats, Ints
+from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.figures import MOST_MS, Items, Ms
 from optpipe.model.records import MOST_LEVELS, MOST_PARTS, Index, Record
 
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
-Leaves = Annotated[int, Field(strict=True, ge=-(MOST_LEVELS * (MOST_PARTS + 1)), le=MOST_PARTS)]
+LevelOrNone = Annotated[int, Field(strict=True, ge=NONE, lt=MOST_LEVELS)]
+Parts = Annotated[int, Field(strict=True, ge=0, le=MOST_PARTS)]
 
 
 class Rules(NamedTuple):
-    """What tells one run of the list scheduler from another.
+    """What tells one run of the list scheduler from another. In rows of (S, m) micro-batches stand in the order in
+    which they enter.
 
     Attributes
     ----------
@@ -25,9 +27,11 @@ class Rules(NamedTuple):
     wait_ms
         (2, S) how long a device waits for the F, the B of each stage rather than start another op that is ready, of
         lower priority.
-    leaves
-        (S, m) how many parts of each activation leave, if there is time for that; a number below 0 (`recomputed`) if it
-        is computed again. Micro-batches stand in the order in which they enter.
+    level
+        (S, m) the level by which each activation is recomputed; `NONE` if by none.
+    parts
+        (S, m) how many parts of each activation are offloaded if there is time for that; of a recomputed one, how many
+        parts of its checkpoint.
     lead_ms
         (S,) how long before its backward is expected an activation begins to come back or to be recomputed; a
         checkpoint: before its recompute.
@@ -37,30 +41,13 @@ class Rules(NamedTuple):
 
     in_flight: Ints
     wait_ms: Floats
-    leaves: Ints
+    level: Ints
+    parts: Ints
     lead_ms: Floats
     order: Ints
 
     def copy(self) -> Rules:
-        return Rules(
-            self.in_flight.copy(), self.wait_ms.copy(), self.leaves.copy(), self.lead_ms.copy(), self.order.copy()
-        )
-
-
-def recomputed(level: Any, parts: Any = 0) -> Any:
-    """The number in `Rules.leaves` of an activation that is computed again by a level, while so many parts of its
-    checkpoint leave; -1 for the first level alone. Of arrays, or of numbers where it is compiled."""
-    return -(1 + level + MOST_LEVELS * parts)
-
-
-def level_of(leaves: Any) -> Any:
-    """The level that a number below 0 in `Rules.leaves` stands for."""
-    return (-1 - leaves) % MOST_LEVELS
-
-
-def parts_of(leaves: Any) -> Any:
-    """How many parts of its checkpoint leave by a number below 0 in `Rules.leaves`."""
-    return (-1 - leaves) // MOST_LEVELS
+        return Rules._make(array.copy() for array in self)
 
 
 class RulesRecord(Record):
@@ -68,36 +55,32 @@ class RulesRecord(Record):
 
     in_flight: Items[Count]
     wait_ms: tuple[Items[Ms], Items[Ms]]
-    leaves: Items[Items[Leaves]]
+    level: Items[Items[LevelOrNone]]
+    parts: Items[Items[Parts]]
     lead_ms: Items[Ms]
     order: Items[Index]
 
     @model_validator(mode="after")
     def _of_one_shape(self) -> Self:
-        stages = len(self.in_flight)
-        rows = (*self.wait_ms, self.leaves, self.lead_ms)
-        lengths = {len(row) for row in self.leaves}
-        if any(len(row) != stages for row in rows) or len(lengths) != 1 or lengths == {0}:
-            raise ValueError(f"values for {stages} stages were expected, and rows of one length in leaves")
-        if sorted(self.order) != list(range(len(self.leaves[0]))):
-            raise ValueError(f"order was expected to name each of {len(self.leaves[0])} micro-batches once")
+        stages, microbatches = len(self.in_flight), len(self.order)
+        rows = (*self.wait_ms, self.level, self.parts, self.lead_ms)
+        if any(len(row) != stages for row in rows) or {len(row) for row in (*self.level, *self.parts)} != {
+            microbatches
+        }:
+            raise ValueError(
+                f"level, parts: {stages} rows of {microbatches} were expected, as in_flight and order have"
+            )
+        if sorted(self.order) != list(range(microbatches)):
+            raise ValueError(f"order was expected to name each of {microbatches} micro-batches once")
         return self
 
     @classmethod
     def from_rules(cls, rules: Rules) -> RulesRecord:
-        return cls(
-            in_flight=rules.in_flight.tolist(),
-            wait_ms=rules.wait_ms.clip(0.0, MOST_MS).tolist(),
-            leaves=rules.leaves.tolist(),
-            lead_ms=rules.lead_ms.clip(0.0, MOST_MS).tolist(),
-            order=rules.order.tolist(),
-        )
+        clipped = rules._replace(wait_ms=rules.wait_ms.clip(0.0, MOST_MS), lead_ms=rules.lead_ms.clip(0.0, MOST_MS))
+        return cls(**{name: array.tolist() for name, array in clipped._asdict().items()})
 
     def rules(self) -> Rules:
-        return Rules(
-            np.array(self.in_flight, dtype=np.int64),
-            np.array(self.wait_ms, dtype=np.float64),
-            np.array(self.leaves, dtype=np.int64).reshape(len(self.in_flight), -1),
-            np.array(self.lead_ms, dtype=np.float64),
-            np.array(self.order, dtype=np.int64),
+        times = "wait_ms", "lead_ms"
+        return Rules._make(
+            np.array(getattr(self, name), np.float64 if name in times else np.int64) for name in Rules._fields
         )

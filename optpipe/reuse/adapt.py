@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from optpipe.dispatch.descents import descents_are_compiled
+from optpipe.dispatch.descents import LOOPS
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.jit import waits_for_compiler
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.reuse.by_rules import by_rules
@@ -44,7 +45,7 @@ def most_ops(problem: Problem, schedule: Schedule) -> int:
 
 
 def _by_valid_rules(problem: Problem, schedule: Schedule, objective: Objective) -> Schedule | None:
-    if not descents_are_compiled():  # the caller's limit would be over before; a solver's process compiles them
+    if waits_for_compiler(LOOPS):  # the caller's limit would be over before; a solver's process compiles them
         return None
     try:
         listed = by_rules(problem, schedule, objective)

@@ -11,9 +11,8 @@ from math import inf
 
 import numpy as np
 
-from optpipe.dispatch.figures import Choices, Figures, in_rows
-from optpipe.dispatch.memory_shares import memory_shares
-from optpipe.dispatch.starts import first_waits, whole_reliefs
+from optpipe.dispatch.figures import Choices, Figures, in_rows, memory_shares
+from optpipe.dispatch.starts import StageRelief, first_waits, whole_reliefs
 from optpipe.dispatch.state import new_state
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.arrays import Floats, Ints
@@ -135,7 +134,7 @@ def _longest_first(batch: Problem, counts: Ints, free: bool) -> tuple[Ints, Ints
 
 def _shortest_rules(batch: Problem, order: Ints, counts: Ints) -> tuple[Rules, Figures]:
     """Of rules that share memory among stages those by which the slowest replica ends soonest."""
-    from optpipe.dispatch.exchange import exchange  # imports numba
+    from optpipe.dispatch.descend import exchange  # imports numba
 
     figures, choices, stages = Figures.from_problem(batch), Choices.from_problem(batch), len(batch.stages)
     most = order.shape[1]
@@ -143,8 +142,8 @@ def _shortest_rules(batch: Problem, order: Ints, counts: Ints) -> tuple[Rules, F
     shares = [in_flight.clip(1, most) for in_flight in memory_shares(batch)]
     shares += [np.minimum(shares[0], stages - np.arange(stages)), np.ones(stages, np.int64)]
     all_rules = [
-        in_rows(Rules(in_flight, wait_ms, np.repeat(leaves[:, None], most, axis=1), choices.carry_ms, order[0]))
-        for leaves in (np.zeros(stages, np.int64), *whole_reliefs(choices))
+        in_rows(Rules(in_flight, wait_ms, *relief.of_each(most), choices.carry_ms, order[0]))
+        for relief in (StageRelief.none(stages), *whole_reliefs(choices))
         for wait_ms in first_waits(choices)
         for in_flight in shares
     ]
@@ -161,7 +160,7 @@ def _exchanged(
     batch: Problem, figures: Figures, rules: Rules, order: Ints, counts: Ints, free: bool
 ) -> tuple[Ints, Ints, Floats]:
     """The local search, until `MOST_SIMULATED` ops are listed."""
-    from optpipe.dispatch.exchange import exchange  # imports numba
+    from optpipe.dispatch.descend import exchange  # imports numba
 
     ms, listed = np.zeros(len(order)), 3 * len(batch.stages) * int(counts.max())
     tries = MOST_SIMULATED // (listed + CHANGE)

@@ -13,7 +13,7 @@ import numpy as np
 
 from optpipe.dispatch.descents import Step, compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import moved_rules, rules_of_schedule, whole_reliefs
+from optpipe.dispatch.starts import StageRelief, moved_rules, rules_of_schedule, whole_reliefs
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
@@ -180,8 +180,7 @@ class StepScheduler:
 
 def _one_at_a_time(simulator: Simulator) -> Iterator[Rules]:
     """Yields rules with one micro-batch in flight: all stays, or what can leave does."""
-    choices, m = simulator.choices, simulator.problem.microbatches
-    stays = np.zeros(simulator.stages, dtype=np.int64)
-    for leaves in (stays, *whole_reliefs(choices)):
-        each = np.repeat(leaves[:, None], m, axis=1)
-        yield Rules(stays + 1, np.zeros((2, simulator.stages)), each, choices.carry_ms, np.arange(m))
+    choices, m, stages = simulator.choices, simulator.problem.microbatches, simulator.stages
+    for relief in (StageRelief.none(stages), *whole_reliefs(choices)):
+        waits = np.zeros((2, stages))
+        yield Rules(np.ones(stages, dtype=np.int64), waits, *relief.of_each(m), choices.carry_ms, np.arange(m))

@@ -6,11 +6,12 @@ since their bundled HiGHS symbols clash. So an engine's module loads neither bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol
 
-from optpipe.evaluate.jit import are_compiled
+from optpipe.dispatch import descents
+from optpipe.evaluate import jit
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Request
 
@@ -40,16 +41,13 @@ def load(name: str) -> Engine:
     return engine
 
 
-LOOPS = {  # of engines that compile: module and function
-    "dispatch": (("optpipe.dispatch.clock", "list_ops"), ("optpipe.dispatch.descend", "descend")),
-    "relax": (
-        ("optpipe_solver.relax.one_stage_search", "expand"),
-        ("optpipe_solver.relax.several_stages_search", "expand"),
-    ),
+LOOPS: dict[str, Sequence[str]] = {  # of engines that compile
+    "dispatch": descents.LOOPS,
+    "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
 }
 COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"
 
 
 def waits_for_compiler(name: str) -> bool:
     """Whether an engine compiles before it searches, which takes some seconds the first time on a machine."""
-    return not are_compiled(*(getattr(import_module(module), loop) for module, loop in LOOPS.get(name, ())))
+    return jit.waits_for_compiler(LOOPS.get(name, ()))

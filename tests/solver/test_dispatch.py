@@ -20,12 +20,12 @@ from optpipe.dispatch.descend import change
 from optpipe.dispatch.descents import descents
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import first_rules, moved_rules, rules_of_schedule, spread
+from optpipe.dispatch.starts import StageRelief, first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules, RulesRecord, level_of, parts_of
+from optpipe.model.rules import Rules, RulesRecord
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
 from optpipe_solver import dispatch, systems
@@ -69,7 +69,7 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
                 break
             assert check(problem, schedule) == []
             if not (
-                changes or rules.leaves.any() or rules.wait_ms.any()
+                changes or (rules.level >= 0).any() or rules.parts.any() or rules.wait_ms.any()
             ):  # in the simulation devices wait, and useless transfers are made
                 lengths = {objective: length_ms(schedule, objective) for objective in simulated}
                 assert simulated == pytest.approx(lengths, abs=0.01)  # what takes no time takes an instant
@@ -123,28 +123,27 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
 ) -> None:
     """As those of other costs, or of a stranger who made them up."""
     simulator, stages = Simulator(problem), len(other.stages)
-    leaves = np.full((stages, other.microbatches), value)
-    rules = Rules(
-        np.full(stages, value), np.full((2, stages), 1e12), leaves, np.full(stages, 1e12), np.arange(other.microbatches)
-    )
+    each = np.full((stages, other.microbatches), value)
+    waits, leads, order = np.full((2, stages), 1e12), np.full(stages, 1e12), np.arange(other.microbatches)
+    rules = Rules(np.full(stages, value), waits, each, abs(each), leads, order)
     if found := moved_rules(simulator, rules, other):
         assert (found.in_flight >= 1).all()
-        parts, levels = simulator.choices.parts, simulator.choices.levels
-        for s, of_stage in enumerate(found.leaves):
-            for number in of_stage.tolist():
-                level = level_of(number) if number < 0 else -1
-                assert level < levels[s]
-                assert 0 <= (parts_of(number) if number < 0 else number) <= parts[1 + level, s]
+        assert ((found.level >= -1) & (found.level < simulator.choices.levels[:, None])).all()
+        most = simulator.choices.parts[1 + found.level, np.arange(simulator.stages)[:, None]]
+        assert ((found.parts >= 0) & (found.parts <= most)).all()
         schedule = simulator.schedule(found, "dispatch")
         assert schedule is None or check(problem, schedule) == []
-    assert moved_rules(simulator, rules._replace(leaves=leaves[:, 1:]), other) is None
+    assert moved_rules(simulator, rules._replace(level=each[:, 1:], parts=each[:, 1:]), other) is None
 
 
-@pytest.mark.parametrize("leaves", [[[0], [0, 0]], [[], []], [[0]], []])
-def test_rules_on_the_wire_are_of_one_shape(leaves: list[list[int]]) -> None:
-    row = [0.0] * min(2, len(leaves) * 2)
-    wrong = {"in_flight": [1] * len(row), "wait_ms": [row, row], "leaves": leaves, "lead_ms": row, "order": []}
-    with pytest.raises(ValueError, match="rows of one length"):
+@pytest.mark.parametrize("rows", [[[0], [0, 0]], [[], []], [[0]], []])
+@pytest.mark.parametrize("name", ["level", "parts"])
+def test_rules_on_the_wire_are_of_one_shape(name: str, rows: list[list[int]]) -> None:
+    row, right = [0.0] * 2, [[0], [0]]
+    wrong = {"in_flight": [1, 1], "wait_ms": [row, row], "level": right, "parts": right, "lead_ms": row, "order": [0]}
+    assert RulesRecord.model_validate(wrong)
+    wrong[name] = rows
+    with pytest.raises(ValueError, match="2 rows of 1"):
         RulesRecord.model_validate(wrong)
 
 
@@ -208,8 +207,8 @@ def test_one_that_would_be_late_does_not_hide_the_next_to_leave() -> None:
     last = stage((10.0, 10.0, 1.0), (1, 0), device=1)
     whole = {"devices": [{"activation_budget_bytes": 100}] * 2, "stages": [first, last], "transfer_mode": "full_duplex"}
     simulator = Simulator(Problem.from_dict({"microbatches": 7, "p2p_ms": 0.0, **whole}))
-    leaves = np.array([[1, 1, 0, 1, 0, 0, 0], [0] * 7])
-    rules = Rules(np.full(2, 7), np.zeros((2, 2)), leaves, np.array([9.0, 0.0]), np.arange(7))
+    relief = StageRelief.none(2, 7)._replace(parts=np.array([[1, 1, 0, 1, 0, 0, 0], [0] * 7]))
+    rules = Rules(np.full(2, 7), np.zeros((2, 2)), *relief, np.array([9.0, 0.0]), np.arange(7))
     plain = PlainListScheduler(simulator.figures, rules)
     assert plain.run()
     starts = plain.moved[0, 0, :, 0]
@@ -225,7 +224,7 @@ def test_what_is_in_flight_and_waiting_change_the_order():
     waits = none.copy()
     waits[1, 0] = 30.0
     simulator, orders = Simulator(problem), []
-    stay = np.zeros((2, 4), dtype=int), np.zeros(2), np.arange(4)
+    stay = *StageRelief.none(2, 4), np.zeros(2), np.arange(4)
     for in_flight, wait_ms in ((4, none), (4, waits), (1, none)):
         schedule = simulator.schedule(Rules(np.full(2, in_flight), wait_ms, *stay), "dispatch")
         assert schedule is not None
@@ -238,8 +237,8 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
     time takes 944 ms."""
     tight = Problem.load(Path(__file__).parents[2] / "examples/problems/fastlink-4x8.json").with_memory_for(1.8)
     simulator = Simulator(tight)
-    leaves = spread(simulator, simulator.choices.parts[0], 1.0)
-    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), leaves, simulator.choices.carry_ms, np.arange(8))
+    relief = spread(simulator, StageRelief.none(4)._replace(parts=simulator.choices.parts[0]), 1.0)
+    rules = Rules(np.array([4, 3, 2, 1]), np.zeros((2, 4)), *relief, simulator.choices.carry_ms, np.arange(8))
     schedule = simulator.schedule(rules, "dispatch")
     assert schedule is not None
     assert not check(tight, schedule)

@@ -25,8 +25,7 @@ from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver import relax
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.paths import shortest_paths
-from optpipe_solver.relax import STATES_PER_S, one_device
-from optpipe_solver.relax.one_device import device_bounds, searchable_devices
+from optpipe_solver.relax import STATES_PER_S, device_bounds, searchable_devices
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
 
@@ -111,7 +110,7 @@ def test_it_is_what_a_plain_search_finds(problem, objective):
 @given(several_a_device(3))
 def test_the_first_bound_of_several_steps_has_all_work_and_the_way_after_it(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_device, "POPS", 1)
+        patch.setattr(relax, "POPS", 1)
         for d in searchable_devices(problem):
             passes = [(0, s) for s in problem.all_routes[0] if problem.stages[s].device == d]
             first_ms = next(device_bounds(problem, d), NO_SCHEDULE_MS)
@@ -123,7 +122,7 @@ def test_the_first_bound_of_several_steps_has_all_work_and_the_way_after_it(prob
 
 def test_the_first_bound_of_one_stage_counts_what_each_op_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for one activation: 4 times F, its way to the other device and back, and B."""
-    monkeypatch.setattr(one_device, "POPS", 1)
+    monkeypatch.setattr(relax, "POPS", 1)
     problem = problems.pipeline(2, 4, 10, problems.stage((3, 4, 1), (10, 4)))
     assert next(device_bounds(problem, 0)) >= 4 * (3 + 7 + 4)
 
@@ -194,7 +193,7 @@ def test_rounding_of_long_times_makes_no_bound_longer() -> None:
 
 def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(monkeypatch: pytest.MonkeyPatch) -> None:
     each = {0: [3.0, 4.0, 9.0], 1: [5.0, 6.0], 2: []}
-    monkeypatch.setattr(one_device, "searchable_devices", lambda problem: list(each))
+    monkeypatch.setattr(relax, "searchable_devices", lambda problem: list(each))
     alive: set[int] = set()
 
     def search(problem: Problem, d: int, objective: str) -> Iterator[float]:
@@ -205,7 +204,7 @@ def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(m
         finally:
             alive.remove(d)
 
-    monkeypatch.setattr(one_device, "device_bounds", search)
+    monkeypatch.setattr(relax, "device_bounds", search)
     frames: list[Frame] = []
     relax.run(Request(problem=SPAN, method="auto"), frames.append)
     assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)] == [5.0, 6.0, 9.0]
@@ -213,11 +212,11 @@ def test_one_device_is_searched_at_a_time_the_one_with_the_highest_bound_first(m
 
 
 def test_it_stops_by_its_own_count_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_device, "searchable_devices", lambda problem: [0])
-    monkeypatch.setattr(one_device, "device_bounds", lambda problem, d, objective: count(1.0))
+    monkeypatch.setattr(relax, "searchable_devices", lambda problem: [0])
+    monkeypatch.setattr(relax, "device_bounds", lambda problem, d, objective: count(1.0))
     frames: list[Frame] = []
     spent_s = relax.run(Request(problem=SPAN, method="auto", time_limit_s=0.5), frames.append)
-    assert 0.5 < spent_s <= 0.5 + one_device.POPS / STATES_PER_S
+    assert 0.5 < spent_s <= 0.5 + relax.POPS / STATES_PER_S
 
 
 def test_what_it_cannot_search_is_left_to_others_and_said() -> None:

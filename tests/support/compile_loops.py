@@ -9,7 +9,7 @@ from optpipe.dispatch.descents import compile_descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.model.records import OFFLOAD, RECOMPUTE
 from optpipe.steps import assign
-from optpipe_solver.relax.one_device import device_bounds, searchable_devices
+from optpipe_solver.relax import device_bounds, searchable_devices
 
 PROBLEMS = Path(__file__).parents[2] / "examples" / "problems"
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from itertools import chain
 from operator import methodcaller
 
-from optpipe.dispatch.descents import descents_are_compiled
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.process.child import Child
@@ -92,10 +91,10 @@ class PlacementSearch:
         self._improve_partitions()  # of layers there are too many to try all
         if candidates.all_are_infeasible():
             return
-        if rules_are_compiled := descents_are_compiled():
+        if rules_are_compiled := not engines.waits_for_compiler("dispatch"):
             self._search_in_rules()  # a first look does not tell how far rules lead
         self._search_best_two()  # nor do rules tell what windows gain
-        if not rules_are_compiled and descents_are_compiled():
+        if not (rules_are_compiled or engines.waits_for_compiler("dispatch")):
             self._search_in_rules()
         self._raise_least_bound()  # the least bound of all placements is what is told
         self._search_best()  # with all that is left
@@ -218,7 +217,11 @@ class PlacementSearch:
         engine: Child | None = None
         request = self.request
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
-        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not descents_are_compiled():
+        if (
+            uses_rules
+            and not engines.load("dispatch").unsupported(request.problem)
+            and engines.waits_for_compiler("dispatch")
+        ):
             self.candidates.note(engines.COMPILING)
             asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
             engine = Child(ENGINE, request.model_copy(update=asked))
@@ -251,8 +254,8 @@ class PlacementSearch:
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and descents_are_compiled() else []
-        rules = (heuristics.by_simple_rules() for heuristics in with_rules)
+        use_rules = self.request.time_limit_s >= tuning.RULES_S and not engines.waits_for_compiler("dispatch")
+        rules = (heuristics.by_simple_rules() for heuristics in searches if use_rules)
         for _ in chain(*rules, *(heuristics.published() for heuristics in searches)):
             if self.left_s < self.request.time_limit_s / 2:
                 return

@@ -3,26 +3,34 @@ schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Ready, Request
+from optpipe_solver.bounds.paths import Pass, shortest_paths
+from optpipe_solver.bounds.relaxations import one_level, without_evictions
 from optpipe_solver.methods import RELAX
-from optpipe_solver.relax import one_device
+from optpipe_solver.relax import one_stage, one_stage_search, several_stages, several_stages_search
+from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
 
 MOST_THREADS: int | None = 1
 OPEN_ENDED = True
 STATES_PER_S = 50_000  # about what a busy machine takes off the heap
+MOST_STATES = 2**20  # of one device
+POPS = 1_000  # states taken for each bound that is yielded
+MOST_MICROBATCHES = 512
 
 
 def unsupported(problem: Problem) -> str | None:
     """Why the engine cannot work on this problem, None if it can."""
-    if one_device.searchable_devices(problem):
+    if searchable_devices(problem):
         return None
     if problem.overlap_factor is not None:
         return "it knows no pairs"
-    if problem.microbatches > one_device.MOST_MICROBATCHES:
-        return f"of more than {one_device.MOST_MICROBATCHES} micro-batches its states do not suffice"
+    if problem.microbatches > MOST_MICROBATCHES:
+        return f"of more than {MOST_MICROBATCHES} micro-batches its states do not suffice"
     if not problem.costs.are_equal:
         return "it counts micro-batches, which differ here"
     return "it needs a device with one stage on one route, or with several whose activations can only stay"
@@ -39,14 +47,14 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float:
     The seconds used by its own count of states.
     """
     problem, objective = request.problem, request.objective
-    devices = one_device.searchable_devices(problem)
-    first_ms = {d: next(one_device.device_bounds(problem, d, objective), 0.0) for d in devices}
+    devices = searchable_devices(problem)
+    first_ms = {d: next(device_bounds(problem, d, objective), 0.0) for d in devices}
     emit(Ready())  # all is compiled
-    batch_s = one_device.POPS / STATES_PER_S
+    batch_s = POPS / STATES_PER_S
     spent_s, best_ms = len(devices) * batch_s, max(first_ms.values())
     emit(Bound(method=RELAX, lower_bound_ms=best_ms))
     for d in sorted(devices, key=lambda d: -first_ms[d]):
-        for bound_ms in one_device.device_bounds(problem, d, objective):
+        for bound_ms in device_bounds(problem, d, objective):
             spent_s += batch_s
             if bound_ms > best_ms:
                 best_ms = bound_ms
@@ -54,3 +62,58 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float:
             if spent_s > request.time_limit_s:
                 return spent_s
     return spent_s
+
+
+def searchable_devices(problem: Problem) -> list[int]:
+    """Return the devices that a search can tell something about.
+
+    These are the devices that micro-batches pass on one stage and one route, and those that they pass on several stages
+    of one route where all activations stay. Micro-batches are taken to be equal: where they differ there is none.
+    """
+    if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
+        return []
+    problem = one_level(without_evictions(problem))
+    each = enumerate(shortest_paths(problem).passes)
+    return [d for d, passes in each if len(passes) == 1 or _all_stay(problem, passes)]
+
+
+def _all_stay(problem: Problem, passes: list[Pass]) -> bool:
+    """Whether these are passes on one route, from which no activation can leave or be computed again."""
+    stages = [problem.stages[s] for _, s in passes]
+    return len({j for j, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
+
+
+def device_bounds(
+    problem: Problem, d: int, objective: Objective = "makespan", most_states: int = MOST_STATES
+) -> Iterator[float]:
+    """Yield rising bounds in ms on a schedule's length, from device d alone.
+
+    All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
+    from the end of an op here to the start of what needs it here. Of several levels of recomputation one is made that
+    is as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
+    schedule fits, the bounds end without it.
+
+    To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage`) and its
+    bound (`one_stage_bound`); else `several_stages_search.expand`.
+    """
+    problem = one_level(without_evictions(problem))
+    paths = shortest_paths(problem)
+    passes = paths.passes[d]
+    j, stages = passes[0][0], [s for _, s in passes]
+    microbatches = paths.passing[j]
+    expand: Callable[[States, int], float]
+    if len(stages) == 1:
+        one = one_stage.one_stage_device(problem, j, stages[0], microbatches, objective)
+        expand = partial(one_stage_search.expand, one, tuple(one_stage.empty_state(microbatches) for _ in range(4)))
+        must_equal = one_stage.must_equal(microbatches)
+    else:
+        several = several_stages.several_stages_device(problem, j, stages, microbatches, objective)
+        expand = partial(several_stages_search.expand, several, tuple(map(several_stages.empty_state, (several,) * 2)))
+        must_equal = several_stages.must_equal(several)
+    begins_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
+    states = no_states(most_states, must_equal)
+    while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
+        least_ms = float(expand(states, POPS))
+        if least_ms == NO_SCHEDULE_MS:  # no schedule fits
+            return
+        yield begins_ms + least_ms

@@ -1,4 +1,5 @@
-"""`OneStage`: the only device with limits, which micro-batches pass on one stage, as the compiled search needs it."""
+"""`OneStage`: the only device with limits, which micro-batches pass on one stage, as the compiled search needs it; and
+`StageState`: a state of that search, what its columns are, and what they say."""
 
 from __future__ import annotations
 
@@ -7,13 +8,39 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.evaluate.jit import compiled_part
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import Floats, Ints
+from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import LevelBytes, StageBytes, stage_bytes
+
+MOST_ACTIVATIONS = 128  # before their B; a search ends where there would be more
+
+# Columns of a state after NOW, the first
+OP_ENDS = 1  # when the op on compute ends
+OP = 2  # which op that is
+STARTED = 3  # forwards
+WAITING_FOR_W = 4  # activations after their B
+LINES = 5  # the first column of `StageState.lines`
+IN_FLIGHT = 11  # activations before their B
+BYTES = 12  # held until the op on compute ends
+FIRST_ACTIVATION = 13  # the first column of `StageState.activations`
+# Columns of `StageState.lines`: when the transfer on it ends, its direction, and whose part it carries.
+ENDS, DIRECTION, WHOSE = 0, 1, 2
+# Columns of `StageState.activations`: when its B may start if the activation is here by then; how many of its parts are
+# here.
+READY, PARTS = 0, 1
+WIDTH = 2
+
+# What compute can start; a forward whose activation is to be computed again runs as FORWARD.
+IDLE, FORWARD, FORWARD_THEN_RECOMPUTE, BACKWARD, RECOMPUTE, WEIGHT = range(6)
+OUT, BACK = 1, 2  # directions of a transfer; 0: none
+# In place of the parts of an activation that are there: it is to be computed again, or is being computed.
+CHECKPOINT, RECOMPUTING = -1, -2
+IMPOSSIBLE = -1  # in place of the bytes that are held
 
 
 class Durations(NamedTuple):
@@ -37,7 +64,7 @@ class Durations(NamedTuple):
     tail: float
 
 
-class Memory(NamedTuple):
+class ActivationBytes(NamedTuple):
     """Bytes: the budget, and what one activation holds."""
 
     budget: int
@@ -50,8 +77,8 @@ class Memory(NamedTuple):
     present: Ints  # (parts + 1,) between F and B, by how many of its parts are on the device
 
 
-class Shares(NamedTuple):
-    """Shares of the budget, of which 1 is all, by several measures (dual feasible functions), a row or value each.
+class BudgetFractions(NamedTuple):
+    """Fractions of the budget, by several measures (dual feasible functions), a row or value each.
 
     Memory over time is in ms: 1 ms is the whole budget for 1 ms.
 
@@ -102,8 +129,8 @@ class OneStage(NamedTuple):
     lines: int
     can_recompute: bool
     ms: Durations
-    memory: Memory
-    shares: Shares
+    memory: ActivationBytes
+    fractions: BudgetFractions
 
 
 def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
@@ -120,7 +147,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
         lines=(1 if problem.transfer_mode == "half_duplex" else 2) if stage.can_offload else 0,
         can_recompute=stage.can_recompute,
         ms=ms,
-        memory=Memory(
+        memory=ActivationBytes(
             budget=budget,
             forward=held.forward,
             checkpoint=again.checkpoint,
@@ -130,7 +157,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
             weight=held.weight,
             present=present,
         ),
-        shares=_shares(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
+        fractions=_budget_fractions(measures(budget, [held]), held, present, ms, can_recompute=stage.can_recompute),
     )
 
 
@@ -154,20 +181,22 @@ def _durations(problem: Problem, j: int, s: int, objective: Objective) -> Durati
     )
 
 
-def _shares(each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool) -> Shares:
+def _budget_fractions(
+    each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool
+) -> BudgetFractions:
     """By each measure of sizes; the first one comes twice, at first as if a running W held nothing: then memory is
     surely empty in the tail, which may tell more."""
     rows = [
-        _shares_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
+        _fractions_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
         for number, measure in enumerate([each[0], *each])
     ]
-    return Shares(**{name: np.array([row[name] for row in rows]) for name in Shares._fields})
+    return BudgetFractions(**{name: np.array([row[name] for row in rows]) for name in BudgetFractions._fields})
 
 
-def _shares_by(
+def _fractions_by(
     measure: Measure, held: StageBytes, present: Ints, ms: Durations, *, with_weight: bool, can_recompute: bool
 ) -> dict[str, float | list[float]]:
-    """Return the values of `Shares`'s fields by one measure."""
+    """Return the values of `BudgetFractions`'s fields by one measure."""
     values = [measure(int(size)) for size in present]
     parts, transfers_ms = len(present) - 1, ms.offload + ms.reload
     saved_by_parts = [
@@ -204,3 +233,78 @@ def _concave_steps(total: list[float]) -> list[float]:
         steps += [max(0.0, slope)] * (to - at)
         at = to
     return steps
+
+
+class StageState(NamedTuple):
+    """A state as named arrays over one row of numbers.
+
+    Attributes
+    ----------
+    row
+        All columns.
+    lines
+        (2, 3) what each line to the host carries.
+    activations
+        (most, 2) the activations in flight, in the order of READY.
+    """
+
+    row: Floats
+    lines: Floats
+    activations: Floats
+
+
+def empty_state(microbatches: int) -> StageState:
+    columns = FIRST_ACTIVATION + WIDTH * min(microbatches, MOST_ACTIVATIONS)
+    row = np.zeros(columns)
+    activations = row[FIRST_ACTIVATION:].reshape((columns - FIRST_ACTIVATION) // WIDTH, WIDTH)
+    return StageState(row, row[LINES:IN_FLIGHT].reshape(2, 3), activations)
+
+
+def must_equal(microbatches: int) -> Flags:
+    """Return the mask of the columns that must be equal for one state to dominate another."""
+    mask = np.zeros(len(empty_state(microbatches).row), dtype=bool)
+    mask[[OP, STARTED, IN_FLIGHT]] = True
+    mask[LINES:IN_FLIGHT].reshape(2, 3)[:, [DIRECTION, WHOSE]] = True
+    mask[FIRST_ACTIVATION:].reshape(-1, WIDTH)[:, PARTS] = True
+    return mask
+
+
+@compiled_part
+def is_complete(state: StageState, device: OneStage) -> bool:
+    row = state.row
+    if row[STARTED] < device.microbatches or row[OP] != IDLE:
+        return False
+    return bool(row[IN_FLIGHT] == 0.0 and row[WAITING_FOR_W] == 0.0)
+
+
+@compiled_part
+def has_same_ops(a: StageState, b: StageState) -> bool:
+    """Whether the same ops run in both."""
+    same_transfers = a.lines[0, DIRECTION] == b.lines[0, DIRECTION] and a.lines[1, DIRECTION] == b.lines[1, DIRECTION]
+    return bool(a.row[OP] == b.row[OP] and same_transfers)
+
+
+@compiled_part
+def bytes_held(state: StageState, device: OneStage) -> int:
+    """The bytes that are held now. None is free before the op that runs has ended."""
+    row, lines, activations, memory = state.row, state.lines, state.activations, device.memory
+    if row[OP] != IDLE:
+        return int(row[BYTES])
+    held = int(row[WAITING_FOR_W]) * memory.waiting
+    for i in range(int(row[IN_FLIGHT])):
+        parts = int(activations[i, PARTS])
+        held += memory.checkpoint if parts == CHECKPOINT else memory.present[parts]
+    for line in range(2):
+        if lines[line, DIRECTION] == BACK:
+            parts = int(activations[int(lines[line, WHOSE]), PARTS])
+            held += memory.present[parts + 1] - memory.present[parts]
+    return int(held)
+
+
+@compiled_part
+def is_moving(state: StageState, i: int) -> bool:
+    """Whether a part of an activation is on a line."""
+    lines, moves = state.lines, False
+    for line in range(2):
+        moves = moves or (lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i)
+    return moves

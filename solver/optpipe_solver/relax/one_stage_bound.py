@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled_part_in_place
-from optpipe_solver.relax.one_stage import OneStage
-from optpipe_solver.relax.one_stage_state import (
+from optpipe.evaluate.jit import compiled_part
+from optpipe_solver.relax.one_stage import (
     BACK,
     BACKWARD,
     CHECKPOINT,
@@ -26,7 +25,8 @@ from optpipe_solver.relax.one_stage_state import (
     WAITING_FOR_W,
     WEIGHT,
     WHOSE,
-    State,
+    OneStage,
+    StageState,
     is_moving,
 )
 from optpipe_solver.relax.states import NOW
@@ -61,8 +61,8 @@ class Remaining(NamedTuple):
     whole: float
 
 
-@compiled_part_in_place
-def end_bound(state: State, device: OneStage) -> float:
+@compiled_part
+def end_bound(state: StageState, device: OneStage) -> float:
     """No schedule that begins like this ends before this time; each may end later.
 
     By compute, by the way of each micro-batch, by link and memory.
@@ -74,13 +74,13 @@ def end_bound(state: State, device: OneStage) -> float:
     if remaining.backwards == 0.0:
         return float(end)
     end = max(end, now + remaining.compute_ms + device.ms.tail)
-    for measure in range(len(device.shares.forward)):
+    for measure in range(len(device.fractions.forward)):
         end = max(end, _end_by_memory(state, remaining, measure, end, device))
     return float(end)
 
 
-@compiled_part_in_place
-def _remaining(state: State, device: OneStage) -> Remaining:
+@compiled_part
+def _remaining(state: StageState, device: OneStage) -> Remaining:
     row, lines, activations, ms = state.row, state.lines, state.activations, device.ms
     now, count, forwards = row[NOW], int(row[IN_FLIGHT]), device.microbatches - row[STARTED]
     recompute_ms, parts_to_return, whole = 0.0, 0.0, forwards
@@ -107,8 +107,8 @@ def _remaining(state: State, device: OneStage) -> Remaining:
     return Remaining(forwards, backwards, op_ms, compute_ms, weight_ms, out_ms, back_ms, whole)
 
 
-@compiled_part_in_place
-def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float:
+@compiled_part
+def _end_by_paths(state: StageState, remaining: Remaining, device: OneStage) -> float:
     """A bound on the end by the way of each micro-batch alone."""
     row, activations, ms = state.row, state.activations, device.ms
     free, forwards = row[NOW] + remaining.op_ms, remaining.forwards
@@ -120,15 +120,15 @@ def _end_by_paths(state: State, remaining: Remaining, device: OneStage) -> float
     return float(end)
 
 
-@compiled_part_in_place
-def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float, device: OneStage) -> float:
+@compiled_part
+def _end_by_memory(state: StageState, remaining: Remaining, measure: int, end: float, device: OneStage) -> float:
     """A bound on the end by memory over time, if at least `end`: of the activations that are yet to begin, some are
     computed again; of the others, parts leave as long as that pays."""
-    now, ms, shares = state.row[NOW], device.ms, device.shares
+    now, ms, fractions = state.row[NOW], device.ms, device.fractions
     need = _memory_needed(state, remaining, measure, device)
     best = np.inf
     for recomputed in range(int(remaining.forwards) + 1 if device.can_recompute else 1):
-        memory_ms = need - recomputed * shares.saved_by_recompute[measure]
+        memory_ms = need - recomputed * fractions.saved_by_recompute[measure]
         end_by_compute = max(end, now + remaining.compute_ms + remaining.weight_ms + recomputed * ms.recompute)
         sent, level, sent_at_level = 0.0, 0, 0.0  # parts that leave, the first of each activation first
         while end_by_compute < best:
@@ -136,7 +136,7 @@ def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float,
             best = min(best, max(end_by_compute, now + memory_ms, end_by_line))
             if now + memory_ms <= max(end_by_compute, end_by_line) or device.lines == 0 or level == device.parts:
                 break
-            memory_ms -= shares.saved_by_part[measure, level]
+            memory_ms -= fractions.saved_by_part[measure, level]
             sent += 1.0
             sent_at_level += 1.0
             if sent_at_level >= remaining.whole - recomputed:
@@ -146,7 +146,7 @@ def _end_by_memory(state: State, remaining: Remaining, measure: int, end: float,
     return float(best)
 
 
-@compiled_part_in_place
+@compiled_part
 def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStage) -> float:
     """A bound on the end by the lines if so many further parts leave and come back."""
     ms = device.ms
@@ -157,45 +157,47 @@ def _end_by_lines(now: float, sent: float, remaining: Remaining, device: OneStag
     return float(now + line_ms + ms.backward + ms.tail if line_ms > 0.0 else now)
 
 
-@compiled_part_in_place
-def _memory_needed(state: State, remaining: Remaining, measure: int, device: OneStage) -> float:
+@compiled_part
+def _memory_needed(state: StageState, remaining: Remaining, measure: int, device: OneStage) -> float:
     """ms of all the memory that are needed from now on by this measure if no further part leaves."""
-    op, ms, shares = state.row[OP], device.ms, device.shares
+    op, ms, fractions = state.row[OP], device.ms, device.fractions
     forwards, backwards = remaining.forwards, remaining.backwards
-    area = forwards * (ms.forward * shares.forward[measure] + ms.between * shares.present[measure, device.parts])
-    area += backwards * ms.backward * shares.backward[measure]
-    area += remaining.weight_ms * shares.weight[measure]
+    area = forwards * (ms.forward * fractions.forward[measure] + ms.between * fractions.present[measure, device.parts])
+    area += backwards * ms.backward * fractions.backward[measure]
+    area += remaining.weight_ms * fractions.weight[measure]
     if op == BACKWARD:
-        area += remaining.op_ms * shares.backward[measure]
+        area += remaining.op_ms * fractions.backward[measure]
     elif op == WEIGHT:
-        area += remaining.op_ms * shares.weight[measure]
+        area += remaining.op_ms * fractions.weight[measure]
     for i in range(int(state.row[IN_FLIGHT])):
         area += _area_before_backward(state, remaining, i, measure, device)
     unused, n = 0.0, 1  # while the n-th last input gradient runs, n activations are there at most, its own included
-    while n < backwards and n * shares.most[measure] < 1.0:
-        unused += ms.backward * (1.0 - n * shares.most[measure])
+    while n < backwards and n * fractions.most[measure] < 1.0:
+        unused += ms.backward * (1.0 - n * fractions.most[measure])
         n += 1
     # W may hold memory to the end; where it does not count, the memory is empty in the tail.
-    return float(area + unused + (0.0 if shares.weight[measure] > 0.0 else ms.tail))
+    return float(area + unused + (0.0 if fractions.weight[measure] > 0.0 else ms.tail))
 
 
-@compiled_part_in_place
-def _area_before_backward(state: State, remaining: Remaining, i: int, measure: int, device: OneStage) -> float:
+@compiled_part
+def _area_before_backward(state: StageState, remaining: Remaining, i: int, measure: int, device: OneStage) -> float:
     """Memory over time that an activation in flight needs until its B, in ms of the whole budget."""
-    row, lines, shares, ms = state.row, state.lines, device.shares, device.ms
+    row, lines, fractions, ms = state.row, state.lines, device.fractions, device.ms
     parts, wait, area = state.activations[i, PARTS], state.activations[i, READY] - row[NOW], 0.0
     if row[OP] == FORWARD and i == int(row[IN_FLIGHT]) - 1:
-        area += remaining.op_ms * shares.forward[measure]
+        area += remaining.op_ms * fractions.forward[measure]
         wait -= remaining.op_ms
     if parts == device.parts and not is_moving(state, i):
-        area += wait * shares.present[measure, device.parts]
+        area += wait * fractions.present[measure, device.parts]
     elif parts >= 0.0:
         there = int(parts)  # once running transfers have ended; each further part has to come back
         for line in range(2):
             if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] == i:
                 there += 1 if lines[line, DIRECTION] == BACK else -1
         for k in range(there, device.parts):
-            area += shares.present[measure, k + 1] * ms.reload
+            area += fractions.present[measure, k + 1] * ms.reload
     elif parts == CHECKPOINT:
-        area += max(0.0, wait - ms.recompute) * shares.checkpoint[measure] + ms.recompute * shares.recompute[measure]
+        area += (
+            max(0.0, wait - ms.recompute) * fractions.checkpoint[measure] + ms.recompute * fractions.recompute[measure]
+        )
     return float(area)

@@ -1,27 +1,48 @@
-"""Best-first search over what a device with one stage can do. Compiled; tests compare it with a plain one."""
+"""Best-first search over what a device with one stage can do: ops and transfers start, and time goes on. Compiled;
+tests compare it with a plain one."""
 
 from __future__ import annotations
 
-from optpipe.evaluate.jit import compiled, compiled_part_in_place
-from optpipe_solver.relax.one_stage import OneStage
-from optpipe_solver.relax.one_stage_bound import end_bound
-from optpipe_solver.relax.one_stage_moves import go_to_next_event, start_op, start_transfer
-from optpipe_solver.relax.one_stage_state import (
+import numpy as np
+
+from optpipe.evaluate.jit import compiled, compiled_part
+from optpipe_solver.relax.one_stage import (
+    BACK,
+    BACKWARD,
+    BYTES,
+    CHECKPOINT,
+    DIRECTION,
+    ENDS,
     FIRST_ACTIVATION,
+    FORWARD,
+    FORWARD_THEN_RECOMPUTE,
     IDLE,
     IMPOSSIBLE,
     IN_FLIGHT,
+    OP,
+    OP_ENDS,
+    OUT,
+    PARTS,
+    READY,
+    RECOMPUTE,
+    RECOMPUTING,
     STARTED,
+    WAITING_FOR_W,
+    WEIGHT,
+    WHOSE,
     WIDTH,
-    State,
+    OneStage,
+    StageState,
     bytes_held,
-    empty_state,
     has_same_ops,
     is_complete,
+    is_moving,
 )
+from optpipe_solver.relax.one_stage_bound import end_bound
 from optpipe_solver.relax.states import (
     IS_COMPLETE,
     IS_FULL,
+    NOW,
     ROWS,
     States,
     add_unless_dominated,
@@ -34,7 +55,7 @@ from optpipe_solver.relax.states import (
 
 
 @compiled
-def expand(device: OneStage, states: States, pops: int) -> float:
+def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops: int) -> float:
     """Take the best state and put in its place those that follow from it, `pops` times or until one is complete.
 
     Two streams, compute and the link, each start an op or wait for the next event: the end of what runs elsewhere, or
@@ -44,7 +65,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     Activations with equally many parts there are interchangeable. So only one of them is tried: to leave, the one that
     began last; to come back or to have its B, the one that began first. An activation may leave more than once, and
     also after it was computed again: both only make the least end earlier. A BW is B followed at once by W, with the
-    least bytes of both.
+    least bytes of both. `room` is for states to work on.
 
     A state's bound is at least that of the one before it: after the last B, a state no longer knows the tail.
     After `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
@@ -53,9 +74,7 @@ def expand(device: OneStage, states: States, pops: int) -> float:
     -------
     The least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
     """
-    columns = len(states.must_equal)
-    state, computing = empty_state(columns), empty_state(columns)
-    sending, following = empty_state(columns), empty_state(columns)
+    state = room[0]
     if states.tally[ROWS] == 0:
         add_unless_dominated(state.row, FIRST_ACTIVATION, False, end_bound(state, device), states)
     for _ in range(pops):
@@ -69,17 +88,22 @@ def expand(device: OneStage, states: States, pops: int) -> float:
         if state.row[STARTED] < device.microbatches and int(state.row[IN_FLIGHT]) == len(state.activations):
             states.tally[IS_FULL] = 1
             return least
-        _add_successors(state, computing, sending, following, device, states, least)
+        _add_successors(room, device, states, least)
         if states.tally[IS_FULL]:
             return least
     return least_bound(states)
 
 
-@compiled_part_in_place
+@compiled_part
 def _add_successors(
-    state: State, computing: State, sending: State, following: State, device: OneStage, states: States, least: float
+    room: tuple[StageState, ...],
+    device: OneStage,
+    states: States,
+    least: float,
 ) -> None:
-    """Add what follows from a state with each op on compute and each transfer on each line; three states to work on."""
+    """Add what follows from the first state with each op on compute and each transfer on each line; the others are to
+    work on."""
+    state, computing, sending, following = room
     held = bytes_held(state, device)
     for op in range(6):
         copy_columns(state.row, computing.row)
@@ -104,3 +128,224 @@ def _add_successors(
                 add_unless_dominated(following.row, width, only_waited, end, states)
                 if states.tally[IS_FULL]:
                     return
+
+
+# What can start now. Each function returns the bytes that are held then, or IMPOSSIBLE.
+
+
+@compiled_part
+def start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
+    """Start an op on compute, or nothing."""
+    if op == IDLE:
+        return held
+    if state.row[OP] != IDLE:
+        return IMPOSSIBLE
+    if op == WEIGHT:
+        held = _start_weight_gradient(state, device, held)
+    elif op == BACKWARD:
+        held = _start_backward(state, device, held)
+    elif op == RECOMPUTE:
+        held = _start_recompute(state, device, held)
+    else:
+        held = _start_forward(state, op, device, held)
+    state.row[BYTES] = held
+    return held if held <= device.memory.budget else IMPOSSIBLE
+
+
+@compiled_part
+def _run(state: StageState, op: int, ms: float) -> None:
+    state.row[OP], state.row[OP_ENDS] = op, state.row[NOW] + ms
+
+
+@compiled_part
+def _start_weight_gradient(state: StageState, device: OneStage, held: int) -> int:
+    if state.row[WAITING_FOR_W] == 0.0:
+        return IMPOSSIBLE
+    _run(state, WEIGHT, device.ms.weight)
+    state.row[WAITING_FOR_W] -= 1.0
+    return held + device.memory.weight - device.memory.waiting
+
+
+@compiled_part
+def _start_forward(state: StageState, op: int, device: OneStage, held: int) -> int:
+    row, activations, ms = state.row, state.activations, device.ms
+    will_be_recomputed = op == FORWARD_THEN_RECOMPUTE
+    if row[STARTED] == device.microbatches or (will_be_recomputed and not device.can_recompute):
+        return IMPOSSIBLE
+    _run(state, FORWARD, ms.forward)
+    row[STARTED] += 1.0
+    i = int(row[IN_FLIGHT])
+    row[IN_FLIGHT] += 1.0
+    activations[i, READY] = row[OP_ENDS] + ms.between
+    activations[i, PARTS] = CHECKPOINT if will_be_recomputed else device.parts
+    return held + device.memory.forward
+
+
+@compiled_part
+def _start_recompute(state: StageState, device: OneStage, held: int) -> int:
+    """Compute the first activation again that has only its checkpoint."""
+    for i in range(int(state.row[IN_FLIGHT])):
+        if state.activations[i, PARTS] == CHECKPOINT:
+            _run(state, RECOMPUTE, device.ms.recompute)
+            state.activations[i, PARTS] = RECOMPUTING
+            return held + device.memory.recompute - device.memory.checkpoint
+    return IMPOSSIBLE
+
+
+@compiled_part
+def _start_backward(state: StageState, device: OneStage, held: int) -> int:
+    """Start the input gradient of the first activation that is ready and there as a whole."""
+    now, activations = state.row[NOW], state.activations
+    for i in range(int(state.row[IN_FLIGHT])):
+        is_ready = activations[i, READY] <= now and activations[i, PARTS] == device.parts
+        if is_ready and not is_moving(state, i):
+            _run(state, BACKWARD, device.ms.backward)
+            _remove_activation(state, i)
+            return held + device.memory.backward - int(device.memory.present[device.parts])
+    return IMPOSSIBLE
+
+
+@compiled_part
+def _remove_activation(state: StageState, i: int) -> None:
+    activations, lines, last = state.activations, state.lines, int(state.row[IN_FLIGHT]) - 1
+    for j in range(i, last):
+        activations[j, READY], activations[j, PARTS] = activations[j + 1, READY], activations[j + 1, PARTS]
+    activations[last, READY] = activations[last, PARTS] = 0.0
+    state.row[IN_FLIGHT] -= 1.0
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] > i:
+            lines[line, WHOSE] -= 1.0
+
+
+@compiled_part
+def start_transfer(state: StageState, line: int, choice: int, device: OneStage, held: int) -> int:
+    """Let a line carry a part: choice 1 + 2i sends one of activation i out, 2 + 2i brings one back, 0 does nothing."""
+    if choice == 0:
+        return held
+    row, lines, present = state.row, state.lines, device.memory.present
+    i, direction = (choice - 1) // 2, OUT if choice % 2 else BACK
+    if lines[line, DIRECTION] != 0.0 or (device.lines == 2 and (direction == OUT) != (line == 0)):
+        return IMPOSSIBLE
+    parts = int(state.activations[i, PARTS])
+    if not _may_move(state, i, direction, device):
+        return IMPOSSIBLE
+    if direction == BACK:
+        held += present[parts + 1] - present[parts]
+    if row[OP] != IDLE:
+        row[BYTES] = held
+    lines[line, ENDS] = row[NOW] + (device.ms.offload if direction == OUT else device.ms.reload)
+    lines[line, DIRECTION], lines[line, WHOSE] = direction, i
+    return held if held <= device.memory.budget else IMPOSSIBLE
+
+
+@compiled_part
+def _may_move(state: StageState, i: int, direction: int, device: OneStage) -> bool:
+    """Whether a part of an activation may go out or come back, and no other activation with as many parts comes first:
+    the last one to leave, the first one to come back."""
+    row, activations = state.row, state.activations
+    parts, count = activations[i, PARTS], int(row[IN_FLIGHT])
+    in_forward = count - 1 if row[OP] == FORWARD else count  # the activation whose forward runs, if any
+    if i == in_forward or parts < (1 if direction == OUT else 0) or (direction == BACK and parts == device.parts):
+        return False
+    if is_moving(state, i):
+        return True
+    begin, end = (i + 1, count) if direction == OUT else (0, i)
+    for j in range(begin, end):
+        if activations[j, PARTS] == parts and j != in_forward and not is_moving(state, j):
+            return False
+    return True
+
+
+# Time goes on
+
+
+@compiled_part
+def go_to_next_event(state: StageState, device: OneStage) -> bool:
+    """Go to the next event. False if there is none."""
+    event = _next_event(state)
+    if event == np.inf:
+        return False
+    _end_op(state, event, device)
+    _end_transfers(state, event)
+    state.row[NOW] = event
+    _forget_the_past(state)
+    _sort_equally_ready(state)
+    return True
+
+
+@compiled_part
+def _next_event(state: StageState) -> float:
+    """When the op on compute or a transfer ends or, with compute idle, an input gradient may start."""
+    row, lines, activations, event = state.row, state.lines, state.activations, np.inf
+    count, now = int(row[IN_FLIGHT]), row[NOW]
+    if row[OP] != IDLE:
+        event = row[OP_ENDS]
+    else:
+        for i in range(count):
+            if activations[i, READY] > now:
+                event = min(event, activations[i, READY])
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0:
+            event = min(event, lines[line, ENDS])
+    return float(event)
+
+
+@compiled_part
+def _end_op(state: StageState, event: float, device: OneStage) -> None:
+    row, activations = state.row, state.activations
+    if row[OP] == IDLE or row[OP_ENDS] > event:
+        return
+    if row[OP] == BACKWARD:
+        row[WAITING_FOR_W] += device.ms.weight > 0.0
+    elif row[OP] == RECOMPUTE:
+        for i in range(int(row[IN_FLIGHT])):
+            if activations[i, PARTS] == RECOMPUTING:
+                activations[i, PARTS] = device.parts
+    row[OP_ENDS] = row[OP] = row[BYTES] = 0.0
+
+
+@compiled_part
+def _end_transfers(state: StageState, event: float) -> None:
+    lines = state.lines
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0 and lines[line, ENDS] <= event:
+            change = 1.0 if lines[line, DIRECTION] == BACK else -1.0
+            state.activations[int(lines[line, WHOSE]), PARTS] += change
+            lines[line, ENDS] = lines[line, DIRECTION] = lines[line, WHOSE] = 0.0
+
+
+@compiled_part
+def _forget_the_past(state: StageState) -> None:
+    """Raise the times that are over to now, so that states that differ only there are equal."""
+    row, activations, now = state.row, state.activations, state.row[NOW]
+    for i in range(int(row[IN_FLIGHT])):
+        activations[i, READY] = max(activations[i, READY], now)
+
+
+@compiled_part
+def _sort_equally_ready(state: StageState) -> None:
+    """Sort activations that are ready at the same time, most parts first; the one whose forward runs stays the last."""
+    row, activations, count = state.row, state.activations, int(state.row[IN_FLIGHT])
+    for i in range(1, count):
+        j = i
+        while (
+            j > 0
+            and activations[j, READY] == activations[j - 1, READY]
+            and activations[j, PARTS] > activations[j - 1, PARTS]
+            and not (row[OP] == FORWARD and j == count - 1)
+        ):
+            activations[j, PARTS], activations[j - 1, PARTS] = activations[j - 1, PARTS], activations[j, PARTS]
+            _swap_transfers(state, j - 1, j)
+            j -= 1
+
+
+@compiled_part
+def _swap_transfers(state: StageState, i: int, j: int) -> None:
+    """Let lines that carry a part of one of two activations carry one of the other."""
+    lines = state.lines
+    for line in range(2):
+        if lines[line, DIRECTION] != 0.0:
+            if lines[line, WHOSE] == j:
+                lines[line, WHOSE] = i
+            elif lines[line, WHOSE] == i:
+                lines[line, WHOSE] = j

@@ -1,5 +1,5 @@
 """`SeveralStages`: the only device with limits, which micro-batches pass on several stages, all of whose activations
-stay, as the compiled search needs it."""
+stay, as the compiled search needs it; and `StepsState`: a state of that search."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.evaluate.jit import compiled_part
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import Floats, Ints
+from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+
+MOST_UNDER_WAY = 128  # micro-batches that a state tells apart
+
+# Columns of a state after NOW: micro-batches that have started, and how many of them are between two steps.
+STARTED, UNDER_WAY, WAITING = 1, 2, 3
+# Columns of `StepsState.microbatches`: when its next step may start, and which step that is.
+READY, STEP = 0, 1
+WIDTH = 2
 
 
 class WeightGradients(NamedTuple):
@@ -34,7 +43,7 @@ class WeightGradients(NamedTuple):
     group: Ints
 
 
-class Memory(NamedTuple):
+class StepBytes(NamedTuple):
     """Bytes.
 
     Attributes
@@ -52,8 +61,8 @@ class Memory(NamedTuple):
     beside: Ints
 
 
-class Shares(NamedTuple):
-    """Shares of the budget, of which 1 is all, by several measures (dual feasible functions).
+class StepFractions(NamedTuple):
+    """Fractions of the budget, by several measures (dual feasible functions).
 
     Attributes
     ----------
@@ -102,8 +111,8 @@ class SeveralStages(NamedTuple):
     work_ms: Floats
     shortest_backward_ms: float
     weights: WeightGradients
-    memory: Memory
-    shares: Shares
+    memory: StepBytes
+    fractions: StepFractions
 
 
 class _Group(NamedTuple):
@@ -139,12 +148,12 @@ def several_stages_device(
             waiting_bytes=np.array([gradient.waiting_bytes for gradient in groups], dtype=np.int64),
             group=np.array(group, dtype=np.int64),
         ),
-        memory=Memory(
+        memory=StepBytes(
             budget=budget,
             held=_present(c) @ np.array([each.stays for each in held]),
             beside=np.array(beside, dtype=np.int64),
         ),
-        shares=_shares(measures(budget, held), held, step_ms, gap_ms, groups, group),
+        fractions=_step_fractions(measures(budget, held), held, step_ms, gap_ms, groups, group),
     )
 
 
@@ -166,14 +175,14 @@ def _present(c: int) -> Ints:
     return np.array([[k < step <= 2 * c - 1 - k for k in range(c)] for step in range(2 * c + 1)], dtype=np.int64)
 
 
-def _shares(
+def _step_fractions(
     each: list[Measure],
     held: list[StageBytes],
     step_ms: Floats,
     gap_ms: Floats,
     groups: list[_Group],
     group: list[int],
-) -> Shares:
+) -> StepFractions:
     """By each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
     rows = []
     for number, measure in enumerate([each[0], *each]):
@@ -186,4 +195,63 @@ def _shares(
         most = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
         area = np.array([*np.cumsum(step[::-1])[::-1], 0.0])
         rows.append({"between": between, "area": area, "weight": weight, "most": most})
-    return Shares(**{name: np.array([row[name] for row in rows]) for name in Shares._fields})
+    return StepFractions(**{name: np.array([row[name] for row in rows]) for name in StepFractions._fields})
+
+
+class StepsState(NamedTuple):
+    """A state as named arrays over one row of numbers.
+
+    Attributes
+    ----------
+    row
+        All columns.
+    waiting
+        (groups,) weight gradients that wait.
+    microbatches
+        (most, 2) those under way, in the order of their steps, then of READY.
+    """
+
+    row: Floats
+    waiting: Floats
+    microbatches: Floats
+
+
+def empty_state(device: SeveralStages) -> StepsState:
+    first, most = WAITING + len(device.weights.ms), min(device.microbatches, MOST_UNDER_WAY)
+    row = np.zeros(first + WIDTH * most)
+    return StepsState(row, row[WAITING:first], row[first:].reshape(most, WIDTH))
+
+
+@compiled_part
+def width(state: StepsState) -> int:
+    """How many columns the state uses."""
+    return len(state.row) - WIDTH * (len(state.microbatches) - int(state.row[UNDER_WAY]))
+
+
+def must_equal(device: SeveralStages) -> Flags:
+    """Return the mask of the columns that must be equal for one state to dominate another."""
+    mask = np.zeros(len(empty_state(device).row), dtype=bool)
+    mask[[STARTED, UNDER_WAY]] = True
+    mask[WAITING + len(device.weights.ms) :].reshape(-1, WIDTH)[:, STEP] = True
+    return mask
+
+
+@compiled_part
+def is_complete(state: StepsState, device: SeveralStages) -> bool:
+    if state.row[STARTED] < device.microbatches or state.row[UNDER_WAY] > 0.0:
+        return False
+    waiting = 0.0
+    for g in range(len(state.waiting)):
+        waiting += state.waiting[g]
+    return bool(waiting == 0.0)
+
+
+@compiled_part
+def bytes_held(state: StepsState, device: SeveralStages) -> int:
+    """The bytes that are held between ops."""
+    held = 0
+    for i in range(int(state.row[UNDER_WAY])):
+        held += device.memory.held[int(state.microbatches[i, STEP])]
+    for g in range(len(state.waiting)):
+        held += device.weights.waiting_bytes[g] * int(state.waiting[g])
+    return held

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.jit import compiled_part_in_place
+from optpipe.evaluate.jit import compiled_part
 from optpipe.model.arrays import Flags, Floats, Ints
 
 MOST_CELLS = 2**25  # numbers in all states together
@@ -61,25 +61,25 @@ def no_states(rows: int, must_equal: Flags) -> States:
     return States(np.empty(MOST_CELLS), begin, np.empty(rows), next_in_bucket, bucket, heap, must_equal, tally)
 
 
-@compiled_part_in_place
+@compiled_part
 def copy_columns(source: Floats, target: Floats) -> None:
     for at in range(len(source)):
         target[at] = source[at]
 
 
-@compiled_part_in_place
+@compiled_part
 def is_over(states: States) -> bool:
     """Whether no state is left to take, or one had no room."""
     return bool(states.tally[HEAPED] == 0 or states.tally[IS_FULL])
 
 
-@compiled_part_in_place
+@compiled_part
 def least_bound(states: States) -> float:
     """The least bound of all states that are still to be taken; infinite if there are none."""
     return float(states.bound[states.heap[0]]) if states.tally[HEAPED] else np.inf
 
 
-@compiled_part_in_place
+@compiled_part
 def read_best(states: States, columns: Floats) -> float:
     """Fill the columns with the state of the least bound, and return that bound. Columns it does not use become 0."""
     row = states.heap[0]
@@ -90,7 +90,7 @@ def read_best(states: States, columns: Floats) -> float:
     return float(states.bound[row])
 
 
-@compiled_part_in_place
+@compiled_part
 def remove_best(states: States) -> None:
     """Take the state of the least bound off the heap. It stays in the table, where it can dominate others."""
     heap, tally = states.heap, states.tally
@@ -109,7 +109,7 @@ def remove_best(states: States) -> None:
     heap[at] = last
 
 
-@compiled_part_in_place
+@compiled_part
 def add_unless_dominated(columns: Floats, width: int, only_waited: bool, bound: float, states: States) -> None:
     """Keep a state, of which `width` columns are used, unless another one dominates it.
 
@@ -136,7 +136,7 @@ def add_unless_dominated(columns: Floats, width: int, only_waited: bool, bound: 
     _put_on_heap(row, states)
 
 
-@compiled_part_in_place
+@compiled_part
 def _hash(columns: Floats, width: int, states: States) -> int:
     code = 0
     for at in range(width):
@@ -145,7 +145,7 @@ def _hash(columns: Floats, width: int, states: States) -> int:
     return code % len(states.bucket)
 
 
-@compiled_part_in_place
+@compiled_part
 def _dominates(other: int, columns: Floats, width: int, only_waited: bool, states: States) -> bool:
     """Whether a row dominates these columns. Rows of another width differ in an earlier column that must be equal."""
     cells, begin, must_equal = states.cells, states.begin[other], states.must_equal
@@ -155,7 +155,7 @@ def _dominates(other: int, columns: Floats, width: int, only_waited: bool, state
     return not only_waited or cells[begin + NOW] == columns[NOW]
 
 
-@compiled_part_in_place
+@compiled_part
 def _put_on_heap(row: int, states: States) -> None:
     heap, at = states.heap, states.tally[HEAPED]
     states.tally[HEAPED] += 1
@@ -168,7 +168,7 @@ def _put_on_heap(row: int, states: States) -> None:
     heap[at] = row
 
 
-@compiled_part_in_place
+@compiled_part
 def _comes_first(a: int, b: int, states: States) -> bool:
     """Whether row a is taken before row b: by the least bound, then by the latest time."""
     bound, cells, begin = states.bound, states.cells, states.begin

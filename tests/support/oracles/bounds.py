@@ -9,7 +9,7 @@ from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Bound, Frame, Incumbent, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
-from optpipe_solver.relax.one_device import device_bounds, searchable_devices
+from optpipe_solver.relax import device_bounds, searchable_devices
 
 STATES = 5_000  # of a device
 

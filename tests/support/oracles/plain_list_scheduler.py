@@ -13,7 +13,7 @@ import numpy as np
 
 from optpipe.dispatch.figures import Figures
 from optpipe.model.arrays import NONE, Floats
-from optpipe.model.rules import Rules, level_of, parts_of
+from optpipe.model.rules import Rules
 
 F, B, W, C = range(4)
 OUT, BACK = range(2)
@@ -81,17 +81,14 @@ class PlainListScheduler:
 
     def __init__(self, figures: Figures, rules: Rules) -> None:
         self.figures, self.rules = figures, rules
-        self.stages, self.microbatches = rules.leaves.shape
+        self.stages, self.microbatches = rules.level.shape
         self.start: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.moved: Floats = np.full((2, self.stages, self.microbatches, figures.part_bytes.shape[2]), inf)
         self.ready: Floats = np.full((4, self.stages, self.microbatches), inf)
         self.place = figures.place[:, figures.class_of[rules.order]]  # (S, m)
         self.ready[F][self.place == 0] = 0.0
         self.begin = [0.0] * self.microbatches
-        self.activations = [
-            [self.activation(s, j, int(rules.leaves[s, j] * self.passes(s, j))) for j in range(self.microbatches)]
-            for s in range(self.stages)
-        ]
+        self.activations = [[self.activation(s, j) for j in range(self.microbatches)] for s in range(self.stages)]
         self.links = [Link(inf) for _ in figures.stages_on_link]
         self.devices = [
             Device(
@@ -104,8 +101,9 @@ class PlainListScheduler:
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
         self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
 
-    def activation(self, s: int, j: int, leaves: int) -> Activation:
-        variant, parts = (0, leaves) if leaves >= 0 else (1 + level_of(leaves), parts_of(leaves))
+    def activation(self, s: int, j: int) -> Activation:
+        passes = self.passes(s, j)
+        variant, parts = int((1 + self.rules.level[s, j]) * passes), int(self.rules.parts[s, j] * passes)
         return Activation(s, j, variant, parts, self.figures.part_bytes[variant, s, :, self.column(j)].tolist())
 
     def run(self) -> bool:
