@@ -110,10 +110,10 @@ class GpuMeasurements:
 def measure(setup: GpuSetup) -> GpuMeasurements:
     """Runs everything. Raises `InputError` if the process has process groups already, or CUDA too few queues."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product, or cuBLAS adds in any order
-    given = os.environ.get(QUEUES, "8")
-    if setup.device.type == "cuda" and not (given.isdecimal() and int(given) >= MOST_QUEUES):
+    queues = os.environ.get(QUEUES, "8")
+    if setup.device.type == "cuda" and not (queues.isdecimal() and int(queues) >= MOST_QUEUES):
         raise InputError(
-            f"{QUEUES} is {given}: set it to {MOST_QUEUES} before the script starts, else a spin that stands for a "
+            f"{QUEUES} is {queues}: set it to {MOST_QUEUES} before the script starts, else a spin that stands for a "
             "neighbour may hold up copies and compute that share its queue"
         )
     with single_rank("this benchmark"):

@@ -164,7 +164,7 @@ def test_automodel_reads_all_lines() -> None:
 
 
 def test_automodel_refuses_tied_models_in_a_pipeline() -> None:
-    """So the plan has none; torchtitan's refusal is in `test_flavours`."""
+    """So the plan has none."""
     from nemo_automodel.components.distributed.pipelining.hf_utils import validate_hf_model_for_pipeline_support
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -24,7 +24,8 @@ from examples import reference, text
 from examples.gpt import Size
 from optpipe.schedule import Schedule
 
-PYTHON = re.findall(r"(?<!-->\n\n)^```python\n(.*?)^```$", (DOCS / "training.md").read_text(encoding="utf-8"), re.M | re.S)
+PAGE = (DOCS / "training.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"(?<!-->\n\n)^```python\n(.*?)^```$", PAGE, re.M | re.S)
 EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py", "examples/train_packed.py"]
 TEXTS = [(DOCS.parent / name).read_text(encoding="utf-8") for name in EXAMPLES]
 

@@ -189,17 +189,18 @@ def retry_after_s(text: str) -> float:
     return min(seconds, LONGEST_WAIT_S)
 
 
-def service_url(given: str | None, cache: ScheduleCache | None = None) -> str | None:
-    """The address of the service, the one given or the environment's, without a slash at its end.
+def service_url(url: str | None, cache: ScheduleCache | None = None) -> str | None:
+    """The address of the service, this one or the environment's, without a slash at its end.
 
     None, with a cache or if neither is there: the search runs on this host. Raises `InputError` for a text that is no
     address, and for one beside a cache.
     """
-    if given is not None and cache is not None:
-        raise InputError(f"url = {given[:100]!r}: with a cache None was expected, the service has its own")
-    url = os.environ.get(URL_VARIABLE) if given is None and cache is None else given
-    name = URL_VARIABLE if given is None else "url"
-    if url is None or (given is None and not url):
+    name = "url"
+    if url is not None and cache is not None:
+        raise InputError(f"url = {url[:100]!r}: with a cache None was expected, the service has its own")
+    if url is None and cache is None:
+        url, name = os.environ.get(URL_VARIABLE) or None, URL_VARIABLE
+    if url is None:
         return None
     try:
         parts = httpx.URL(url)
@@ -215,12 +216,12 @@ def service_url(given: str | None, cache: ScheduleCache | None = None) -> str | 
     return url.rstrip("/")
 
 
-def api_key(given: str | None) -> str | None:
-    """The key to use: the one given, else the environment's. Raises `InputError`, which does not show it, if it cannot
-    be a key."""
-    key = given if given is not None else os.environ.get(KEY_VARIABLE) or None
+def api_key(key: str | None) -> str | None:
+    """This key, else the environment's. Raises `InputError`, which does not show it, if it cannot be a key."""
+    where = "key"
+    if key is None:
+        key, where = os.environ.get(KEY_VARIABLE) or None, f"{KEY_VARIABLE} in the environment"
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,200}", key):
-        where = f"{KEY_VARIABLE} in the environment" if given is None else "key"
         raise InputError(f"{where}: must be an API key of the service, op_..., without spaces or line ends")
     return key
 
