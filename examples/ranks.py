@@ -16,7 +16,7 @@ T = TypeVar("T")
 def on_ranks(ranks: int, run: Callable[..., T], *arguments: Any) -> T:
     """Calls `run` on so many ranks over gloo, as torchrun would start them; returns what it returns on rank 0."""
     os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
-    config = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    config = LaunchConfig(1, 1, ranks, run_id="here", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     returned: dict[int, T] = elastic_launch(config, _on_rank)(run, arguments)
     return returned[0]
 
