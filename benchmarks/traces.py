@@ -15,11 +15,11 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
 from optpipe.diagnose import collect_runs
 from optpipe.errors import InputError
-from optpipe.measured import straggler
 from optpipe.measured.estimate import FIELDS, estimate
-from optpipe.measured.events import read_pieces
-from optpipe.measured.measurements import Given
+from optpipe.measured.measurements import ProblemOptions
 from optpipe.measured.messages import gaps
+from optpipe.measured.readers import RunFacts
+from optpipe.measured.readers.straggler import StragglerTimeline
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
@@ -103,7 +103,7 @@ class Timeline(NamedTuple):
 
 
 def read_timeline(path: Path) -> Timeline:
-    recording = straggler.read([(str(path), read_pieces(path))])
+    recording = StragglerTimeline().read([path], RunFacts())
     steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
     for each in recording.ops:
         steps[each.step][each.replica].append(each)
@@ -141,7 +141,7 @@ def _measured_rows(path: Path, gains: Sequence[str], kept: Results) -> Iterator[
 
 
 def _replica(recording: Recording, ops: Sequence[MeasuredOp], message_ms: float, weight_share: float = 0.0) -> Replica:
-    made = estimate(recording._replace(ops=ops), Given(weight_share=weight_share))
+    made = estimate(recording._replace(ops=ops), ProblemOptions(weight_share=weight_share))
     if made.schedule is None:
         raise InputError(f"step {ops[0].step} of replica {ops[0].replica} is not replayed: {'; '.join(made.unused)}")
     problem = made.problem.replace(p2p_ms=message_ms)

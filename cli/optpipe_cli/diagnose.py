@@ -56,7 +56,7 @@ def diagnose(
 ) -> None:
     """Say where the time of the steps in a trace goes, why, and what to change in the stack that ran them."""
     from optpipe.diagnose import diagnose as find
-    from optpipe.measured.convert import Run
+    from optpipe.measured.readers import RunFacts
     from optpipe_cli.console import new_console
 
     require_writable(html)
@@ -71,7 +71,7 @@ def diagnose(
             memory=memory,
             weight_share=weight_share,
             time_limit_s=time_limit_s,
-            run=Run(microbatches, devices, chunks, shape),
+            run=RunFacts(microbatches, devices, chunks, shape),
             told=lambda what: status.update(f"trying: {what}"),
         )
     if html:

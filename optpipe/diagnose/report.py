@@ -16,7 +16,8 @@ from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs
 from optpipe.errors import InputError, did_you_mean
-from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.convert import recording_from
+from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import Recording
 from optpipe.options import SolveArguments
 
@@ -136,7 +137,7 @@ def diagnose(
     memory: float | None = None,
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
-    run: Run | None = None,
+    run: RunFacts | None = None,
     told: Told = lambda _: None,
 ) -> Diagnosis:
     """Says where the time of the steps in a trace goes, and what to change.
@@ -172,7 +173,7 @@ def diagnose(
     InputError
         If a file cannot be read, no step is whole, or an argument does not fit.
     """
-    read_form, recording = recording_from(paths, form, run or Run())
+    read_form, recording = recording_from(paths, form, run or RunFacts())
     return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, told)
 
 

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.measured.measurements import Given, MeasuredTimes, Measurements, unknown_sentences
+from optpipe.measured.measurements import MeasuredTimes, Measurements, ProblemOptions, unknown_sentences
 from optpipe.measured.messages import impossible
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import find_training_steps, listed
@@ -28,14 +28,14 @@ Figures = Mapping[Kind, EachMs]  # of a stage
 FIELDS = dict(zip((Kind.F, Kind.B, Kind.W), COMPUTE_MS, strict=True))
 
 
-def estimate(recording: Recording, given: Given) -> Measurements:
+def estimate(recording: Recording, options: ProblemOptions) -> Measurements:
     """The problem of the whole training steps in a recording, or of one of them.
 
     Raises InputError if there is no whole step, an op is there twice in a step, or a step takes no time.
     """
-    ops, left_out = _choose_replica(recording.ops, given.replica)
-    training = find_training_steps(ops, given.step)
-    is_one_step = given.step is not None or recording.steps_differ
+    ops, left_out = _choose_replica(recording.ops, options.replica)
+    training = find_training_steps(ops, options.step)
+    is_one_step = options.step is not None or recording.steps_differ
     if is_one_step:
         training, others = _take_last_step(training, {each.step for each in ops})
         left_out += others
@@ -45,8 +45,12 @@ def estimate(recording: Recording, given: Given) -> Measurements:
         figures = _step_figures(training, figures)
     messages_ms = [ms for of_step in training.messages_ms for ms in of_step]
     message = MeasuredTimes.from_samples(messages_ms) if messages_ms else None
-    ample = _roomy_problem(figures, training.where, training.microbatches, message, given)
-    measured_ms = median(training.spans_ms) if training.are_timed else None
+    ample = _roomy_problem(figures, training.where, training.microbatches, message, options)
+    if training.are_timed:
+        spans_ms = training.spans_ms
+    else:
+        spans_ms = [recording.spans_ms[n] for step in training.steps if (n := step[0].step) in recording.spans_ms]
+    measured_ms = median(spans_ms) if spans_ms else None
     if measured_ms == 0:
         raise InputError(NO_TIME)
     order, reasons = _order_that_ran(training, ample)
@@ -54,19 +58,10 @@ def estimate(recording: Recording, given: Given) -> Measurements:
         *recording.unused,
         *left_out,
         *training.unused,
-        *_unused_times(times, training, given, is_one_step),
+        *_unused_times(times, training, options, is_one_step),
         *reasons,
     )
-    return _measurements(ample, times, message, given, unused, order, measured_ms, recording.on_host)
-
-
-def estimate_sums(
-    times: Sequence[Mapping[Kind, MeasuredTimes]], where: Sequence[int], microbatches: int, given: Given
-) -> Measurements:
-    """The same where only times by stage are known, and the device of each stage."""
-    unused = ("the measured order: only sums of times were measured",)
-    figures = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
-    return _measurements(_roomy_problem(figures, where, microbatches, None, given), times, None, given, unused)
+    return _measurements(ample, times, message, options, unused, order, measured_ms, recording.on_host)
 
 
 def _choose_replica(ops: Sequence[MeasuredOp], replica: int | None) -> tuple[Sequence[MeasuredOp], list[str]]:
@@ -130,24 +125,24 @@ def _roomy_problem(
     where: Sequence[int],
     microbatches: int,
     message: MeasuredTimes | None,
-    given: Given,
+    options: ProblemOptions,
 ) -> Problem:
     """The problem, with more memory than anything needs."""
-    sizes = given.activation_bytes or [1]
+    sizes = options.activation_bytes or [1]
     if len(sizes) not in (1, len(figures)):
         raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(figures)} stages")
     if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
         raise InputError(NO_TIME)
     return Problem.from_dict(
         {
-            "name": "" if given.activation_bytes else "1 B is one activation",  # where the bytes are drawn
+            "name": "" if options.activation_bytes else "1 B is one activation",  # where the bytes are drawn
             "microbatches": microbatches,
             "p2p_ms": message.ms if message else 0.0,
             "devices": [{"activation_budget_bytes": 2**53}] * (1 + max(where)),
             "stages": [
                 {
                     "device": device,
-                    **_stage_times(by_kind, given.weight_share),
+                    **_stage_times(by_kind, options.weight_share),
                     "activation_bytes": size,
                     "saved_for_weight_bytes": size,
                 }
@@ -161,7 +156,7 @@ def _measurements(
     ample: Problem,
     times: Sequence[Mapping[Kind, MeasuredTimes]],
     message: MeasuredTimes | None,
-    given: Given,
+    options: ProblemOptions,
     unused: tuple[str, ...],
     order: Schedule | None = None,
     measured_ms: float | None = None,
@@ -170,9 +165,9 @@ def _measurements(
     """With the budgets that are given, or those that the order needs."""
     devices = range(len(ample.devices))
     needed = [peak.bytes for peak in certify(ample, order).device] if order else None
-    if given.activation_budget_bytes is not None:
-        budgets = [given.activation_budget_bytes for _ in devices]
-        if needed and max(needed) > given.activation_budget_bytes:
+    if options.activation_budget_bytes is not None:
+        budgets = [options.activation_budget_bytes for _ in devices]
+        if needed and max(needed) > options.activation_budget_bytes:
             d = needed.index(max(needed))
             unused += (
                 f"what the measured order holds: {needed[d]} bytes on device {d}, more than the budget that was given, "
@@ -184,7 +179,7 @@ def _measurements(
         held = ample.costs.activation.sum(axis=1)
         budgets = [int(held[ample.stages_on(d)].sum()) for d in devices]
     problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
-    unknown = tuple(unknown_sentences(times, message, needed is not None, len(devices), given))
+    unknown = tuple(unknown_sentences(times, message, needed is not None, len(devices), options))
     if on_host:
         unknown = ("times of a device: these are the host's", *unknown)
     return Measurements(problem, tuple(times), message, unknown, unused, order and order.on(problem), measured_ms)
@@ -201,7 +196,7 @@ def _times(training: TrainingSteps) -> list[dict[Kind, MeasuredTimes]]:
 
 
 def _unused_times(
-    times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, given: Given, is_one_step: bool
+    times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, options: ProblemOptions, is_one_step: bool
 ) -> list[str]:
     """What of the times and of what is given is not in the problem, or counts otherwise than it ran."""
     said = []
@@ -211,7 +206,7 @@ def _unused_times(
             f"the times of BW on stage {fused[0]}{' and others' if fused[1:] else ''}: B and W were measured apart, "
             "and a BW takes the sum of the two"
         )
-    if given.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
+    if options.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
         said.append("the share of W that was given: B and W were measured apart")
     if overlap := training.overlap:
         said.append(overlap)

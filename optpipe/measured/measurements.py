@@ -77,7 +77,7 @@ class Measurements:
         }
 
 
-class Given(NamedTuple):
+class ProblemOptions(NamedTuple):
     """What a user says of the problem beside the measurements; None where nothing. See `problem_from`."""
 
     activation_bytes: Sequence[int] | None = None
@@ -92,19 +92,19 @@ def unknown_sentences(
     message: MeasuredTimes | None,
     ordered: bool,
     devices: int,
-    given: Given,
+    options: ProblemOptions,
 ) -> list[str]:
     """What the measurements do not say, and what the problem has instead."""
     said = []
-    if given.activation_bytes is None:
+    if options.activation_bytes is None:
         said.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")
     said.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
-    if given.activation_budget_bytes is None:
+    if options.activation_budget_bytes is None:
         said.append(
             f"the activation budget: {'what the measured order holds' if ordered else 'no limit'}; "
             "give --activation-budget-bytes"
         )
-    if given.weight_share is None and any(Kind.W not in each for each in times):
+    if options.weight_share is None and any(Kind.W not in each for each in times):
         said.append(
             "how a backward divides into B and W: all of it is B, so a split gains nothing; give --weight-share"
         )

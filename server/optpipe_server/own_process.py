@@ -23,7 +23,8 @@ from optpipe.diagnose import diagnose_recording
 from optpipe.diagnose.page import document, picture
 from optpipe.diagnose.report import MOST_HELD
 from optpipe.errors import InputError
-from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.convert import recording_from
+from optpipe.measured.readers import RunFacts
 from optpipe.model.records import Record
 from optpipe.process.niceness import NICER, group_as_nice
 from optpipe.process.protocol import read_one
@@ -74,7 +75,7 @@ def as_json(content: object) -> str:
 
 
 def diagnosed(asked: DiagnoseRequest) -> str:
-    run = Run(asked.microbatches, asked.devices, asked.chunks, asked.shape)
+    run = RunFacts(asked.microbatches, asked.devices, asked.chunks, asked.shape)
     with limited_memory():
         form, recording = recording_from(_unpacked(asked.name), asked.form, run)
     diagnosis = diagnose_recording(

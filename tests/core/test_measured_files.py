@@ -19,7 +19,8 @@ from support.traces.timelines import timeline
 
 from optpipe import InputError
 from optpipe.diagnose import collect_runs, explain
-from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.convert import recording_from
+from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import Recording
 from optpipe_solver.systems import generate
 
@@ -32,7 +33,7 @@ LOG = "".join(
 
 
 def read(*paths: Path, form: str | None = None) -> Recording:
-    return recording_from(paths, form, Run(microbatches=2))[1]
+    return recording_from(paths, form, RunFacts(microbatches=2))[1]
 
 
 def in_order(recording: Recording) -> list[Any]:

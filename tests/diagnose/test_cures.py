@@ -106,9 +106,9 @@ def written(folder: Path) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("form", ["csv", "megatron-timers", "torch-trace", "primus"])
 def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path: Path) -> None:
-    from optpipe.measured.convert import Run
+    from optpipe.measured.readers import RunFacts
 
-    run = Run(microbatches=4) if form == "megatron-timers" else None
+    run = RunFacts(microbatches=4) if form == "megatron-timers" else None
     found = diagnose(*written(tmp_path)[form], time_limit_s=0.0, run=run)
     assert found.form == form
     assert found.losses.measured_ms == pytest.approx([uneven().makespan_ms] * 3)

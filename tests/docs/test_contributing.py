@@ -11,7 +11,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from optpipe import Problem
+import pytest
+
+from optpipe import InputError, Problem, problem_from
+from optpipe.measured.convert import recording_from
+from optpipe.measured.readers import READERS, RunFacts
 from optpipe.process.protocol import Frame, Incumbent, Ready, Request
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +52,26 @@ def test_the_engine_that_it_shows_finds_schedules() -> None:
     frames: list[Frame] = []
     scope["run"](Request(problem=problem, time_limit_s=10), frames.append)
     assert [type(frame) for frame in frames] == [Ready, Incumbent, Incumbent]
+
+
+def test_the_reader_that_it_shows_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(
+        r"^```python\n(from collections.abc import Sequence\n.*?)^```$", CONTRIBUTING, re.DOTALL | re.M
+    )
+    run(ROOT, "ruff", "check", "--stdin-filename", "optpipe/measured/readers/mine.py", "-", text=code)
+    scope: dict[str, Any] = {"__name__": "mine"}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), scope)
+    reader = scope["Mine"]()
+    monkeypatch.setitem(READERS, reader.name, reader)
+    file = tmp_path / "t.mine"
+    file.write_text("0F0 0 1\n1F0 1 3\n1BW0 3 6\n0BW0 6 7\n")
+    form, recording = recording_from([file], None, RunFacts())
+    assert (form, len(recording.ops)) == ("mine", 4)
+    measured = problem_from("mine", file)
+    assert (measured.measured_ms, measured.replayed_ms) == (7.0, 7.0)
+    file.write_text("0F0 0 1\n0F1 1\n")
+    with pytest.raises(InputError, match=r"t\.mine, line 2: an op, its start and its end in ms are expected"):
+        problem_from("mine", file)
 
 
 def run(folder: Path, module: str, *arguments: str, text: str | None = None) -> None:

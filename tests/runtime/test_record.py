@@ -16,8 +16,9 @@ from support.ranks.worker import Ranks
 
 from optpipe.diagnose import Runs, collect_runs
 from optpipe.formats.torch_csv import ACTION, BY_LETTER
-from optpipe.measured.convert import Run, recording_from
+from optpipe.measured.convert import recording_from
 from optpipe.measured.messages import clocks_ahead
+from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.ops import BACKWARD, Kind, Op
 
@@ -40,7 +41,7 @@ def test_a_recording_is_read_as_what_ran(name: str, ranks: Ranks, tmp_path: Path
     case, plan = PLANS[name]
     rows = ranks(record.run_recorded, case=case, folder=tmp_path, plan=plan, ahead_ms=AHEAD_MS)
     folder = tmp_path / "pipeline-0"
-    form, recording = recording_from([folder], None, Run())
+    form, recording = recording_from([folder], None, RunFacts())
     assert (form, recording.unused) == ("torch-trace", ())
     assert len(recording.ops) == 2 * sum(map(len, rows))
     at = {(each.step, each.op): each for each in recording.ops}
@@ -75,7 +76,7 @@ def test_replicas_are_told_apart(name: str, stages: Any, four_ranks: Ranks, tmp_
     content = json.loads(gzip.decompress((tmp_path / "recorded/pipeline-2/rank-3.json.gz").read_bytes()))
     assert {"pg_desc": "mesh_dp", "ranks": [1, 3]} in content["distributedInfo"]["pg_config"]
     for folder in ("profiled", "recorded"):
-        form, recording = recording_from([tmp_path / folder], None, Run())
+        form, recording = recording_from([tmp_path / folder], None, RunFacts())
         assert form == "torch-trace"
         assert {(each.replica, each.device, each.rank) for each in recording.ops} == {
             (0, 0, 0),

@@ -24,7 +24,8 @@ from support.ranks.worker import Ranks
 from examples import paced
 from optpipe import Schedule, certify, check, export_schedule, import_schedule, leave_out_offload, problem_from
 from optpipe.errors import InputError
-from optpipe.measured import torch_trace
+from optpipe.measured.readers import RunFacts
+from optpipe.measured.readers.torch_trace import TorchTrace
 from optpipe.model.ops import Kind
 from optpipe.model.records import Stage
 from optpipe_runtime import Layout
@@ -102,7 +103,7 @@ def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Pa
     assert [sorted(times) for times in found.stages] == [
         sorted({op.kind for op in program.ops()}) for program in case.schedule.programs
     ]
-    ops = torch_trace.read([(str(path), [path.read_text()]) for path in paths]).ops
+    ops = TorchTrace().read(paths, RunFacts()).ops
     at = {(each.step, each.op): each for each in ops}
     assert {step for step, _ in at} == {0, 1}
     for (step, op), each in at.items():

@@ -3,7 +3,7 @@
 
 Around every forward and backward of a stage the clock is read twice: the host's, or on a GPU two events on the compute
 stream, which are read after the last step. Nothing waits within a step. Each rank writes one Chrome trace with the
-ranges that `optpipe.measured.torch_trace` reads, all by the clock of the pipeline's first rank."""
+ranges that `optpipe.measured.readers.torch_trace` reads, all by the clock of the pipeline's first rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
 from optpipe.errors import InputError
-from optpipe.measured.torch_ranges import DEVICE, HOST
+from optpipe.measured.readers.torch_ranges import DEVICE, HOST
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.torch_private.groups import described_groups
 from optpipe_runtime.torch_private.pipelining import (

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.measured.readers.torch_ranges import Ranges
 from optpipe.measured.steps import listed
-from optpipe.measured.torch_ranges import Ranges
 
 _PIPELINE = re.compile(r".*(?<![a-z])pp(?![a-z]).*")  # such as mesh_pp, as DeviceMesh names it
 _SAME_OPS = re.compile(r"(mesh_)?(tp|cp)")  # tensor and context parallel ranks

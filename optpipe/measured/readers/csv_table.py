@@ -11,10 +11,13 @@ weights) or BW (both); in a table without W and BW, B is both.
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from math import isfinite
+from pathlib import Path
 
 from optpipe.errors import InputError
+from optpipe.measured.events import read_pieces
+from optpipe.measured.readers.reader import RunFacts, Sample, each_once
 from optpipe.measured.recording import MeasuredOp, Recording, joined
 from optpipe.model.ops import Kind, Op
 
@@ -23,16 +26,20 @@ NEEDED = ("stage", "op", "microbatch")
 COLUMNS = (*NEEDED, "start_ms", "end_ms", "duration_ms", "device", "step", "replica")
 
 
-def read(texts: Iterable[tuple[str, str]]) -> Recording:
-    """All ops of the tables, each a name and a text.
+class CsvTable:
+    """Reads tables. Its `InputError` names the line, the column, and what would be right."""
 
-    Raises InputError that names the line, the column, and what would be right.
-    """
-    ops = joined((path, _read_table(text, path)) for path, text in texts)
-    if {each.op.kind for each in ops} != {Kind.F, Kind.B}:
-        return Recording(ops)
-    ops = [each._replace(op=each.op._replace(kind=Kind.BW)) if each.op.kind is Kind.B else each for each in ops]
-    return Recording(ops, ("the letter B: without a W in the table, it is taken for the whole backward, BW",))
+    name = "csv"
+
+    def recognize(self, sample: Sample) -> bool:
+        return sample.file.name.lower().endswith((".csv", ".csv.gz"))
+
+    def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
+        ops = joined((str(path), _read_table("".join(read_pieces(path)), str(path))) for path in each_once(paths))
+        if {each.op.kind for each in ops} != {Kind.F, Kind.B}:
+            return Recording(ops)
+        ops = [each._replace(op=each.op._replace(kind=Kind.BW)) if each.op.kind is Kind.B else each for each in ops]
+        return Recording(ops, ("the letter B: without a W in the table, it is taken for the whole backward, BW",))
 
 
 def _read_table(text: str, path: str) -> list[MeasuredOp]:

@@ -8,15 +8,17 @@ _PipelineScheduleRuntime`); `Schedule1F1B` and `ScheduleGPipe` open none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from optpipe.errors import InputError
-from optpipe.measured.events import Events
+from optpipe.measured.events import Events, read_pieces
+from optpipe.measured.readers.reader import RunFacts, Sample, each_once, traces_in
+from optpipe.measured.readers.torch_ranges import DEVICE, HOST, RanOp, find_ranges
+from optpipe.measured.readers.torch_ranks import Process, one_of_equals, parts_of_run, pipelines_of
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.measured.steps import BACKWARDS, match_steps, number_steps
-from optpipe.measured.torch_ranges import DEVICE, HOST, RanOp, find_ranges
-from optpipe.measured.torch_ranks import Process, one_of_equals, parts_of_run, pipelines_of
 from optpipe.model.ops import Kind
 
 NO_RANGE = (
@@ -28,22 +30,27 @@ CATEGORIES = (DEVICE, HOST, "cpu_op")  # of the events that are used
 FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 
 
-def read(files: Sequence[tuple[str, Iterable[str]]]) -> Recording:
-    """All ops of these ranks, whose files have a name and a text in pieces. Each pipeline is a replica; the device of a
-    rank is its place in its pipeline.
+class TorchTrace:
+    """Reads the traces of all ranks. Each pipeline is a replica; the device of a rank is its place in its pipeline. Its
+    `InputError` names the file, and what is wrong with it."""
 
-    Raises InputError that names the file, and what is wrong with it.
-    """
-    processes = [process for n, (path, text) in enumerate(files) for process in _processes(_load(text, path), n, path)]
-    processes.sort(key=lambda process: (process.rank, process.ranges.ops[0].op.stage))
-    told = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
-    kept, left_out = one_of_equals(processes)
-    ops = list[MeasuredOp]()
-    for part in parts_of_run(kept):
-        first = 1 + max((each.step for each in ops), default=-1)
-        ops += [each._replace(step=first + each.step) for each in _ops_of_part(part)]
-    on_host = any(process.ranges.on_host for process in processes)
-    return Recording(ops, (*told, *left_out, *_other_ranks(processes)), on_host)
+    name = "torch-trace"
+
+    def recognize(self, sample: Sample) -> bool:
+        return any(event.get("cat") in CATEGORIES for event in sample.events)
+
+    def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
+        files = each_once(file for path in paths for file in (traces_in(path) if path.is_dir() else [path]))
+        processes = [process for n, file in enumerate(files) for process in _processes(_load(file), n, str(file))]
+        processes.sort(key=lambda process: (process.rank, process.ranges.ops[0].op.stage))
+        unused = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
+        kept, left_out = one_of_equals(processes)
+        ops = list[MeasuredOp]()
+        for part in parts_of_run(kept):
+            first = 1 + max((each.step for each in ops), default=-1)
+            ops += [each._replace(step=first + each.step) for each in _ops_of_part(part)]
+        on_host = any(process.ranges.on_host for process in processes)
+        return Recording(ops, (*unused, *left_out, *_other_ranks(processes)), on_host)
 
 
 def _ops_of_part(part: Sequence[Process]) -> list[MeasuredOp]:
@@ -55,14 +62,9 @@ def _ops_of_part(part: Sequence[Process]) -> list[MeasuredOp]:
     return [each for rank in match_steps(ranks, names) for each in rank]
 
 
-def is_torchs(event: Mapping[str, Any]) -> bool:
-    """Whether torch.profiler has written an event."""
-    return event.get("cat") in CATEGORIES
-
-
-def _load(pieces: Iterable[str], path: str) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     """The fields of the trace, with the events that are used of it."""
-    events = Events(pieces, path)
+    events = Events(read_pieces(path), str(path))
     used = [{field: event[field] for field in FIELDS if field in event} for event in events if _is_used(event)]
     if not events.listed:
         raise InputError(f"{path}: no trace of torch.profiler: JSON with traceEvents is expected")
@@ -71,7 +73,7 @@ def _load(pieces: Iterable[str], path: str) -> dict[str, Any]:
 
 def _is_used(event: Mapping[str, Any]) -> bool:
     span = event.get("ph") == "X" and "dur" in event
-    return span and (is_torchs(event) or str(event.get("name")).startswith("PP:"))
+    return span and (event.get("cat") in CATEGORIES or str(event.get("name")).startswith("PP:"))
 
 
 def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Process]:

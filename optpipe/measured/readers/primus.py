@@ -8,12 +8,15 @@ after the other or, with several chunks, in groups of as many as there are devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.files import parse_json
+from optpipe.measured.events import read_pieces
 from optpipe.measured.messages import impossible
+from optpipe.measured.readers.reader import RunFacts, Sample
 from optpipe.measured.recording import SHAPES, ChunkOp, Recording, require_sizes
 from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind
@@ -27,52 +30,56 @@ class Sizes(NamedTuple):
     microbatches: int
 
 
-def read(files: Mapping[str, str], shape: str | None = None) -> Recording:
-    """All ops of all iterations, of files by their names.
+class Primus:
+    """Reads the folder of a dump. Its `InputError` names the file and what is wrong with it, or says that the chunks
+    cannot lie in the shape that is given."""
 
-    Parameters
-    ----------
-    files
-        Texts by the names of their files.
-    shape
-        How chunks lie, looped or v; None for the one in which stages wait for each other.
+    name = "primus"
 
-    Raises
-    ------
-    InputError
-        It names the file and what is wrong with it, or says that the chunks cannot lie like that.
-    """
-    named = {name.replace("\\", "/").rpartition("/")[2]: name for name in files}
+    def recognize(self, sample: Sample) -> bool:
+        names = {name for name in sample.names if name.startswith("pp_rank_")}
+        return bool(names) or sample.path.name == "config.json"
 
-    def content(name: str) -> Any:
-        if name not in named:
-            raise InputError(f"{name} is missing: all files that dump_pp_data writes are expected")
-        return parse_json(files[named[name]], named[name])
-
-    config = content("config.json")
-    try:
-        sizes = Sizes(int(config["pp_size"]), int(config["vp_size"]), int(config["num_mbs"]))
-        require_sizes(sizes.devices * sizes.chunks, sizes.devices, sizes.microbatches)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{named['config.json']}: pp_size, vp_size and num_mbs are expected: {error}") from None
-    ops: list[ChunkOp] = []
-    unused: tuple[str, ...] = ()
-    numbered = False
-    for rank in range(sizes.devices):
-        name = f"pp_rank_{rank}.json"
-        steps = content(name)
+    def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
+        folder = _folder_of(paths)
+        config = _content(folder / "config.json")
         try:
-            for step, lists in sorted((int(number), lists) for number, lists in steps.items()):
-                ops += _iteration(lists, rank, step, sizes)
-                numbered = numbered or bool(lists.get("fwd_chunk"))
-                if "memory" in lists and not unused:
-                    unused = (f"the memory of an iteration ({lists['memory']!s:.20}): it is that of the whole GPU",)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{named[name]}: not as dump_pp_data writes it: {str(error)[:200]}") from None
-    if not numbered and shape is None:
-        shape = "looped"  # Megatron's own order
-    recording = _place(ops, sizes, shape)
-    return recording._replace(unused=unused + recording.unused)
+            sizes = Sizes(int(config["pp_size"]), int(config["vp_size"]), int(config["num_mbs"]))
+            require_sizes(sizes.devices * sizes.chunks, sizes.devices, sizes.microbatches)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{folder / 'config.json'}: pp_size, vp_size and num_mbs are expected: {error}") from None
+        ops: list[ChunkOp] = []
+        unused: tuple[str, ...] = ()
+        numbered = False
+        for rank in range(sizes.devices):
+            path = folder / f"pp_rank_{rank}.json"
+            steps = _content(path)
+            try:
+                for step, lists in sorted((int(number), lists) for number, lists in steps.items()):
+                    ops += _iteration(lists, rank, step, sizes)
+                    numbered = numbered or bool(lists.get("fwd_chunk"))
+                    if "memory" in lists and not unused:
+                        memory = f"{lists['memory']!s:.20}"
+                        unused = (f"the memory of an iteration ({memory}): it is that of the whole GPU",)
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                raise InputError(f"{path}: not as dump_pp_data writes it: {str(error)[:200]}") from None
+        # Without numbers the order is Megatron's own, whose chunks lie looped.
+        recording = _place(ops, sizes, facts.shape or (None if numbered else "looped"))
+        return recording._replace(unused=unused + recording.unused)
+
+
+def _folder_of(paths: Sequence[Path]) -> Path:
+    folders = {path if path.is_dir() else path.parent for path in paths}
+    folder = folders.pop()
+    if folders or not (paths[0].is_dir() or (folder / "config.json").is_file()):
+        raise InputError(f"{paths[0]}: the folder that dump_pp_data writes is expected")
+    return folder
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"{path.name} is missing: all files that dump_pp_data writes are expected")
+    return parse_json("".join(read_pieces(path)), str(path))
 
 
 def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.measured.events import Events
+from optpipe.measured.events import Events, read_pieces
+from optpipe.measured.readers.reader import RunFacts, Sample, each_once
 from optpipe.measured.recording import ChunkOp, Recording, joined, require_sizes
 from optpipe.model.ops import Kind
 
@@ -43,30 +45,36 @@ class _File(NamedTuple):
     named: bool
 
 
-def read(files: Iterable[tuple[str, Iterable[str]]]) -> Recording:
-    """All ops of all steps and replicas, of files with a name and a text in pieces; of tensor parallel ranks those of
-    the first one.
+class StragglerTimeline:
+    """Reads timelines: all ops of all steps and replicas, of tensor parallel ranks those of the first one. Its
+    `InputError` names the event, its field, and what would be right."""
 
-    Raises InputError that names the event, its field, and what would be right.
-    """
-    others = Counter[str]()
-    by_file = [_read_file(pieces, path, others) for path, pieces in files]
-    for before, after in pairwise(by_file):
-        if before.named != after.named:
-            one, other = (before, after) if after.named else (after, before)
-            raise InputError(f"{one.path}: no process has a name such as 'DP rank [0]', those of {other.path} have one")
-    tensors = [tensor for file in by_file for tensor, _ in file.ops]
-    first = min(tensors)
-    unused = list(_unused(others))
-    if doubled := len(tensors) - tensors.count(first):
-        unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
-    kept = [(file.path, [op for tensor, op in file.ops if tensor == first]) for file in by_file]
-    ops = [op for _, of_file in kept for op in of_file]
-    devices, chunks = 1 + max(op.rank for op in ops), 1 + max(op.chunk for op in ops)
-    require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
-    # Chunks lie looped, as Megatron's do.
-    placed = joined((path, [op.on_stage(devices, "looped") for op in of_file]) for path, of_file in kept)
-    return Recording(placed, tuple(unused), steps_differ=True)
+    name = "straggler"
+
+    def recognize(self, sample: Sample) -> bool:
+        return any(str(event.get("name")) in KINDS for event in sample.events)
+
+    def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
+        others = Counter[str]()
+        by_file = [_read_file(read_pieces(path), str(path), others) for path in each_once(paths)]
+        for before, after in pairwise(by_file):
+            if before.named != after.named:
+                one, other = (before, after) if after.named else (after, before)
+                raise InputError(
+                    f"{one.path}: no process has a name such as 'DP rank [0]', those of {other.path} have one"
+                )
+        tensors = [tensor for file in by_file for tensor, _ in file.ops]
+        first = min(tensors)
+        unused = list(_unused(others))
+        if doubled := len(tensors) - tensors.count(first):
+            unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
+        kept = [(file.path, [op for tensor, op in file.ops if tensor == first]) for file in by_file]
+        ops = [op for _, of_file in kept for op in of_file]
+        devices, chunks = 1 + max(op.rank for op in ops), 1 + max(op.chunk for op in ops)
+        require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
+        # Chunks lie looped, as Megatron's do.
+        placed = joined((path, [op.on_stage(devices, "looped") for op in of_file]) for path, of_file in kept)
+        return Recording(placed, tuple(unused), steps_differ=True)
 
 
 def _read_file(pieces: Iterable[str], path: str, others: Counter[str]) -> _File:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from optpipe.errors import InputError
-from optpipe.measured.measurements import MeasuredTimes
-from optpipe.measured.recording import MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.measured.events import read_pieces
+from optpipe.measured.readers.reader import RunFacts, Sample, each_once
+from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, require_sizes, stage_of
 from optpipe.model.ops import Kind, Op
 
 TIMERS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 PIPELINE = "forward-backward"
+MOST_OPS = 500_000  # of the iterations that are read, the last ones
 _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may have a million characters
     r"(?<![\w.-])(?P<name>[a-z][\w.-]*+):\s*$|rank\s+(?P<rank>\d{1,9}):\s+(?P<ms>\d+(?:\.\d+)?)\s*$"
 )
@@ -30,41 +33,39 @@ ByTimer = dict[str, dict[int, list[float]]]  # by timer and rank, in ms
 Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms of all ops of a kind
 
 
-def read(
-    texts: Texts, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
-) -> tuple[list[dict[Kind, MeasuredTimes]], list[int]]:
-    """By stage, the times of its F and BW, and its device. Each time in the log is divided by the micro-batches and
-    chunks that it is the sum of. A device with several ranks is as slow as the slowest of them.
+class MegatronTimers:
+    """Reads logs. Each op of an iteration has its share of the time in the log; a device with several ranks is as slow
+    as the slowest of them. Its `InputError` says which times the log lacks, or why they cannot be divided."""
 
-    Raises InputError if the log has no such times, or they cannot be divided.
-    """
-    totals = _totals(_by_timer(texts)[0], texts[0][0], microbatches, devices, chunks)
-    where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
-    share = microbatches * chunks
-    times = [
-        {kind: MeasuredTimes.from_samples([ms / share for ms in by_device[d]]) for kind, by_device in totals.items()}
-        for d in where
-    ]
-    return times, where
+    name = "megatron-timers"
 
+    def recognize(self, sample: Sample) -> bool:
+        return any(timer in piece for piece in read_pieces(sample.file) for timer in TIMERS)
 
-def record(
-    texts: Texts, microbatches: int, devices: int | None = None, chunks: int = 1, shape: str = "looped"
-) -> Recording:
-    """The ops of each iteration, each with its share of the time in the log, and how long the pipeline took."""
-    by_timer, cut_off = _by_timer(texts)
-    totals = _totals(by_timer, texts[0][0], microbatches, devices, chunks)
-    where = _devices_of_stages(len(totals[Kind.F]), chunks, shape)
-    ops = [
-        MeasuredOp(Op(kind, s, j), d, step, ms / (microbatches * chunks), rank=d)
-        for kind, by_device in totals.items()
-        for s, d in enumerate(where)
-        for step, ms in enumerate(by_device[d])
-        for j in range(microbatches)
-    ]
-    whole = zip(*by_timer.get(PIPELINE, {}).values(), strict=False)
-    told = "how times differ among the micro-batches of an iteration: the log has sums only"
-    return Recording(ops, (told, *cut_off), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
+    def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
+        if facts.microbatches is None:
+            raise InputError("microbatches is missing: Megatron's log does not say how many a step has")
+        texts = [(str(path), "".join(read_pieces(path))) for path in each_once(paths)]
+        by_timer, unused = _by_timer(texts)
+        totals = _totals(by_timer, texts[0][0], facts.microbatches, facts.devices, facts.chunks)
+        where = _devices_of_stages(len(totals[Kind.F]), facts.chunks, facts.shape or SHAPES[0])
+        share = facts.microbatches * facts.chunks
+        steps = min(len(ms) for by_device in totals.values() for ms in by_device)
+        first = max(0, steps - max(1, MOST_OPS // (2 * len(where) * facts.microbatches)))
+        if first:
+            unused.append(f"the first {first} of {steps} iterations: the last ones have ops enough")
+        ops = [
+            MeasuredOp(Op(kind, s, j), d, step, by_device[d][step] / share, rank=d)
+            for kind, by_device in totals.items()
+            for s, d in enumerate(where)
+            for step in range(first, steps)
+            for j in range(facts.microbatches)
+        ]
+        unused.append("how times differ among the micro-batches of an iteration: the log has sums only")
+        if facts.shape is None and facts.chunks > 1:
+            unused.append("how chunks lie: looped; give --shape")
+        whole = zip(*by_timer.get(PIPELINE, {}).values(), strict=False)
+        return Recording(ops, tuple(unused), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
 
 
 def _devices_of_stages(devices: int, chunks: int, shape: str) -> list[int]:
