@@ -100,7 +100,7 @@ def search(problem: Problem, without: str, seconds: float, heuristics: bool) -> 
 
     def take(frame: Frame) -> None:
         if isinstance(frame, Incumbent):
-            steps.append((frame.method, portfolio.state.best_ms))
+            steps.append((frame.method, portfolio.incumbents.best_ms))
         elif isinstance(frame, Bound):
             row["bound_ms"] = frame.lower_bound_ms
         elif isinstance(frame, Infeasible):
@@ -122,9 +122,9 @@ def search(problem: Problem, without: str, seconds: float, heuristics: bool) -> 
 def run_heuristics(portfolio: Portfolio) -> None:
     """Only what heuristics do before engines start."""
     if portfolio.begin():
-        share = tuning.heuristics_share(portfolio.limit.seconds)
+        share = tuning.heuristics_share(portfolio.clock.seconds)
         runs = portfolio.heuristics.run(portfolio.heuristics.streams(), share)
-        while next(runs, True) is None and not portfolio.state.proven:
+        while next(runs, True) is None and not portfolio.incumbents.proven:
             pass
 
 

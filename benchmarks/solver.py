@@ -19,7 +19,7 @@ from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_cli.options import flag, with_options
-from optpipe_solver.systems.variants import is_system
+from optpipe_solver.systems import is_system
 
 MOMENTS = (1.0, 10.0)  # s
 EACH = ("method", "time_limit_s", "threads", "seed")  # of which several may be given

@@ -7,11 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Unpack
 
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, SolverError
+from optpipe.evaluate.objective import length_ms
 from optpipe.known import ScheduleCache, SearchCache, better_start
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
@@ -25,28 +26,91 @@ MOST_NOTES = 200  # further notes of a solver are dropped
 SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
-@dataclass
-class _Known:
-    """What a search knows by now."""
+class Keeper:
+    """What a search has found by now. Here schedules leave the solver's process, so each is verified.
 
-    result: Result
+    Attributes
+    ----------
+    result
+        The best schedule and bound so far.
+    """
+
+    def __init__(self, problem: Problem, options: SolveOptions) -> None:
+        self._problem, self._options = problem, options
+        self.result = Result("unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements)
+        self._began, self._is_silent, self._report = time.monotonic(), True, Note(text="")
+
+    def take(self, frame: Frame) -> bool:
+        """Take a frame of the solver; returns whether a schedule or a status is news."""
+        best = self.result
+        self._is_silent = self._is_silent and isinstance(frame, End)
+        if isinstance(frame, Incumbent):
+            self._take_schedule(frame)
+        elif isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or -1.0):
+            better = replace(best, lower_bound_ms=frame.lower_bound_ms)
+            self.result = replace(better, status=better.proven_status)
+        elif isinstance(frame, Infeasible) and best.schedule is None:
+            self.result = replace(best, status="infeasible", reason=frame.reason)
+        elif isinstance(frame, Note):
+            self._report = frame if frame.method else self._report
+            self._note(frame)
+        self.result = replace(self.result, time_s=time.monotonic() - self._began)
+        return self.result.schedule is not best.schedule or self.result.status != best.status
+
+    def _take_schedule(self, frame: Incumbent) -> None:
+        """Keep an incumbent that is valid on the problem that was asked about, and better."""
+        best, options = self.result, self._options
+        try:
+            schedule = frame.schedule.schedule(self._problem, frame.method)
+            wrong = schedule.compiled.complaints
+            if schedule.placement and options.placements == "keep":
+                wrong = [f"{schedule.placement}: the stages were to be kept"]
+        except InputError as error:
+            wrong = [str(error)]
+        if wrong:
+            self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
+        elif (value_ms := length_ms(schedule, options.objective)) < length_ms(best.schedule, options.objective):
+            step = Step(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
+            self.result = replace(
+                Result.from_schedule(schedule, options, best.lower_bound_ms, frame.method),
+                notes=best.notes,
+                reports=best.reports,
+                history=(*best.history, step),
+                rejected=best.rejected,
+            )
+            return
+        self.result = replace(self.result, rejected=best.rejected + 1)
+
+    def _note(self, note: Note) -> None:
+        best = self.result
+        if not note.ongoing and len(best.notes) < MOST_NOTES:
+            reports = (*best.reports, note.text) if note.method else best.reports
+            self.result = replace(best, notes=(*best.notes, note.text), reports=reports)
+
+    def end(self, failure: SolverError | None) -> Result:
+        """Return the final result of a solver that has ended, or failed."""
+        passed_s = time.monotonic() - self._began
+        if self._report.ongoing:
+            self._note(self._report.stopped(passed_s))
+        best = self.result
+        if failure:
+            rejected = best.rejected + isinstance(failure, FrameError)
+            best = replace(best, notes=(*best.notes, str(failure)), failure=str(failure), rejected=rejected)
+        elif self._is_silent and passed_s >= self._options.time_limit_s:  # else somebody cancelled it
+            best = replace(best, notes=(*best.notes, SILENT.format(passed_s)))
+        if best.status == "unknown" and best.notes:
+            best = replace(best, reason=best.notes[-1])
+        self.result = replace(best, time_s=passed_s)
+        return self.result
 
 
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(self, request: Request, admit: Callable[[int], None] | None, used: SearchCache) -> None:
-        self._used = used
-        self._child = Child(solvers.installed().SEARCH, request, admit)
-        began = time.monotonic()
-        self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
-        self._deadline.daemon = True
-        self._deadline.start()
-        begun = Result("unknown", objective=request.objective, reason=NOTHING_YET, placements=request.placements)
-        self._known = _Known(begun)
-        self._results: Iterator[Result] = _results(request, self._child, self._deadline, self._known, began)
-        # Not __del__: in a reference cycle the child's files would be finalized before it.
-        weakref.finalize(self, _abandon, self._deadline, self._child)
+    def __init__(
+        self, keeper: Keeper, cache: SearchCache, results: Iterator[Result], child: Child | None = None
+    ) -> None:
+        self._keeper, self._cache, self._results, self._child = keeper, cache, results, child
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -54,36 +118,35 @@ class Search:
     def __next__(self) -> Result:
         result = next(self._results)
         if result.schedule is not None:
-            self._used.keep(result.schedule, result.found_status, result.lower_bound_ms, result.objective)
-        return replace(result, notes=(*result.notes, self._used.note)) if self._used.note else result
+            self._cache.keep(result.schedule, result.found_status, result.lower_bound_ms, result.objective)
+        return replace(result, notes=(*result.notes, self._cache.note)) if self._cache.note else result
 
     @property
     def mark(self) -> str:
-        """The mark of all its processes (`optpipe.process.process_tree`)."""
-        return self._child.mark
+        """The mark of all its processes (`optpipe.process.process_tree`); empty if there are none."""
+        return self._child.mark if self._child else ""
 
     @property
     def known(self) -> Result:
         """What is known by now. Unlike the results that are iterated over, it has every new bound at once."""
-        return self._known.result
+        return self._keeper.result
 
     def cancel(self) -> None:
         """Ends the search; the results end with the best so far."""
-        self._child.stop()
+        if self._child:
+            self._child.stop()
 
 
-class _Answered(Search):
-    """A search that is over when it begins: what is known is proven."""
-
-    def __init__(self, result: Result) -> None:
-        self._known, self._used, self._results = _Known(result), SearchCache(None), iter((result,))
-
-    @property
-    def mark(self) -> str:
-        return ""
-
-    def cancel(self) -> None:
-        pass
+def _started(request: Request, admit: Callable[[int], None] | None, keeper: Keeper, cache: SearchCache) -> Search:
+    """A search in a solver's process."""
+    child = Child(solvers.installed().SEARCH, request, admit)
+    deadline = threading.Timer(request.time_limit_s + GRACE_S, child.stop)
+    deadline.daemon = True
+    deadline.start()
+    search = Search(keeper, cache, _results(request, child, deadline, keeper), child)
+    # Not __del__: in a reference cycle the child's files would be finalized before it.
+    weakref.finalize(search, _abandon, deadline, child)
+    return search
 
 
 def _abandon(deadline: threading.Timer, child: Child) -> None:
@@ -92,85 +155,23 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
 
 
 def _results(
-    request: Request, child: Child, deadline: threading.Timer, known: _Known, began: float
+    request: Request, child: Child, deadline: threading.Timer, keeper: Keeper
 ) -> Generator[Result, None, None]:
-    best = shown = known.result
-    said_nothing, ongoing, failure = True, None, None
+    failure = None
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
-            said_nothing = said_nothing and isinstance(frame, End)
-            if isinstance(frame, Note) and frame.method:
-                ongoing = frame if frame.ongoing else None
-            now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
-            best = known.result = now if now.schedule is best.schedule else _with_step(now)
-            news = (best.schedule, best.status) != (shown.schedule, shown.status)
-            if isinstance(frame, Incumbent | Infeasible) and news:
-                yield best
-                shown = best
-            if request.gap and best.gap is not None and best.gap <= request.gap:
+            if keeper.take(frame) and isinstance(frame, Incumbent | Infeasible):
+                yield keeper.result
+            if request.gap and keeper.result.gap is not None and keeper.result.gap <= request.gap:
                 break
     except SolverError as error:
         failure = error
     finally:
         deadline.cancel()
         child.stop()
-    passed_s = time.monotonic() - began
-    if ongoing:
-        best = _with_note(best, ongoing.stopped(passed_s))
-    if failure:
-        rejected = best.rejected + isinstance(failure, FrameError)
-        best = replace(best, notes=(*best.notes, str(failure)), failure=str(failure), rejected=rejected)
-    elif said_nothing and passed_s >= request.time_limit_s:  # else somebody cancelled it
-        best = _with_note(best, Note(text=SILENT.format(passed_s)))
-    if best.status == "unknown" and best.notes:
-        best = replace(best, reason=best.notes[-1])
-    yield replace(best, time_s=passed_s)
-
-
-def _after(best: Result, frame: Frame, request: Request) -> Result:
-    """What is known after one more frame."""
-    if isinstance(frame, Incumbent):
-        return _with_incumbent(best, frame, request)
-    if isinstance(frame, Bound) and (best.lower_bound_ms is None or frame.lower_bound_ms > best.lower_bound_ms):
-        best = replace(best, lower_bound_ms=frame.lower_bound_ms)
-        return replace(best, status=best.proven_status)
-    if isinstance(frame, Infeasible) and best.schedule is None:
-        return replace(best, status="infeasible", reason=frame.reason)
-    return _with_note(best, frame) if isinstance(frame, Note) else best
-
-
-def _with_note(best: Result, note: Note) -> Result:
-    if note.ongoing or len(best.notes) >= MOST_NOTES:
-        return best
-    reports = (*best.reports, note.text) if note.method else best.reports
-    return replace(best, notes=(*best.notes, note.text), reports=reports)
-
-
-def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
-    """Takes an incumbent that is valid on the exact problem and better: here it leaves the solver's process."""
-    try:
-        schedule = frame.schedule.schedule(request.problem, frame.method)
-        wrong = schedule.compiled.complaints  # on the problem that was asked about, or its placement
-        if schedule.placement and request.placements == "keep":
-            wrong = [f"{schedule.placement}: the stages were to be kept"]
-    except InputError as error:
-        wrong = [str(error)]
-    if wrong:
-        best = replace(best, rejected=best.rejected + 1)
-        return _with_note(best, Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-    result = Result.from_schedule(schedule, request, best.lower_bound_ms, frame.method)
-    if best.value_ms is not None and result.value_ms is not None and result.value_ms >= best.value_ms:
-        return replace(best, rejected=best.rejected + 1)
-    return replace(result, notes=best.notes, reports=best.reports, history=best.history, rejected=best.rejected)
-
-
-def _with_step(result: Result) -> Result:
-    assert result.value_ms is not None, "a schedule has a value"
-    return replace(
-        result, history=(*result.history, Step(result.time_s, result.method, result.value_ms, result.lower_bound_ms))
-    )
+    yield keeper.end(failure)
 
 
 def improve(
@@ -226,17 +227,18 @@ def _searching(
             "(Schedule.load reads a file)"
         )
     asked, used = SolveOptions.from_arguments(what, options), SearchCache(cache)
+    keeper = Keeper(problem, asked)
     hit = used.hit(problem, asked.objective) if asked.starts_from_known else None
     if hit:
         if hit.status == "optimal" and asked.answered_by_optimum:
-            return _Answered(
-                Result.from_schedule(hit.schedule, asked, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
-            )
+            method = f"{hit.schedule.method} (cached)"
+            keeper.result = Result.from_schedule(hit.schedule, asked, hit.lower_bound_ms, method)
+            return Search(keeper, used, iter([keeper.result]))
         warm_start = better_start(problem, warm_start, hit, asked.objective)
     chosen = asked.arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.from_schedule(warm_start) if warm_start is not None else None
-    return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, used)
+    return _started(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, keeper, used)
 
 
 def solve(

@@ -23,7 +23,7 @@ def main() -> None:
     timer.start()
     search.run()
     if isinstance(search, Portfolio):
-        search.tell_of_other_stages()
+        search.look_at_other_stages()
     timer.cancel()
     write_frame(End())
 

@@ -29,23 +29,29 @@ class Clock:
     wall_s
         Seconds of wall time after which it is over, whatever is counted. Default: `seconds`, or
         `tuning.COUNTED_TIMEOUT` times as long where work is counted.
-
-    Attributes
-    ----------
-    began, until
-        Moments of `time.monotonic`: when it began, and when it is over at the latest.
+    whole
+        The clock that this one is a part of: it is over when that one is.
     """
 
-    def __init__(self, seconds: float = inf, counts: bool = False, wall_s: float | None = None) -> None:
-        self.seconds, self.counts = seconds, counts
-        self.began = time.monotonic()
-        self.until = self.began + (seconds * (tuning.COUNTED_TIMEOUT if counts else 1.0) if wall_s is None else wall_s)
+    def __init__(
+        self, seconds: float = inf, counts: bool = False, wall_s: float | None = None, whole: Clock | None = None
+    ) -> None:
+        self.seconds, self.counts, self._whole = seconds, counts, whole
+        if wall_s is None:
+            wall_s = seconds * (tuning.COUNTED_TIMEOUT if counts else 1.0)
+        self._began = time.monotonic()
+        self._until = self._began + wall_s
         self._spent_s = 0.0
 
     @classmethod
     def for_request(cls, request: Request) -> Clock:
         """The clock of an engine's search."""
         return cls(request.time_limit_s, counts_work(request))
+
+    @property
+    def until(self) -> float:
+        """The moment of `time.monotonic` at which it is over at the latest."""
+        return min(self._until, self._whole.until) if self._whole else self._until
 
     @property
     def wall_left_s(self) -> float:
@@ -65,16 +71,16 @@ class Clock:
     @property
     def passed_s(self) -> float:
         """Seconds of wall time since it began."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began
 
     @property
     def spent_s(self) -> float | None:
         """Seconds of counted work; None where wall time counts."""
         return self._spent_s if self.counts else None
 
-    def count(self, ops: float, ops_per_s: float = tuning.OPS_PER_S) -> None:
-        """Report work: so many compute ops (or states, or what else is counted), of which a second has so many."""
-        self._spent_s += ops / ops_per_s
+    def count(self, ops: float, ops_per_s: float | None = None) -> None:
+        """Report work: so many compute ops, states or the like; by default `tuning.OPS_PER_S` of them are a second."""
+        self._spent_s += ops / (ops_per_s or tuning.OPS_PER_S)
 
     def spend(self, seconds: float) -> None:
         """Report work by the seconds that it counts for."""
@@ -85,11 +91,19 @@ class Clock:
 
         Where work is counted, it has this clock's wall time. What is reported to it is not reported to this one.
         """
-        return Clock(seconds, self.counts, self.wall_left_s if self.counts else min(seconds, self.wall_left_s))
+        return Clock(seconds, self.counts, inf if self.counts else seconds, whole=self)
 
     def share(self, share: float) -> Clock:
         """A clock for a share of this clock's seconds (`within`)."""
         return self.within(share * self.seconds)
+
+    def last(self, seconds: float) -> None:
+        """Let its wall time be so many seconds at least, since it began."""
+        self._until = max(self._until, self._began + seconds)
+
+    def stop(self) -> None:
+        """Let it be over now, and all clocks within it."""
+        self._until = self._began
 
     def moment(self, seconds: float) -> float:
         """The moment of `time.monotonic` in so many seconds of wall time, or `until` if that is sooner."""

@@ -30,7 +30,7 @@ from optpipe_solver import heuristics, systems
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import HEURISTICS
-from optpipe_solver.systems.variants import is_system
+from optpipe_solver.systems import is_system
 
 EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 

@@ -5,7 +5,7 @@ It finds schedules with and without transfers and recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from math import inf
 
 from optpipe.dispatch.descents import compile_descents, descents
 from optpipe.dispatch.simulate import Simulator
@@ -13,8 +13,9 @@ from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Ready, Request
-from optpipe_solver.incumbent import BestSchedule
+from optpipe.process.protocol import Ready, Request
+from optpipe_solver.clock import Clock
+from optpipe_solver.incumbents import Emit, Incumbents
 
 METHOD = "dispatch"
 MOST_THREADS: int | None = 1
@@ -31,30 +32,30 @@ def unsupported(problem: Problem) -> str | None:
     return None if problem.costs.ms.any() else "nothing takes any time"
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> float:
+def run(request: Request, emit: Emit) -> float | None:
     """Emits better and better schedules until time is up; returns the seconds used by its own count of simulated ops.
 
-    These are what is limited, so that the search is the same on a busy machine.
+    These are what is limited, also with several threads.
     """
     compile_at_once()
     simulator = Simulator(request.problem)
     compile_descents(simulator)
     emit(Ready())
-    best = BestSchedule(request, emit)
-    spent_s, simulated = 0.0, 0
+    incumbents, clock = Incumbents.of_engine(request, emit), Clock(request.time_limit_s, counts=True, wall_s=inf)
+    simulated = 0
     shortest_ms = NO_SCHEDULE_MS  # by rules
     offered_ms = NO_SCHEDULE_MS  # the shortest so far, also where that is no better as a schedule
-    hopeless_ms = HOPELESS_LENGTH * best.value
-    given = rules_of_schedule(simulator, best.schedule)
+    hopeless_ms = HOPELESS_LENGTH * incumbents.best_ms
+    given = rules_of_schedule(simulator, incumbents.best)
     for rules, ms, tried, listed in descents(simulator, request.objective, request.seed, given):
         shortest_ms = min(shortest_ms, ms)
         simulated += tried
         if simulated - tried < HOPELESS_TRIES <= simulated and shortest_ms > hopeless_ms:
             break
-        spent_s += tried * simulator.ops / OPS_PER_S
-        if shorter(ms, min(best.value, offered_ms)) and (schedule := simulator.schedule(rules, METHOD, listed)):
+        clock.count(tried * simulator.ops, OPS_PER_S)
+        if shorter(ms, min(incumbents.best_ms, offered_ms)) and (schedule := simulator.schedule(rules, METHOD, listed)):
             offered_ms = ms
-            best.offer(schedule)
-        if spent_s > request.time_limit_s:
+            incumbents.offer(schedule)
+        if clock.over:
             break
-    return spent_s
+    return clock.spent_s

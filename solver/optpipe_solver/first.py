@@ -8,7 +8,6 @@ not apply.
 from __future__ import annotations
 
 import resource
-import time
 from functools import partial
 
 from pydantic import ValidationError
@@ -20,9 +19,10 @@ from optpipe.process.heap import settle
 from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request, requests, write_frame
 from optpipe.reuse.by_rules import by_rules
 from optpipe_solver import tuning
+from optpipe_solver.clock import Clock
+from optpipe_solver.incumbents import Emit
 from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
-from optpipe_solver.portfolio.search_state import Emit
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def answer(request: Request, emit: Emit) -> None:
     """
     ops = 3 * len(request.problem.stages) * request.problem.microbatches
     large = ops / tuning.OPS_PER_S > tuning.FIRST_LIST_S
-    enough = time.monotonic() + (min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
+    enough = Clock(min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
     try:
         search = _search(request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S}), emit)
     except InputError as error:
@@ -61,9 +61,9 @@ def answer(request: Request, emit: Emit) -> None:
             if large and "naive" in streams:
                 streams = {"naive": streams["naive"]}
             for _ in search.heuristics.run(streams, share=1.0):
-                if search.state.proven or (search.state.best and time.monotonic() > enough):
+                if search.incumbents.proven or (search.incumbents.best and enough.over):
                     break
-            if request.method == "auto" and not search.state.proven:
+            if request.method == "auto" and not search.incumbents.proven:
                 for _ in search.heuristics.by_simple_rules():
                     pass
     except Exception as error:  # one request's fault does not end the process

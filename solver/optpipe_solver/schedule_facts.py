@@ -13,8 +13,9 @@ from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, STAGE, Program, of_kinds
+from optpipe.model.program import JOINED, KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
+from optpipe_solver.methods import ENGINES
 
 KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
 
@@ -22,6 +23,16 @@ KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
 def has_only_known_ops(schedule: Schedule) -> bool:
     """Whether the engines' models know all of the schedule's kinds of ops: no evictions, no optimizer on the host."""
     return all(bool(of_kinds(program.table, *KNOWN).all()) for program in schedule.programs)
+
+
+def is_modelled(schedule: Schedule) -> bool:
+    """Whether engines' models know all its ops, and none of them run in pairs."""
+    return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
+
+
+def is_listed(schedule: Schedule) -> bool:
+    """Whether it `is_modelled` and no engine found it: a heuristic, a published system, or the user."""
+    return schedule.method not in ENGINES and is_modelled(schedule)
 
 
 def needs_fused(problem: Problem) -> Flags:

@@ -163,8 +163,9 @@ def test_cancel_keeps_the_best_so_far(problem):
 def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(problem):
     search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     next(search)
-    search._deadline.cancel()  # the timer's thread holds the child
-    search._deadline.join()
+    for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+        timer.cancel()  # its thread holds the child
+        timer.join()
     search.itself = search
     pid = search._child._process.pid
     with warnings.catch_warnings(record=True) as caught:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ortools.sat.python.cp_model  # noqa: F401 OR-Tools is loaded before a test of the MILP loads HiGHS, not after it
 import pytest
 
-import optpipe_solver.budget  # noqa: F401 loads OR-Tools, before a test of the MILP loads HiGHS, not after it
 from optpipe_solver import tuning
 
 

@@ -20,7 +20,7 @@ from optpipe.model.figures import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
-from optpipe_solver.budget import Budget
+from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import grid as grids
 from optpipe_solver.cpsat import whole_problem
 from optpipe_solver.cpsat.grid import Grid
@@ -101,7 +101,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
         data.draw(st.sampled_from(["stages", "entry"])),
         data.draw(st.sampled_from(["makespan", "ends"])),
     )
-    answer = model.solve(Budget(0.3, 1), 0)
+    answer = model.solve(Clock(0.3, counts=True), 1, 0)
     if answer.starts is None:
         assert not (answer.proven and grid.lossless)  # the incumbent itself is a solution
         return
@@ -188,7 +188,7 @@ def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FI
     model = WindowModel(grid, known, Window.of_all(known), "ranks")
     assert model.is_bound
     model.model.add(model.end <= floor(end_ms / float(grid.tick) * (1 + 1e-12)))
-    answer = model.solve(Budget(20.0, 1), 0, any_will_do=True)
+    answer = model.solve(Clock(20.0, counts=True), 1, 0, any_will_do=True)
     return True if answer.starts is not None else False if answer.proven else None
 
 

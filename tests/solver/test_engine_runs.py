@@ -16,12 +16,12 @@ from optpipe.model.rules import Rules
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe_solver import engines, systems, tuning
+from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
-from optpipe_solver.portfolio.search_state import SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.portfolio.portfolio import incumbents_of
 from optpipe_solver.tuning import EngineRun
 
 PROBLEM: Problem = chain(m=6)
@@ -59,10 +59,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 def searching(planned: list[EngineRun], best: Schedule | None = NAIVE, **asked: object) -> EngineRuns:
     """The engine runs of a search that has a schedule."""
     request = Request.model_validate({"problem": PROBLEM, "threads": 2, "time_limit_s": 1000.0, **asked})
-    state = SearchState(request, lambda frame: None)
+    incumbents = incumbents_of(request, lambda frame: None)
     if best:
-        assert state.offer(best) is None
-    return EngineRuns(request, planned, state, TimeLimit(request), lambda frame: None)
+        assert incumbents.offer(best) is None
+    clock = Clock(request.time_limit_s, counts_work(request), wall_s=request.time_limit_s)
+    return EngineRuns(request, planned, incumbents, clock, lambda frame: None)
 
 
 def process(engine: str = "lns", start: Schedule | None = None, spent_s: float = 9.0) -> EngineProcess:
@@ -72,7 +73,7 @@ def process(engine: str = "lns", start: Schedule | None = None, spent_s: float =
 
 def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(started: list[Started]) -> None:
     runs, by_engine = searching([]), replace(BETTER, method="dispatch")
-    assert runs._state.offer(by_engine) is None
+    assert runs._incumbents.offer(by_engine) is None
     for run in (LNS, LNS_FROM_HEURISTICS):
         runs.start(run, 5.0, 1)
     assert [engine.start for engine in started] == [by_engine, NAIVE]
@@ -84,9 +85,9 @@ def test_what_is_better_and_has_no_rules_gets_those_of_the_best() -> None:
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
     runs = searching([], replace(BETTER, rules=rules))
     runs.handle(process(), Incumbent(method="lns", schedule=Programs.from_schedule(best)))
-    assert runs._state.best is not None
-    assert runs._state.best.makespan_ms == best.makespan_ms
-    assert runs._state.best.rules is rules
+    assert runs._incumbents.best is not None
+    assert runs._incumbents.best.makespan_ms == best.makespan_ms
+    assert runs._incumbents.best.rules is rules
 
 
 def test_an_engine_has_a_second_at_least(started: list[Started]) -> None:
@@ -163,7 +164,7 @@ def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> N
     assert not runs.may_gain(LNS)
     assert runs.may_gain(EngineRun("cpsat"))
     by_engine = replace(BETTER, method="dispatch")
-    runs._state.offer(by_engine)
+    runs._incumbents.offer(by_engine)
     assert runs.may_gain(LNS)
     assert not runs.may_gain(LNS_FROM_HEURISTICS)
     runs.handle(process("lns", by_engine, spent_s=1.0), None)
@@ -189,7 +190,8 @@ def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
 def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:
     """A search for which the MILP was asked by name, before it begins."""
     request = Request(problem=PROBLEM, method="milp", time_limit_s=time_limit_s)
-    return EngineRuns(request, [EngineRun("milp")], SearchState(request, told.append), TimeLimit(request), told.append)
+    incumbents, clock = incumbents_of(request, told.append), Clock(time_limit_s)
+    return EngineRuns(request, [EngineRun("milp")], incumbents, clock, told.append)
 
 
 def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,4 +231,4 @@ def test_with_one_thread_the_milp_has_all_of_the_time(engine: str, counts: bool,
     """Its solvers count no work, so none of the clock is kept for a busy machine."""
     runs = searching([EngineRun(engine)], method=engine, threads=1)
     runs.start_next(beside_heuristics=False)
-    assert (started[0].allotted_s < 0.9 * runs._limit.left_s) == counts
+    assert (started[0].allotted_s < 900.0) == counts

@@ -15,7 +15,7 @@ from optpipe.process.protocol import Note, Request
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.tuning import EngineRun
+from optpipe_solver.schedule_facts import is_modelled
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
@@ -45,11 +45,11 @@ def test_engines_start_from_the_best_without_pairs():
     split, joined = (generate("adaoffload", pipeline(factor)) for factor in (None, 0.7))
     apart = replace(split, problem=joined.problem)
     assert joined.makespan_ms < apart.makespan_ms
-    state = Portfolio(Request(problem=joined.problem), print).state
+    incumbents = Portfolio(Request(problem=joined.problem), print).incumbents
     for schedule in (joined, apart):
-        assert state.offer(schedule) is None
-    assert state.best == joined
-    assert state.start_for(EngineRun("lns")) == apart
+        assert incumbents.offer(schedule) is None
+    assert incumbents.best == joined
+    assert incumbents.best_of(is_modelled) == apart
 
 
 @pytest.mark.parametrize("engine", ["dispatch", "lns", "cpsat", "milp"])

@@ -20,11 +20,11 @@ from optpipe.process import process_tree
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_cli.main import main
+from optpipe_solver.clock import Clock
 from optpipe_solver.portfolio import PlacementSearch, engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess
 from optpipe_solver.portfolio.engine_runs import EngineRuns
-from optpipe_solver.portfolio.search_state import SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.portfolio.portfolio import incumbents_of
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def finished(*said: Frame, stops: bool) -> list[Frame]:
     """What a search for which the MILP was asked tells once its process is gone."""
     told: list[Frame] = []
     request = Request(problem=SPAN, method="milp", time_limit_s=60.0)
-    runs = EngineRuns(request, [], SearchState(request, told.append), TimeLimit(request), told.append)
+    runs = EngineRuns(request, [], incumbents_of(request, told.append), Clock(60.0), told.append)
     process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0, overdue=stops)
     for message in (*said, None):
         runs.handle(process, message)

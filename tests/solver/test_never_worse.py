@@ -20,13 +20,13 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import tuning
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import generate
 from optpipe_solver.heuristics.naive import one_at_a_time
-from optpipe_solver.parts import in_all_parts
 from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.portfolio.search_state import SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.portfolio.portfolio import incumbents_of
+from optpipe_solver.portfolio.warm_start import in_all_parts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +81,7 @@ def first_ms(problem: Problem, start: Schedule) -> float:
     """What the search of a problem has before it searches, if it is given a schedule of another problem."""
     portfolio = Portfolio(Request(problem=problem, warm_start=Programs.from_schedule(start)), lambda frame: None)
     portfolio.begin()
-    return portfolio.state.best_ms
+    return portfolio.incumbents.best_ms
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -131,21 +131,21 @@ def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
     gains_at_s: float, ready_s: float, until_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have 15 s of 100, and half as long again as until their last gain."""
-    problem, clock = chain(m=6), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    request = Request(problem=problem, threads=2, time_limit_s=100.3)
-    state = SearchState(request, lambda frame: None)
+    problem, now = chain(m=6), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = Request(problem=problem, threads=2)
+    incumbents = incumbents_of(request, lambda frame: None)
     naive, better = one_at_a_time(problem, "naive"), generate("adaoffload", problem)
 
     def stream() -> Iterator[Schedule]:
         while True:
-            clock[0] += 1.0
-            yield better if clock[0] >= gains_at_s else naive
+            now[0] += 1.0
+            yield better if now[0] >= gains_at_s else naive
 
-    heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, state, TimeLimit(request), print)
-    for _ in heuristics.run({"naive": stream()}, tuning.HEURISTICS_SHARE, lambda: clock[0] < ready_s):
+    heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, incumbents, Clock(100.0), print)
+    for _ in heuristics.run({"naive": stream()}, tuning.HEURISTICS_SHARE, lambda: now[0] < ready_s):
         pass
-    assert clock[0] == pytest.approx(until_s, abs=1.0)
+    assert now[0] == pytest.approx(until_s, abs=1.0)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
 ) -> None:
     """Of them there are few there, and list scheduling is far behind them."""
     problem = pipeline(2, 4, 40, [stage() | {"device": s % 2} for s in range(2 * chunks)])
-    request = Request(problem=problem, threads=2, time_limit_s=1000.0)
+    request = Request(problem=problem, threads=2)
     tried: list[str] = []
 
     def published(self: HeuristicRuns) -> Iterator[None]:
@@ -169,8 +169,7 @@ def test_where_devices_have_several_stages_published_schedules_come_sooner(
         yield one_at_a_time(problem, name)
 
     monkeypatch.setattr(HeuristicRuns, "published", published)
-    state = SearchState(request, lambda frame: None)
-    heuristics = HeuristicRuns(request, None, state, TimeLimit(request), print)
+    heuristics = HeuristicRuns(request, None, incumbents_of(request, lambda frame: None), Clock(1000.0), print)
     for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, tuning.HEURISTICS_SHARE):
         pass
     assert tried == order

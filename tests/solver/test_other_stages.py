@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 from support import problems
 
@@ -13,7 +11,6 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Frame, Note, Request
 from optpipe.results import Result
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.portfolio.other_stages import shorter_on_other_stages
 from optpipe_solver.systems import generate
 
 UNEVEN = problems.pipeline(
@@ -21,9 +18,19 @@ UNEVEN = problems.pipeline(
 )
 
 
-def test_a_shorter_published_schedule_on_other_stages_is_named() -> None:
-    text = shorter_on_other_stages(UNEVEN, "makespan", 540.0, inf)
-    assert text is not None
+def told(problem: Problem, method: str = "auto", time_limit_s: float = 60.0) -> list[str]:
+    """What a search says of other stages after its answer."""
+    frames: list[Frame] = []
+    search = Portfolio(Request(problem=problem, method=method, time_limit_s=60.0, threads=1), frames.append)
+    search.run()
+    if not time_limit_s:
+        search.clock.stop()
+    search.look_at_other_stages()
+    return [frame.text for frame in frames if isinstance(frame, Note) and "on other stages" in frame.text]
+
+
+def test_after_its_answer_a_search_names_a_shorter_published_schedule_on_other_stages() -> None:
+    (text,) = told(UNEVEN)
     assert text.startswith("on other stages dualpipe-v takes ")
     schedule = generate("dualpipe-v", UNEVEN, "all")
     assert check(schedule.problem, schedule) == []
@@ -31,18 +38,10 @@ def test_a_shorter_published_schedule_on_other_stages_is_named() -> None:
     assert text.endswith("V-shaped")
 
 
-@pytest.mark.parametrize(("problem", "until"), [(UNEVEN, -inf), (UNEVEN.replace(microbatches=1), inf)])
-def test_nothing_is_said_without_time_or_where_none_is_shorter(problem: Problem, until: float) -> None:
-    assert shorter_on_other_stages(problem, "makespan", 540.0 if until < 0 else 1.0, until) is None
-
-
-@pytest.mark.parametrize(("method", "told"), [("auto", 1), ("1f1b", 0)])
-def test_a_search_says_so_after_its_answer(method: str, told: int) -> None:
-    frames: list[Frame] = []
-    search = Portfolio(Request(problem=UNEVEN, method=method, time_limit_s=60.0, threads=1), frames.append)
-    search.run()
-    search.tell_of_other_stages()
-    assert sum(isinstance(frame, Note) and "on other stages" in frame.text for frame in frames) == told
+def test_it_says_nothing_without_time_where_none_is_shorter_or_where_another_method_was_asked_for() -> None:
+    assert told(UNEVEN, time_limit_s=0.0) == []
+    assert told(UNEVEN.replace(microbatches=1)) == []
+    assert told(UNEVEN, "1f1b") == []
 
 
 @pytest.mark.parametrize(("placements", "text"), [("keep", "the stages as given"), ("all", "all stages")])

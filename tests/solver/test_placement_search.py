@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Program
 from optpipe_cli import main as cli
 from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
+from optpipe_solver.incumbents import Incumbents, _Kept
 from optpipe_solver.portfolio import PlacementSearch, placement_search
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -48,7 +48,7 @@ def run(problem: Problem, **asked: Any) -> list[Any]:
         problem=problem, **{"time_limit_s": 1.5, "threads": 1, "method": "adaoffload", "placements": "all", **asked}
     )
     search = PlacementSearch(request, frames.append)
-    search.deadline += 100.0  # one thread counts its work: on a busy machine the clock shall not end it sooner
+    search.clock.last(search.clock.seconds + 100.0)  # one thread counts: a busy machine's clock ends nothing
     search.run()
     return frames
 
@@ -164,9 +164,8 @@ class FakePortfolio:
     with_rules: list[Request]
     in_rules: list[tuple[int, int]]  # chunks, and ops
 
-    def __init__(self, request: Request, emit: Any) -> None:
-        self.request, self.emit, self.best_ms = request, emit, float("inf")
-        self.state = self.heuristics = self
+    def __init__(self, request: Request, emit: Any, incumbents: Incumbents) -> None:
+        self.request, self.emit, self.incumbents, self.heuristics = request, emit, incumbents, self
         FakePortfolio.asked.append(request)
 
     def begin(self) -> bool:
@@ -177,11 +176,11 @@ class FakePortfolio:
 
     def run(self, *_: Any) -> Iterator[None]:
         chunks = len(self.request.problem.stages) // 4
-        self.best_ms = 100.0 + 100.0 / chunks - self.request.time_limit_s / 1000
         self.emit(Note(text="the same words"))
-        proven_ms = 50.0 if self.request.method == "relax" else 30.0
-        self.emit(Bound(method="shown", lower_bound_ms=proven_ms + chunks))
-        self.emit(Incumbent(method="shown", schedule=Programs.from_schedule(generate("naive", self.request.problem))))
+        self.incumbents.raise_bound(chunks + (50.0 if self.request.method == "relax" else 30.0), "shown")
+        schedule = generate("naive", self.request.problem)
+        self.incumbents._best = _Kept(schedule, 100.0 + 100.0 / chunks - self.request.time_limit_s / 1000)
+        self.emit(Incumbent(method="shown", schedule=Programs.from_schedule(schedule)))
         return iter(())
 
     def by_simple_rules(self) -> Iterator[None]:
@@ -219,7 +218,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
         *((chunks, two) for chunks in (4, 4)),
     ]
     assert [len(request.problem.stages) for request in deep[:3]] == [16, 16, 16]
-    assert all(request.placements == "keep" and request.warm_start is not None for request in deep)
+    assert all(request.placements == "keep" for request in deep)
     assert deep[2].time_limit_s > 20.0
     if threads == 1:
         ran = [request for request in FakePortfolio.asked[2:] if request.method != "dispatch"]
@@ -235,7 +234,7 @@ def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.
         Request(problem=problem, method="auto", placements="all", time_limit_s=300.0, threads=2), frames.append
     )
     monkeypatch.setattr(tuning, "FIRST_LOOK_SHARE", 1e-9)
-    monkeypatch.setattr(search.candidates, "list_all", lambda named: setattr(search, "deadline", time.monotonic()))
+    monkeypatch.setattr(search.candidates, "list_all", lambda named: search.clock.stop())
     search.run()
     assert found(problem, frames)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
 
@@ -246,11 +245,12 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     problem = Problem.load(EXAMPLES / "zero-bubble" / "zb-8x24-half.json")
     request = Request(problem=problem, method="auto", placements="all", time_limit_s=20.0, threads=3)
     search = PlacementSearch(request, frames.append)
-    search.deadline += 100.0
-    search.candidates.list_all(None)
-    search._look_at_all(search._look_at_own_stages())
-    first_ms = search.candidates.best_ms
-    search._search_in_rules()
+    search.clock.last(200.0)
+    for phase in search.phases():
+        first_ms = search.candidates.best_ms
+        phase.run(phase.share)
+        if phase.name == "rules":
+            break
     schedules = found(problem, frames)
     assert search.candidates.best_ms < first_ms
     assert schedules[-1].makespan_ms == search.candidates.best_ms
@@ -263,8 +263,7 @@ def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
     request = Request(problem=pipeline(), method="auto", placements="all", time_limit_s=20.0, threads=1)
     search = PlacementSearch(request, list[Any]().append)
     search.candidates.all = []
-    search._search_in_rules()
-    assert search.share_left == 1.0
+    assert search._search_in_rules(0.3) == 0.0
 
 
 @pytest.mark.parametrize("threads", [1, 2])

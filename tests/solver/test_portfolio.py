@@ -58,7 +58,7 @@ def run(problem: Problem, until: Callable[[Frame], bool] = lambda frame: False, 
     def emit(frame: Frame) -> None:
         frames.append(frame)
         if until(frame):
-            search.limit.deadline = time.monotonic()
+            search.clock.stop()
 
     search = Portfolio(Request(problem=problem, **{"time_limit_s": 60.0, "threads": 2, **asked}), emit)
     search.run()
@@ -243,7 +243,7 @@ def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch)
     frames = run(pipeline(memory=15), method="1f1b")
     assert notes(frames) == ["1f1b gives no schedule: device 0 needs 20 B during 0F3 and has 15 B"]
 
-    def broken(problem, objective, deadline):
+    def broken(problem, objective, clock):
         raise ZeroDivisionError("oh")
         yield
 

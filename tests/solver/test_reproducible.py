@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from optpipe import Problem
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Programs, Request
-from optpipe_solver import tuning
+from optpipe_solver import clock, tuning
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio, engine_processes, heuristic_runs, time_limit
+from optpipe_solver.portfolio import Portfolio, engine_processes
 from optpipe_solver.tuning import EngineRun
 
 TESTS = Path(__file__).parents[1]
@@ -29,8 +29,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch):
     monkeypatch.setattr(tuning, "OPS_PER_S", 5_000)
     request = Request(problem=Problem.load(EXAMPLES / "slowlink-8x16.json"), time_limit_s=200.0, threads=1, seed=2)
     quiet = run(request)
-    for module in (heuristic_runs, time_limit):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
     assert any(isinstance(frame, Incumbent) for frame in quiet)
 

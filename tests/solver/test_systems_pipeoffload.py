@@ -17,8 +17,7 @@ from support.problems.units import ACTIVATION, units
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import collisions, slots
-from optpipe_solver.systems.pipeoffload import longest_lived, pipe_offload, uniform_block
-from optpipe_solver.systems.slots import fill, staggered
+from optpipe_solver.systems.pipeoffload import fill, longest_lived, pipe_offload, staggered, uniform_block
 
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEMS = ("gis", "gis-h", "po-h", "po-f")

@@ -18,8 +18,7 @@ from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Incumbent, Note, Request
 from optpipe_solver import systems, tuning
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs, time_limit
-from optpipe_solver.systems import SYSTEMS, System
-from optpipe_solver.systems.variants import variants
+from optpipe_solver.systems import SYSTEMS, System, variants
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 

@@ -1,9 +1,8 @@
-"""A schedule on the grid: when each op starts at the earliest, and how much must still follow it; and the best schedule
-of an engine whose models work on a grid."""
+"""A schedule on the grid: when each op starts at the earliest, and how much must still follow it; and the schedule from
+which an engine begins whose models work on a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +10,10 @@ import numpy as np
 from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe.model.program import PART
-from optpipe.process.protocol import Frame, Request
-from optpipe.schedule import Schedule, check
+from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.heuristics import generate
-from optpipe_solver.incumbent import BestSchedule
+from optpipe_solver.incumbents import Incumbents
 from optpipe_solver.methods import HEURISTICS
 from optpipe_solver.schedule_facts import (
     allocation_times,
@@ -101,38 +99,17 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
     return GridSchedule(start, allocation, tail, fused, tuple(map(round, delivery.tolist())), end)
 
 
-class BestGridSchedule(BestSchedule):
-    """The best schedule of an engine whose models work on a grid.
+def ensure_start(incumbents: Incumbents) -> Schedule | None:
+    """The best schedule that models on a grid can express. Runs heuristics if there is none.
 
-    Attributes
-    ----------
-    start
-        The latest that the models can express (no pairs, no needless BW), which need not be the best.
+    The keeper keeps the best that `is_expressible`, which need not be the best of all.
     """
-
-    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
-        super().__init__(request, emit)
-        self.start: Schedule | None = None
-        if self.schedule is not None:
-            self._start_from(split_dispensable(self.schedule))
-
-    def ensure_start(self) -> None:
-        """Runs heuristics until there is something to start from."""
-        problem = self.request.problem
-        unpaired = problem.model_copy(update={"overlap_factor": None})  # the models know no pairs
-        for name in reversed(HEURISTICS):
-            if self.start is None:
-                schedule = generate(name, unpaired, self.request.objective)
-                self.offer(split_dispensable(replace(schedule, problem=problem)))
-
-    def offer(self, schedule: Schedule) -> bool:
-        better = super().offer(schedule)
-        if better and is_expressible(schedule):
-            self.start = schedule
-        elif self.start is None:
-            self._start_from(schedule)
-        return better
-
-    def _start_from(self, schedule: Schedule) -> None:
-        if is_expressible(schedule) and not check(self.request.problem, schedule):
-            self.start = schedule
+    if incumbents.best is not None:
+        incumbents.offer(split_dispensable(incumbents.best))
+    problem = incumbents.problem
+    unpaired = problem.model_copy(update={"overlap_factor": None})  # the models know no pairs
+    for name in reversed(HEURISTICS):
+        if incumbents.best_of(is_expressible) is None:
+            schedule = generate(name, unpaired, incumbents.objective)
+            incumbents.offer(split_dispensable(replace(schedule, problem=problem)))
+    return incumbents.best_of(is_expressible)

@@ -10,7 +10,7 @@ from ortools.sat.python import cp_model
 
 from optpipe.model.ops import TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.budget import Budget
+from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import dependencies, memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import GridSchedule
@@ -18,6 +18,7 @@ from optpipe_solver.cpsat.variables import Choice, Moment, Order, Variables, Win
 
 B, W, BW, D = Kind.B, Kind.W, Kind.BW, Kind.D
 Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
+COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one second of a quiet core
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Answer:
     proven
         Whether the solution is optimal or, without starts, whether there is none.
     used_s
-        Seconds of the budget that the search took.
+        Seconds of the clock that the search took.
     """
 
     starts: Starts | None
@@ -104,7 +105,8 @@ class WindowModel:
 
     def solve(
         self,
-        budget: Budget,
+        clock: Clock,
+        threads: int,
         seed: int,
         seconds: float = inf,
         any_will_do: bool = False,
@@ -116,7 +118,7 @@ class WindowModel:
         Parameters
         ----------
         seconds
-            Of the budget, at most.
+            Of those left, at most.
         any_will_do
             Ends with the first solution.
         on_better
@@ -126,7 +128,11 @@ class WindowModel:
         """
         self.model.minimize(self.objective)
         solver = cp_model.CpSolver()
-        budget.allot(solver, seconds)
+        seconds = min(seconds, clock.left_s)
+        solver.parameters.num_workers = threads
+        solver.parameters.max_time_in_seconds = clock.wall_left_s if clock.counts else seconds
+        if clock.counts:
+            solver.parameters.max_deterministic_time = COUNTED_PER_S * seconds
         solver.parameters.random_seed = seed
         solver.parameters.stop_after_first_solution = any_will_do
         # With a linear relaxation the search takes several times as long.
@@ -136,7 +142,8 @@ class WindowModel:
         if on_bound:
             solver.best_bound_callback = lambda bound: on_bound(round(bound))
         status = solver.solve(self.model, _OnSolution(self._starts, on_better) if on_better else None)
-        used_s = budget.ran(solver)
+        used_s = float(solver.response_proto.deterministic_time / COUNTED_PER_S if clock.counts else solver.wall_time)
+        clock.spend(used_s)
         bound = round(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Answer(None, self.variables.incumbent.end, bound, status == cp_model.INFEASIBLE, used_s)

@@ -6,12 +6,10 @@ compiler.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, repeat, zip_longest
-from time import monotonic
 from typing import Protocol
 
 from optpipe.dispatch.descents import Step, descents
@@ -21,17 +19,20 @@ from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems, tuning
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.pairs import in_pairs_or_not, with_fused_backwards
 from optpipe_solver.schedule_facts import needs_fused
 
 __all__ = ["STREAMS", "generate"]
 
+UNLIMITED = Clock()
+
 
 class Stream(Protocol):
-    """A heuristic: yields one schedule at least, and ends soon after the deadline, a moment of `time.monotonic`."""
+    """A heuristic: yields one schedule at least, and ends soon after the wall's time of the clock is over."""
 
-    def __call__(self, problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]: ...
+    def __call__(self, problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> Iterator[Schedule]: ...
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
@@ -41,12 +42,12 @@ def generate(method: str, problem: Problem, objective: Objective = "makespan") -
     return min(islice(STREAMS[method](problem, objective), tries), key=lambda schedule: length_ms(schedule, objective))
 
 
-def naive(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
+def naive(problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> Iterator[Schedule]:
     """One micro-batch at a time, with offload or recompute only where memory demands it."""
     yield one_at_a_time(problem, "naive")
 
 
-def ada_offload(problem: Problem, objective: Objective, deadline: float = math.inf) -> Iterator[Schedule]:
+def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> Iterator[Schedule]:
     """AdaOffload (OptPipe, Algorithm 1).
 
     Before its first backward a stage runs the forwards that memory admits. Then an offload follows each forward and a
@@ -59,7 +60,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = math.i
     """
     method = "adaoffload"
     best: Schedule | None = None
-    lengths, failures, began = {NO_SCHEDULE_MS}, 0, monotonic()
+    lengths, failures, began_s = {NO_SCHEDULE_MS}, 0, clock.passed_s
     for simulator, step in _steps(problem, objective):
         before, is_first = best, best is None
         failures += step.listed is None  # a start is none: the best may be yet to come
@@ -70,14 +71,14 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = math.i
                 best = _shortest(objective, best, *in_pairs_or_not(problem, schedule))
         if is_first and best is not None:
             yield best
-            best = _shortest(objective, best, *_of_systems(problem, method, objective, deadline))
+            best = _shortest(objective, best, *_of_systems(problem, method, objective, clock))
         if best is not None:
             yield best
         failures = failures if best is before else 0
-        ended = monotonic()
-        if failures == tuning.DESCENT_FAILURES or 2 * ended - began > deadline:  # another one might take as long
+        took_s = clock.passed_s - began_s
+        if failures == tuning.DESCENT_FAILURES or clock.wall_left_s < took_s:  # another one might take as long
             break
-        began = ended
+        began_s += took_s
     if best is None:
         yield one_at_a_time(problem, method)
 
@@ -98,10 +99,10 @@ def _shortest(objective: Objective, *schedules: Schedule | None) -> Schedule | N
     return min(filter(None, schedules), key=lambda each: length_ms(each, objective), default=None)
 
 
-def _of_systems(problem: Problem, method: str, objective: Objective, deadline: float) -> Iterator[Schedule]:
+def _of_systems(problem: Problem, method: str, objective: Objective, clock: Clock) -> Iterator[Schedule]:
     """Yield PipeOffload's schedules that apply to the problem's stages and fit."""
     for name in ("po-h", "po-f"):
-        if monotonic() < deadline:
+        if clock.wall_left_s > 0:
             with suppress(InputError):  # it does not apply to these stages
                 schedule = replace(systems.in_best_order(name, problem, "keep", objective), method=method)
                 if certify(problem, schedule).fits:

@@ -6,22 +6,24 @@ A solution that ends no later is taken: even if nothing is gained, it makes room
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
 from optpipe.model.ops import COMPUTE
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
-from optpipe_solver.budget import Budget
+from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import BestGridSchedule, GridSchedule, place_on_grid
+from optpipe_solver.cpsat.grid_schedule import GridSchedule, ensure_start, is_expressible, place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
+from optpipe_solver.incumbents import Emit, Incumbents
 
 METHOD = "lns"
+OPS_PER_S = 40_000  # that Python puts into a model and takes out of it again
 FIRST_OPS = 60  # compute ops in the first windows
 FEWEST_OPS = 8  # in a window
 QUICK_S = 0.3  # at first windows that are solved sooner may grow
@@ -116,30 +118,29 @@ class WindowChoice:
             reached[device] = max(reached[device], end)
 
 
-def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:
+def improve(request: Request, emit: Emit) -> float | None:
     """Run the engine. Returns the seconds used by its own count of work."""
-    best, budget = BestGridSchedule(request, emit), Budget(request.time_limit_s, request.threads)
-    best.ensure_start()
-    if best.start:
+    incumbents, clock = Incumbents.of_engine(request, emit, is_expressible), Clock.for_request(request)
+    if start := ensure_start(incumbents):
         for schedule in improvements(
-            Grid.for_problem(request.problem), best.start, budget, request.seed, request.objective
+            *(Grid.for_problem(request.problem), start, clock, request.threads, request.seed, request.objective)
         ):
-            best.offer(schedule)
-    return budget.spent_s
+            incumbents.offer(schedule)
+    return clock.spent_s
 
 
 def improvements(
-    grid: Grid, schedule: Schedule, budget: Budget, seed: int, objective: Objective = "makespan"
+    grid: Grid, schedule: Schedule, clock: Clock, threads: int, seed: int, objective: Objective = "makespan"
 ) -> Iterator[Schedule]:
-    """Yield shorter and shorter schedules, until the budget is spent or a window of everything is solved."""
+    """Yield shorter and shorter schedules, until time is up or a window of everything is solved."""
     random_ = random.Random(seed)
     choice = WindowChoice(grid, random_)
     incumbent = place_on_grid(grid, schedule, objective)
-    while budget.left() > 0:
+    while not clock.over:
         breadth, window = choice.window(incumbent)
         model = WindowModel(grid, incumbent, window, "stages", objective="ends")
-        budget.handled(len(incumbent.start))
-        answer = model.solve(budget, random_.randrange(2**31), PATIENCE * choice.quick_s)
+        clock.count(len(incumbent.start), OPS_PER_S)
+        answer = model.solve(clock, threads, random_.randrange(2**31), PATIENCE * choice.quick_s)
         is_whole, before = window == Window.of_all(incumbent), incumbent.length
         if answer.starts:
             compacted = prune(lift(grid.problem, grid.starts_ms(answer.starts), METHOD))

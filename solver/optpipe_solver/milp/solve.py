@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from optpipe.evaluate.objective import length_ms, reaches, shorter
+from optpipe.evaluate.objective import reaches
 from optpipe.lift import lift
 from optpipe.model.arrays import Floats
-from optpipe.process.protocol import Bound, Frame, Note, Request
+from optpipe.process.protocol import Note, Request
 from optpipe.prune import prune
-from optpipe.schedule import Schedule, check
+from optpipe.schedule import Schedule
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.exact import common_step_ms, serial_ms
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.incumbent import BestSchedule
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.milp.backend import is_licensed, minimize
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.precedences import compute_ops
@@ -39,7 +38,7 @@ ORDERS: dict[Order, str] = {  # of micro-batches that do not differ; others are 
 MOST_OPS = 400
 
 
-def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
+def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
     """Solves the whole problem, unless it has more than `milp_ops` compute ops.
 
     Emits each schedule that is better than the warm start and those before, bounds that hold for every schedule, and
@@ -63,17 +62,17 @@ def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = 
 class _Search:
     """The best schedule and the best bound so far."""
 
-    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
+    def __init__(self, request: Request, emit: Emit) -> None:
         self._request, self._problem, self._emit = request, request.problem, emit
-        self.best = BestSchedule(request, emit)
+        self.incumbents = Incumbents.of_engine(request, emit)
+        self.incumbents.bound_ms = 0.0
         self._step_ms = common_step_ms(self._problem)
-        self._bound_ms = 0.0
         self._notes: set[str] = set()
 
     def ensure_start(self) -> None:
         """Starts with AdaOffload's schedule where no other is known (section 4.1.3)."""
-        if self.best.schedule is None:
-            self.best.offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
+        if self.incumbents.best is None:
+            self.incumbents.offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
 
     def run(self, limits: Limits, switches: Switches) -> None:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
@@ -82,16 +81,17 @@ class _Search:
         if len(costs.representatives) == self._problem.microbatches:  # no two are equal: there is no order to fix
             orders = ("none",)
         for order in orders:
-            is_limited = self.best.schedule is not None and request.objective == "makespan"
-            horizon_ms = self.best.value if is_limited else serial_ms(self._problem)  # no better schedule ends later
+            best, best_ms = self.incumbents.best, self.incumbents.best_ms
+            is_limited = best is not None and request.objective == "makespan"
+            horizon_ms = best_ms if is_limited else serial_ms(self._problem)  # no better schedule ends later
             model = Model(self._problem, request.objective, horizon_ms, replace(switches, order=order))
             told = f"equal {ORDERS[order]}" if order != "none" and not costs.are_equal else ORDERS[order]
             if model.possible:
                 solver = self._solve(model, told, solver, limits)
             else:
-                nothing = f"nothing shorter than {self.best.value:.6g} ms" if self.best.schedule else "no schedule"
+                nothing = f"nothing shorter than {best_ms:.6g} ms" if best else "no schedule"
                 self.report(f"{nothing} is possible, without a search, with {told}")
-            proven = reaches(self.best.value, trivial_bound(request.problem, request.objective))
+            proven = reaches(self.incumbents.best_ms, trivial_bound(request.problem, request.objective))
             if proven or model.is_bound or limits.seconds == 0.0:
                 break
         if not model.is_bound and (reason := model.inexpressible):
@@ -104,7 +104,7 @@ class _Search:
         def report(outcome: Outcome) -> None:
             """Such as `HiGHS: optimal after 0.8 s and 17 nodes, best 21 ms, bound 21 ms; 165 variables, 590 rows`."""
             nonlocal latest
-            latest, ongoing, best_ms = outcome, outcome.status == "not ended", self.best.value
+            latest, ongoing, best_ms = outcome, outcome.status == "not ended", self.incumbents.best_ms
             after = "" if ongoing else f" after {outcome.seconds:.1f} s"
             nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
             best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
@@ -124,7 +124,7 @@ class _Search:
         def on_start(name: str) -> None:
             report(Outcome(name, "not ended"))
 
-        start = assignment(model.variables, self.best.schedule) if self.best.schedule else {}
+        start = assignment(model.variables, self.incumbents.best) if self.incumbents.best else {}
         task = Task(model.rows, model.C, start, limits, on_solution, on_bound, on_start)
         solver, outcome = minimize(solver, task, self._note)
         report(outcome)
@@ -143,17 +143,10 @@ class _Search:
     def _offer_bound(self, least_ms: float) -> None:
         """A schedule's length is a sum of the problem's times, so a bound is raised to the next multiple of their
         common step."""
-        bound = math.ceil(Fraction(least_ms) / self._step_ms) * self._step_ms
-        if bound > self._bound_ms:
-            self._bound_ms = float(bound)
-            self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
+        self.incumbents.raise_bound(float(math.ceil(Fraction(least_ms) / self._step_ms) * self._step_ms), METHOD)
 
     def _offer(self, solution: Schedule) -> None:
         """Takes a schedule if it is better. One that does not fit or run becomes a note."""
         schedule = prune(solution)
-        if shorter(length_ms(schedule, self._request.objective), self.best.value) and (
-            complaints := check(self._problem, schedule)
-        ):
-            self._note(f"a schedule of {schedule.method} was rejected: {complaints[0]}")
-        else:
-            self.best.offer(schedule)
+        if wrong := self.incumbents.offer(schedule):
+            self._note(f"a schedule of {schedule.method} was rejected: {wrong}")

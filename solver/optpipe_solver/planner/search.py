@@ -8,10 +8,8 @@ each in rounds of fewer candidates and more time (successive halving, Jamieson a
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import InputError, OptPipeError
@@ -24,6 +22,7 @@ from optpipe.schedule import Schedule
 from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.answer import Plan, why_none
 from optpipe_solver.planner.candidate import Candidate
@@ -38,21 +37,6 @@ Phase = Literal["bounds", "published schedules", "list scheduling", "searches"]
 # Searches a candidate's schedule, from one that is known, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
-
-
-@dataclass
-class _Work:
-    """Work that is counted, so that the same question has the same answer; the clock only ends what takes too long."""
-
-    ops: float
-    in_time: Callable[[], bool]
-
-    @property
-    def is_left(self) -> bool:
-        return self.ops > 0 and self.in_time()
-
-    def spend(self, ops: float) -> None:
-        self.ops -= ops
 
 
 class PlanSearch:
@@ -83,7 +67,7 @@ class PlanSearch:
         self.candidates: list[Candidate] = []
         self._looked_at = set[Candidate]()
         self._solve, self._side_by_side = solve, side_by_side
-        self._began = time.monotonic()
+        self._clock = Clock(options.time_limit_s)
 
     def run(self) -> Plan:
         """Search within the time limit.
@@ -105,13 +89,15 @@ class PlanSearch:
         if self.best is None:
             raise InputError(why_none(self.question, self.candidates, self.options.time_limit_s))
         ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
-        passed_s = time.monotonic() - self._began
         counts = self.too_large, self.looked_at, self.solved
-        return Plan(self.question, tuple(ranked), *counts, self.options.gap, passed_s, tuple(self.notes), runs)
+        return Plan(
+            self.question, tuple(ranked), *counts, self.options.gap, self._clock.passed_s, tuple(self.notes), runs
+        )
 
     def cancel(self) -> None:
         """Ends the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
         self.cancelled = True
+        self._clock.stop()
 
     @property
     def looked_at(self) -> int:
@@ -131,7 +117,7 @@ class PlanSearch:
         """
         self.phase = "published schedules"
         only_published = self.question.stack == "megatron"  # it has nothing to list and to search
-        work = self._work(*((1.0, 1.0) if only_published else (tuning.PUBLISHED_SHARE, 0.5)))
+        clock = self._counting(*((1.0, 1.0) if only_published else (tuning.PUBLISHED_SHARE, 0.5)))
         waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
         first: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.candidates:
@@ -139,8 +125,8 @@ class PlanSearch:
                 first[candidate.division] = candidate
         for candidate in first.values():
             self._examine(candidate)
-            self._try_published(candidate, work)
-        while waiting and (work.is_left or (self.best is None and self._left_s > 0)):
+            self._try_published(candidate, clock)
+        while waiting and not (clock.over if self.best else self._clock.over):
             _, n, is_examined = heapq.heappop(waiting)
             candidate = self.candidates[n]
             if first.get(candidate.division) is candidate:
@@ -148,18 +134,18 @@ class PlanSearch:
             if not self.may_win(candidate):  # nor any that waits: their bounds are no lower
                 return
             if is_examined:
-                self._try_published(candidate, work)
+                self._try_published(candidate, clock)
             else:
                 self._examine(candidate)
                 heapq.heappush(waiting, (candidate.bound_ms, n, True))
 
-    def _try_published(self, candidate: Candidate, work: _Work) -> None:
+    def _try_published(self, candidate: Candidate, clock: Clock) -> None:
         """Try all published schedules, until one is so short that the bound allows no gain."""
         if not self.may_win(candidate):
             return
         self._looked_at.add(candidate)
         for schedule in published(candidate, self.question.stack):
-            work.spend(_ops(candidate) // tuning.PUBLISHED_SPEED)
+            clock.count(_ops(candidate) // tuning.PUBLISHED_SPEED)
             self._take(candidate, schedule)
             if not self.may_win(candidate):
                 return
@@ -170,15 +156,15 @@ class PlanSearch:
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
         self.phase = "list scheduling"
-        work = self._work(tuning.LISTED_SHARE, 0.5)
+        clock = self._counting(tuning.LISTED_SHARE, 0.5)
         for candidate in sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms)):
-            if not work.is_left:
+            if clock.over:
                 return
             if self._is_open(candidate):
                 tighter = memory_bound(candidate.problem)
                 candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(tighter))
             if self._is_open(candidate):
-                work.spend(_ops(candidate))
+                clock.count(_ops(candidate))
                 try:
                     schedule = next(STREAMS["adaoffload"](candidate.problem, "makespan"), None)
                 except OptPipeError:  # a policy that finds no way through proves nothing
@@ -196,7 +182,7 @@ class PlanSearch:
             open_ones = sorted(filter(self._is_open, self.candidates), key=lambda c: (c.least_ms, c.bound_ms))
             chosen = open_ones[: max(count, self._side_by_side * count // tuning.SOLVED[0][0])]
             side_by_side = min(len(chosen), self._side_by_side)
-            seconds = min(share * part * self.options.time_limit_s, self._left_s - tuning.SPARE_S)
+            seconds = min(share * part * self.options.time_limit_s, self._clock.left_s - tuning.SPARE_S)
             if not chosen or seconds < tuning.ENGINE_LEAST_S:
                 return
             seconds = seconds * side_by_side / len(chosen)
@@ -234,17 +220,11 @@ class PlanSearch:
         is_examined = "problem" in vars(candidate)
         return is_examined and not proven and self.may_win(candidate)
 
-    def _work(self, share: float, until: float) -> _Work:
-        """So much of the time, counted; whatever is done, no longer than until this share of the time is over."""
+    def _counting(self, share: float, until: float) -> Clock:
+        """A share of the time in counted work, so that the same question has the same answer; whatever is done, no
+        longer than until the other share of the time is over."""
         seconds = self.options.time_limit_s
-        return _Work(share * seconds * tuning.OPS_PER_S, lambda: self._left_s > (1 - until) * seconds)
-
-    @property
-    def _left_s(self) -> float:
-        """Seconds; 0 once it is cancelled."""
-        if self.cancelled:
-            return 0.0
-        return self._began + self.options.time_limit_s - time.monotonic()
+        return Clock(share * seconds, counts=True, wall_s=until * seconds - self._clock.passed_s, whole=self._clock)
 
 
 def _ops(candidate: Candidate) -> int:

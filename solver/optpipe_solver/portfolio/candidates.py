@@ -1,4 +1,4 @@
-"""`Candidates`: the placements of one search, with what is known of each, and what that says of all of them."""
+"""`Candidates`: the placements of one search, and what the best schedule and bound of each say of all of them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, 
 from optpipe_solver import tuning
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.partitions import SHAPES
-from optpipe_solver.portfolio.portfolio import Portfolio
-from optpipe_solver.portfolio.search_state import Emit
+from optpipe_solver.portfolio.portfolio import incumbents_of
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A placement, None for the problem's own stages, with what is known of it."""
+    """A placement, None for the problem's own stages, with the best schedule and bound for it."""
 
     placement: Placement | None
-    problem: Problem
-    bound_ms: float = 0.0
-    best: Programs | None = None  # of `problem`
-    best_ms: float = NO_SCHEDULE_MS
+    incumbents: Incumbents
+    start: Programs | None = None  # where its first search begins
     infeasible: str | None = None
 
     @property
-    def name(self) -> str:
-        return str(self.placement or "the stages as given")
+    def problem(self) -> Problem:
+        return self.incumbents.problem
 
     @property
     def is_bidirectional(self) -> bool:
@@ -41,7 +39,7 @@ class Candidate:
 
 
 class Candidates:
-    """All placements of one search: takes what portfolios say of one, and emits what is news among all.
+    """All placements of one search: takes what is better for one, and emits what is better than for all.
 
     Attributes
     ----------
@@ -60,12 +58,14 @@ class Candidates:
         problem = request.problem
         self.has_layers = problem.layers is not None and len(problem.all_routes) == 1
         self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NO_SCHEDULE_MS
-        self.unplaced = Candidate(None, problem)
         self.all: list[Candidate] = []
         self.best_ms, self.bound_ms = NO_SCHEDULE_MS, float("-inf")
         self.last_note = ""
         self._notes: set[str] = set()
         self._handling = RLock()
+        self.unplaced = self.new_candidate(None, problem)
+        if request.warm_start and request.warm_start.placement is None:
+            self.unplaced.start = request.warm_start
 
     @property
     def proven(self) -> bool:
@@ -74,8 +74,8 @@ class Candidates:
 
     def ranked(self) -> list[Candidate]:
         """The candidates that may still have the best schedule, the most promising first."""
-        alive = [c for c in self.all if not c.infeasible and shorter(c.bound_ms, self.best_ms)]
-        return sorted(alive, key=lambda candidate: candidate.best_ms)
+        alive = [c for c in self.all if not c.infeasible and shorter(c.incumbents.bound_ms, self.best_ms)]
+        return sorted(alive, key=lambda candidate: candidate.incumbents.best_ms)
 
     # Which there are
 
@@ -104,10 +104,20 @@ class Candidates:
                 placed = placement.apply(self._request.problem)
                 if placed.stages not in taken:
                     taken.add(placed.stages)
-                    yield self.new_candidate(placement, placed)
+                    yield self.bounded_candidate(placement, placed)
+
+    def bounded_candidate(self, placement: Placement, placed: Problem) -> Candidate:
+        """A candidate with the bound of its stages."""
+        candidate = self.new_candidate(placement, placed)
+        candidate.incumbents.bound_ms = lower_bound(placed, self._request.objective)
+        return candidate
 
     def new_candidate(self, placement: Placement | None, placed: Problem) -> Candidate:
-        return Candidate(placement, placed, lower_bound(placed, self._request.objective))
+        def emit(frame: Frame) -> None:
+            self.handle(candidate, frame)
+
+        candidate = Candidate(placement, incumbents_of(self._request.model_copy(update={"problem": placed}), emit))
+        return candidate
 
     def _take_warm_start(self) -> None:
         """Make a warm start that names a placement that placement's first schedule."""
@@ -122,36 +132,31 @@ class Candidates:
             return
         candidate = next((candidate for candidate in self.all if candidate.problem.stages == placed.stages), None)
         if candidate is None:
-            candidate = self.new_candidate(placement, placed)
+            candidate = self.bounded_candidate(placement, placed)
             self.all.append(candidate)
-        candidate.best = candidate.best or programs
+        candidate.start = programs
 
-    # What is said of them
+    # What is found for them
 
-    def handle(self, candidate: Candidate, portfolio: Portfolio, frame: Frame) -> None:
-        """Take what a portfolio says of a placement; called from any thread."""
+    def handle(self, candidate: Candidate, frame: Frame) -> None:
+        """Take a frame about one placement; called from any thread."""
         with self._handling:
             if isinstance(frame, Incumbent):
-                self._take_schedule(candidate, portfolio.state.best_ms, frame)
+                if shorter(candidate.incumbents.best_ms, self.best_ms):
+                    self.best_ms = candidate.incumbents.best_ms
+                    placed = frame.schedule.model_copy(update={"placement": candidate.placement})
+                    self._emit(frame.model_copy(update={"schedule": placed}))
             elif isinstance(frame, Bound):
-                candidate.bound_ms = max(candidate.bound_ms, frame.lower_bound_ms)
                 self._raise_bound()
             elif isinstance(frame, Infeasible):
                 candidate.infeasible = frame.reason
                 self._raise_bound()
             elif isinstance(frame, Note):
                 if frame.method:
-                    self._emit(frame.model_copy(update={"text": f"{candidate.name}: {frame.text}"}))
+                    name = candidate.placement or "the stages as given"
+                    self._emit(frame.model_copy(update={"text": f"{name}: {frame.text}"}))
                 else:
                     self.note(frame.text, candidate.placement)
-
-    def _take_schedule(self, candidate: Candidate, length_ms: float, frame: Incumbent) -> None:
-        if length_ms < candidate.best_ms:
-            candidate.best, candidate.best_ms = frame.schedule, length_ms
-        if shorter(length_ms, self.best_ms):
-            self.best_ms = length_ms
-            placed = frame.schedule.model_copy(update={"placement": candidate.placement})
-            self._emit(frame.model_copy(update={"schedule": placed}))
 
     def _raise_bound(self) -> None:
         """Emit the bound that holds for all placements if it is higher than before.
@@ -159,7 +164,7 @@ class Candidates:
         Each placement has its bound; all partitions of layers have one together.
         """
         each = [c for c in self.all if not self.has_layers or c is self.unplaced or c.is_bidirectional]
-        bound_ms = min([self._partitions_ms, *(c.bound_ms for c in each if not c.infeasible)])
+        bound_ms = min([self._partitions_ms, *(c.incumbents.bound_ms for c in each if not c.infeasible)])
         if bound_ms < NO_SCHEDULE_MS and raises(bound_ms, self.bound_ms):
             self.bound_ms = bound_ms
             self._emit(Bound(method="all placements", lower_bound_ms=bound_ms))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import inf
 
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, tuning
+from optpipe_solver.clock import Clock
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import MILP, RELAX
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
-from optpipe_solver.portfolio.search_state import Emit, SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.tuning import EngineRun
 
 MIB = 2**20
@@ -26,17 +28,18 @@ class EngineRuns:
     """
 
     def __init__(
-        self, request: Request, planned: Sequence[EngineRun], state: SearchState, limit: TimeLimit, emit: Emit
+        self, request: Request, planned: Sequence[EngineRun], incumbents: Incumbents, clock: Clock, emit: Emit
     ) -> None:
-        self._request, self._state, self._limit, self._emit = request, state, limit, emit
+        self._request, self._incumbents, self._emit = request, incumbents, emit
         self._planned = list(planned)
         self._processes = EngineProcesses()
         beside = request.method in ("auto", RELAX)  # what gives bounds only need not wait for heuristics
         self._parallel = tuning.side_by_side(request.threads) if beside else 1
-        share = 1 - tuning.heuristics_share(limit.seconds)
-        self._counted = limit.counted and request.method != MILP
-        self._engines_s = share * limit.seconds * (tuning.COUNTED_SHARE if self._counted else 1)
-        self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
+        counts = clock.counts and request.method != MILP
+        self._engines_s = (1 - tuning.heuristics_share(clock.seconds)) * clock.seconds  # summed shares are of this
+        self._engines_s *= tuning.COUNTED_SHARE if counts else 1
+        # By count what no engine has used yet; by the clock all that is left.
+        self._clock = Clock(self._engines_s if counts else clock.seconds, counts, inf, whole=clock)
         self._started = 0
         self._any_ready = False  # whether an engine's search has begun
         self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
@@ -71,7 +74,7 @@ class EngineRuns:
         threads = request.threads - sum(process.threads for process in running)
         threads -= beside_heuristics * (request.threads // self._parallel)
         while free > 0 and self._planned:
-            if self._left_s() <= tuning.ENGINE_END_S:
+            if self._clock.left_s <= tuning.ENGINE_END_S:
                 self._drop_planned()
                 return
             able = [run for run in self._planned if self.may_gain(run)]
@@ -88,22 +91,20 @@ class EngineRuns:
 
     def _under_way(self, run: EngineRun) -> bool:
         """Whether the engine runs already, from the schedule that this run would start from."""
-        start = self._state.start_for(run)
+        start = self._start_for(run)
         return any(process.engine == run.engine and process.start is start for process in self._processes.running)
 
     def _may_begin(self, run: EngineRun) -> bool:
         """Whether the engine's turn has come: an engine that must compile lets others begin, unless work is counted."""
-        return self._started > 0 or self._counted or not engines.waits_for_compiler(run.engine)
+        return self._started > 0 or self._clock.counts or not engines.waits_for_compiler(run.engine)
 
-    def _left_s(self) -> float:
-        left_s = self._limit.left_s
-        return min(self._uncounted_s, left_s) if self._counted else left_s
+    def _start_for(self, run: EngineRun) -> Schedule | None:
+        return self._incumbents.best_of(is_listed if run.from_heuristics else is_modelled)
 
     def _allotted_s(self, run: EngineRun) -> float:
         """A run's share of the time; all that is left if no run is planned behind it."""
-        all_s = self._uncounted_s if self._counted else self._limit.left_s
         share_s = max(run.share * self._parallel * self._engines_s, tuning.ENGINE_LEAST_S)
-        return min(share_s, all_s) if self._planned else all_s
+        return min(share_s, self._clock.left_s) if self._planned else self._clock.left_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
         """Start an engine; what it is allotted begins when it is ready, and has the time that it needs to end.
@@ -111,7 +112,7 @@ class EngineRuns:
         Where the clock counts, one that makes no plan for its time is stopped at the end of its share, or goes on while
         it gains.
         """
-        goes_on = not self._counted and engines.load(run.engine).OPEN_ENDED
+        goes_on = not self._clock.counts and engines.load(run.engine).OPEN_ENDED
         limit_s = max(allotted_s - tuning.ENGINE_END_S, allotted_s / 2)
         asked = {
             "method": run.engine,
@@ -120,16 +121,16 @@ class EngineRuns:
             "seed": (self._request.seed + self._started) % 2**31,
         }
         self._started += 1
-        start = self._state.start_for(run)
-        deadline = self._limit.until(tuning.LOADING_S + self._longest_s(allotted_s))
+        start, deadline = self._start_for(run), self._deadline(allotted_s, tuning.LOADING_S)
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
 
-    def _longest_s(self, allotted_s: float) -> float:
-        return allotted_s * (tuning.COUNTED_TIMEOUT if self._counted else 1.0)
+    def _deadline(self, allotted_s: float, loading_s: float = 0.0) -> float:
+        """The moment at which an engine is stopped that does not end by itself."""
+        return self._clock.moment(loading_s + allotted_s * (tuning.COUNTED_TIMEOUT if self._clock.counts else 1.0))
 
     def may_gain(self, run: EngineRun) -> bool:
         """Whether the engine never ended early from the schedule that this run would start from."""
-        start = self._state.start_for(run)
+        start = self._start_for(run)
         return not any(engine == run.engine and begun_from is start for engine, begun_from in self._exhausted)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
@@ -162,7 +163,7 @@ class EngineRuns:
                 self._cancel(process.engine)
             case Ready():
                 self._any_ready = True
-                process.begins(self._limit.until(self._longest_s(process.allotted_s)))
+                process.begins(self._deadline(process.allotted_s))
             case End():
                 process.spent_s, process.overdue = message.spent_s, False
             case None:
@@ -170,24 +171,24 @@ class EngineRuns:
 
     def _take_schedule(self, process: EngineProcess, message: Incumbent) -> None:
         """Take a schedule once it is verified. An engine that makes no plan for its time goes on if it gained."""
-        best_ms = self._state.best_ms
+        best_ms = self._incumbents.best_ms
         try:
-            wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
+            wrong = self._incumbents.offer(message.schedule.schedule(self._request.problem, message.method))
         except OptPipeError as error:
             wrong = str(error)
-        if self._state.best_ms < best_ms:
+        if self._incumbents.best_ms < best_ms:
             process.gained = True
-            process.goes_on(self._limit.until(process.allotted_s))
+            process.goes_on(self._clock.moment(process.allotted_s))
         if wrong:
             self._emit(Note(text=f"a schedule of {process.engine} was rejected: {wrong}"))
 
     def _take_bound(self, process: EngineProcess, message: Bound) -> None:
-        claim_ms, best_ms = message.lower_bound_ms, self._state.best_ms
-        if self._state.contradicts(claim_ms):
+        claim_ms, best_ms = message.lower_bound_ms, self._incumbents.best_ms
+        if self._incumbents.contradicts(claim_ms):
             claim = f"{process.engine} claims a bound of {claim_ms} ms"
             self._emit(Note(text=f"{claim}, above a schedule of {best_ms} ms"))
         else:
-            self._state.raise_bound(claim_ms, message.method)
+            self._incumbents.raise_bound(claim_ms, message.method)
 
     def _take_note(self, process: EngineProcess, message: Note) -> None:
         """Pass a note on. An engine's report is for whoever asked for the engine."""
@@ -198,7 +199,7 @@ class EngineRuns:
 
     def _ended(self, process: EngineProcess) -> None:
         spent_s = float("inf") if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
-        self._uncounted_s -= min(process.allotted_s, spent_s)
+        self._clock.spend(min(process.allotted_s, spent_s))
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))
         elif process.overdue and not process.report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import count
@@ -14,47 +13,17 @@ from optpipe.process.protocol import Note, Request
 from optpipe.reuse.by_rules import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
 from optpipe_solver import tuning
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import ENGINES, HEURISTICS
-from optpipe_solver.portfolio.search_state import Emit, SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
-from optpipe_solver.systems import in_entry_orders
-from optpipe_solver.systems.variants import variants
+from optpipe_solver.systems import in_entry_orders, variants
 
 Streams = dict[str, Iterator[Schedule]]
 
 
-class Turn:
-    """How long heuristics run: a share of the time, by the clock or, with one thread, by ops that were handled.
-
-    By the clock they go on while they still gain, and while no engine is ready.
-    """
-
-    def __init__(self, limit: TimeLimit, share: float, are_alone: Callable[[], bool]) -> None:
-        self._limit, self._are_alone = limit, are_alone
-        self._began = time.monotonic()
-        self._until = limit.until(limit.left_s * (1.0 if limit.counted else share))
-        self._ops, self._max_ops = 0, share * limit.seconds * tuning.OPS_PER_S
-
-    def count(self, ops: int, has_gained: bool = False) -> None:
-        """Count what was done for one schedule, and whether it became the best."""
-        self._ops += ops
-        if has_gained:
-            passed_s = time.monotonic() - self._began
-            self._until = min(self._limit.deadline, max(self._until, self._began + tuning.STILL_GAINING * passed_s))
-
-    def is_over(self, state: SearchState) -> bool:
-        """Whether the turn is over. It is not before there is any schedule, and one of these heuristics."""
-        if state.best is None or not self._ops:
-            return False
-        is_late = time.monotonic() > self._until
-        if self._limit.counted:
-            return is_late or self._ops > self._max_ops
-        return is_late and not self._are_alone()
-
-
 class HeuristicRuns:
-    """Offers the schedules of heuristics and published systems to the search's state.
+    """Offers the schedules of heuristics and published systems to the search's keeper.
 
     Parameters
     ----------
@@ -63,10 +32,10 @@ class HeuristicRuns:
     """
 
     def __init__(
-        self, request: Request, system: Schedule | None, state: SearchState, limit: TimeLimit, emit: Emit
+        self, request: Request, system: Schedule | None, incumbents: Incumbents, clock: Clock, emit: Emit
     ) -> None:
-        self._request, self._system, self._state = request, system, state
-        self._limit, self._emit = limit, emit
+        self._request, self._system, self._incumbents = request, system, incumbents
+        self._clock, self._emit = clock, emit
         problem = request.problem
         passes = len(problem.stages) * problem.microbatches
         self._ops = 3 * passes  # handled for one schedule
@@ -84,28 +53,38 @@ class HeuristicRuns:
         names = [request.method] if request.method in HEURISTICS else list(tuning.HEURISTICS)
         if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > tuning.LARGE_PARTS:
             names.sort(key=lambda name: name != "naive")
-        return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
+        return {name: STREAMS[name](problem, request.objective, self._clock) for name in names}
 
     def run(self, streams: Streams, share: float, are_alone: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Offer schedules for a share of the time, and beyond it while they still gain or are alone; yield after each.
+        """Offer schedules for a share of the time, by the clock also while they still gain or are alone; yield after
+        each.
 
         Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
         policies bring. After the first round come the published systems, unless that takes half of the time; where
         devices have several stages, for which there are few and good ones, after the first schedule. A heuristic whose
         best is not the best of all runs in some of the rounds only.
+
+        It is not over before there is any schedule, and one of these heuristics.
         """
-        turn = Turn(self._limit, share, are_alone)
-        published = self._published_in_half_the_time(turn)
+        clock, incumbents, tried = self._clock.share(share), self._incumbents, False
+        published = self._published_in_half_the_time(clock)
         shortest_ms = dict.fromkeys(streams, NO_SCHEDULE_MS)
+
+        def is_over() -> bool:
+            return tried and incumbents.best is not None and clock.over and (clock.counts or not are_alone())
+
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
             is_full_round = number % tuning.ALL_EVERY_ROUNDS == 0
             for name in [name for name in streams if is_full_round or shortest_ms[name] <= ahead_ms]:
-                if turn.is_over(self._state):
+                if is_over():
                     break
-                best_ms = self._state.best_ms
+                best_ms = incumbents.best_ms
                 schedule = self._next(name, streams[name])
-                turn.count(self._ops, has_gained=self._state.best_ms < best_ms)
+                tried = True
+                clock.count(self._ops)
+                if incumbents.best_ms < best_ms:
+                    clock.last(tuning.STILL_GAINING * clock.passed_s)
                 if schedule is None:
                     del streams[name]
                 else:
@@ -114,21 +93,21 @@ class HeuristicRuns:
                 if self._chunked:
                     yield from published
             yield from published
-            if turn.is_over(self._state) or not streams:
+            if is_over() or not streams:
                 return
 
-    def _published_in_half_the_time(self, turn: Turn) -> Iterator[None]:
+    def _published_in_half_the_time(self, clock: Clock) -> Iterator[None]:
         for _ in self.published() if self._with_published else ():
-            turn.count(self._ops)
+            clock.count(self._ops)
             yield
-            if self._limit.left_s < self._limit.seconds / 2:
+            if self._clock.wall_left_s < self._clock.seconds / 2:
                 return
 
     def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:
         """Offer the next schedule of a heuristic, and return it; None if it has no more, or none that is valid."""
         try:
             schedule = next(stream, None)
-            wrong = self._state.offer(schedule) if schedule else None
+            wrong = self._incumbents.offer(schedule) if schedule else None
         except OptPipeError as error:
             schedule, wrong = None, str(error)
         except Exception as error:  # one heuristic's fault does not end the search
@@ -145,7 +124,7 @@ class HeuristicRuns:
     def by_rules(self, most: int) -> float:
         """Offer what rules lead to when so many ops are simulated in all, or time is up, and return how long that
         is."""
-        self._offer_by_rules(most, self._limit.deadline)
+        self._offer_by_rules(most, self._clock.until)
         return self._rules_search.ms
 
     def _offer_by_rules(self, most: int, until: float = inf) -> None:
@@ -167,7 +146,7 @@ class HeuristicRuns:
         for method in variants(self._request.problem):
             try:
                 for schedule in in_entry_orders(method, self._request.problem):
-                    self._state.offer(schedule)
+                    self._incumbents.offer(schedule)
             except OptPipeError:
                 pass
             except Exception as error:  # as above

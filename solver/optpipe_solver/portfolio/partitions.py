@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, permutations
 
@@ -19,6 +18,7 @@ from optpipe.process.protocol import Request
 from optpipe_solver import tuning
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 
 ROUNDING = 0.01  # of a sum: stages and their layers may be measured apart
@@ -71,10 +71,8 @@ def _figures(costs: StageCosts, microbatches: int) -> Floats:
     return np.array([np.broadcast_to(figure, microbatches) for figure in figures], dtype=float)
 
 
-def improve_partitions(request: Request, starts: Sequence[Placement], deadline: float) -> list[Placement]:
-    """Descend from each partition, then go on with the best third, until their share of the time is over.
-
-    With one thread the time is counted in work, else by the clock; a moment of `time.monotonic` ends it in any case.
+def improve_partitions(request: Request, starts: Sequence[Placement], clock: Clock) -> list[Placement]:
+    """Descend from each partition, then go on with the best third, until time is up.
 
     Returns
     -------
@@ -83,13 +81,10 @@ def improve_partitions(request: Request, starts: Sequence[Placement], deadline: 
     descents = [PartitionDescent(request.problem, request.objective, start, request.seed) for start in starts]
     for count in (len(descents), -(-len(descents) // 3)):
         for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:
-            seconds = tuning.PARTITIONS_SHARE / 2 / count * request.time_limit_s
-            until, ops = time.monotonic() + seconds, 0
-            for handled in descent.steps:
-                ops += handled
-                now = time.monotonic()
-                is_over = ops > seconds * tuning.OPS_PER_S if request.threads == 1 else now > until
-                if is_over or now > deadline:
+            turn = clock.share(1 / 2 / count)
+            for ops in descent.steps:
+                turn.count(ops)
+                if turn.over:
                     break
     return [descent.placement for descent in descents]
 

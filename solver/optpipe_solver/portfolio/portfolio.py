@@ -6,22 +6,28 @@ bound of all of them are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import length_ms, shorter
 from optpipe.process.protocol import Infeasible, Note, Request
-from optpipe.reuse.repair import repair
+from optpipe.schedule import Schedule, check
 from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.parts import in_all_parts
+from optpipe_solver.clock import Clock, counts_work
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.portfolio.other_stages import shorter_on_other_stages
-from optpipe_solver.portfolio.search_state import Emit, SearchState
-from optpipe_solver.portfolio.time_limit import TimeLimit
-from optpipe_solver.systems import in_best_order
-from optpipe_solver.systems.variants import is_system
+from optpipe_solver.portfolio.warm_start import schedules_of
+from optpipe_solver.schedule_facts import is_listed, is_modelled
+from optpipe_solver.systems import SYSTEMS, in_best_order, is_system
+
+
+def incumbents_of(request: Request, emit: Emit) -> Incumbents:
+    """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of, some
+    with the best of these that no engine found."""
+    return Incumbents(request.problem, request.objective, emit, is_modelled, is_listed, hands_on_rules=True)
 
 
 class Portfolio:
@@ -33,6 +39,8 @@ class Portfolio:
         The problem, the method and the limits.
     emit
         Called with each better schedule, each better bound, and what else there is to say, as soon as it is known.
+    incumbents
+        What earlier searches of the same problem have found.
 
     Raises
     ------
@@ -40,16 +48,17 @@ class Portfolio:
         If the method is unknown or does not apply to this problem.
     """
 
-    def __init__(self, request: Request, emit: Emit) -> None:
+    def __init__(self, request: Request, emit: Emit, incumbents: Incumbents | None = None) -> None:
         self.request, self.emit = request, emit
         system = (
             in_best_order(request.method, request.problem, "keep", request.objective)
             if is_system(request.method)
             else None
         )
-        self.limit = TimeLimit(request)
-        self.state = SearchState(request, emit)
-        self.heuristics = HeuristicRuns(request, system, self.state, self.limit, emit)
+        seconds = request.time_limit_s - min(tuning.STOP_S, request.time_limit_s / 4)
+        self.clock = Clock(seconds, counts_work(request), wall_s=seconds)
+        self.incumbents = incumbents or incumbents_of(request, emit)
+        self.heuristics = HeuristicRuns(request, system, self.incumbents, self.clock, emit)
 
     def run(self) -> None:
         """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
@@ -59,52 +68,25 @@ class Portfolio:
         """
         if not self.begin():  # bounds and the warm start; or there is no schedule at all
             return
-        state = self.state
+        incumbents, clock = self.incumbents, self.clock
         runs = self._engine_runs()
-        heuristics = self._heuristics_beside(runs)
-        heuristics_run = not state.proven
+        share = tuning.heuristics_share(clock.seconds) if runs.are_planned else 1.0
+        heuristics = self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
+        heuristics_run = not incumbents.proven
         try:
             while True:
                 if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
-                    heuristics_run = next(heuristics, "ended") is None and not state.proven
-                if self._is_over(runs):
+                    heuristics_run = next(heuristics, "ended") is None and not incumbents.proven
+                if clock.wall_left_s <= 0 or (incumbents.proven and not runs.unfinished(methods.MILP)):
                     break
-                if state.best or not heuristics_run:  # engines start from a schedule, if there is any
+                if incumbents.best or not heuristics_run:  # engines start from a schedule, if there is any
                     runs.start_next(beside_heuristics=heuristics_run)
                 if not (heuristics_run or runs.running):
                     break
-                runs.handle_messages(0.0 if heuristics_run else min(tuning.POLL_S, max(0.0, self.limit.left_s)))
+                runs.handle_messages(0.0 if heuristics_run else min(tuning.POLL_S, clock.wall_left_s))
                 runs.limit_memory()
         finally:
             runs.stop_all()
-
-    def _is_over(self, runs: EngineRuns) -> bool:
-        is_done = self.state.proven and not runs.unfinished(methods.MILP)
-        return is_done or self.limit.left_s <= 0
-
-    def _engine_runs(self) -> EngineRuns:
-        """The engines of the method, none of them started."""
-        request = self.request
-        planned = tuning.engine_runs(request.method, request.problem, self.supports)
-        if request.method == methods.MILP and planned:
-            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
-        if any(engines.waits_for_compiler(run.engine) for run in planned):
-            self.emit(Note(text=engines.COMPILING))
-        return EngineRuns(request, planned, self.state, self.limit, self.emit)
-
-    def _heuristics_beside(self, runs: EngineRuns) -> Iterator[None]:
-        """Heuristics and published schedules; without engines they have all the time."""
-        share = tuning.heuristics_share(self.limit.seconds) if runs.are_planned else 1.0
-        return self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
-
-    def tell_of_other_stages(self) -> None:
-        """Emit a note if a published schedule on other stages is shorter than the answer, where time is left."""
-        asked, state = self.request, self.state
-        if state.best is None or asked.method not in ("auto", *methods.ENGINES):
-            return
-        until = self.limit.until(tuning.OTHER_STAGES_S)
-        if text := shorter_on_other_stages(asked.problem, asked.objective, state.best_ms, until):
-            self.emit(Note(text=text))
 
     def begin(self) -> bool:
         """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.
@@ -117,31 +99,33 @@ class Portfolio:
         if reason := infeasibility(problem):
             self.emit(Infeasible(reason=reason))
             return False
-        self.state.raise_bound(trivial_bound(problem, objective), "trivial")
+        self.incumbents.raise_bound(trivial_bound(problem, objective), "trivial")
         self._take_warm_start()
-        self.state.raise_bound(memory_bound(problem, objective), "memory")
+        self.incumbents.raise_bound(memory_bound(problem, objective), "memory")
         return True
 
     def _take_warm_start(self) -> None:
-        """Offer the warm start, re-timed with today's costs; in more parts or repaired if it does not hold for them.
-
-        Its stages are taken for those of the problem, whatever placement it names.
-        """
-        if self.request.warm_start is None:
-            return
-        problem, programs = self.request.problem, self.request.warm_start.model_copy(update={"placement": None})
-        wrong: str | None
+        """Offer the warm start, re-timed with today's costs; in more parts or repaired if it does not hold for them."""
+        start, wrong = self.request.warm_start, None
         try:
-            given = programs.schedule(problem, programs.method or "warm start")
-            wrong = self.state.offer(given)
-            if wrong and (divided := in_all_parts(given)) is not None:
-                wrong = self.state.offer(divided)
-            if wrong and (repaired := repair(problem, given)) is not None:
-                wrong = self.state.offer(repaired)
+            for schedule in schedules_of(self.request.problem, start) if start else ():
+                wrong = self.incumbents.offer(schedule)
+                if not wrong:
+                    return
         except OptPipeError as error:
             wrong = str(error)
         if wrong:
             self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
+
+    def _engine_runs(self) -> EngineRuns:
+        """The engines of the method, none of them started."""
+        request = self.request
+        planned = tuning.engine_runs(request.method, request.problem, self.supports)
+        if request.method == methods.MILP and planned:
+            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
+        if any(engines.waits_for_compiler(run.engine) for run in planned):
+            self.emit(Note(text=engines.COMPILING))
+        return EngineRuns(request, planned, self.incumbents, self.clock, self.emit)
 
     def supports(self, engine: str) -> bool:
         """Whether an engine can work on the problem.
@@ -158,3 +142,28 @@ class Portfolio:
             elif never:
                 self.emit(Note(text=f"{engine} makes no {never}: some heuristics and published schedules do"))
         return reason is None
+
+    def look_at_other_stages(self) -> None:
+        """Emit a note if a published schedule on other stages is shorter than the answer, where time is left.
+
+        The bounds of the problem's own stages do not hold for it.
+        """
+        problem, objective, best_ms = self.request.problem, self.request.objective, self.incumbents.best_ms
+        if self.incumbents.best is None or self.request.method not in ("auto", *methods.ENGINES):
+            return
+        clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock)
+        shortest: Schedule | None = None
+        shortest_ms = best_ms
+        for name, system in SYSTEMS.items():
+            if clock.over:
+                break
+            with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
+                if system.placement(problem, "all") is None:
+                    continue
+                schedule = in_best_order(name, problem, "all", objective)
+                ms = length_ms(schedule, objective)
+                if shorter(ms, shortest_ms) and not check(schedule.problem, schedule):
+                    shortest, shortest_ms = schedule, ms
+        if shortest is not None:
+            less = f"{shortest_ms:.6g} ms, {1 - shortest_ms / best_ms:.1%} less"
+            self.emit(Note(text=f"on other stages {shortest.method} takes {less}, with {shortest.placement}"))

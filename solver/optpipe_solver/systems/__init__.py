@@ -6,9 +6,11 @@ They do not ask whether memory suffices, nor how long ops take, unless the paper
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from math import ceil
 from typing import Any
 
 from optpipe.dispatch.starts import entry_orders
@@ -17,39 +19,27 @@ from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
 from optpipe.schedule import Schedule, check
-from optpipe_solver.systems import (
-    adaoffload,
-    bpipe,
-    chronos,
-    classic,
-    dualpipe,
-    optimizer_offload,
-    pipeoffload,
-    v_auto,
-    v_shape,
-    zero_bubble,
-)
-from optpipe_solver.systems.system import System
+from optpipe_solver import tuning
+from optpipe_solver.methods import METHODS
+from optpipe_solver.systems import adaoffload, bpipe, chronos, classic, dualpipe, pipeoffload, v_shape, zero_bubble
+from optpipe_solver.systems.order import count_chunks, count_devices
+from optpipe_solver.systems.system import PUBLISHED, System
 
-__all__ = ["SYSTEMS", "System", "generate", "in_best_order", "in_entry_orders", "parse"]
+__all__ = ["SYSTEMS", "System", "generate", "in_best_order", "in_entry_orders", "is_system", "parse", "variants"]
 
+FAMILIES = (classic, dualpipe, pipeoffload, adaoffload, chronos, zero_bubble, v_shape, bpipe)  # searches try them so
 SYSTEMS: dict[str, System] = {
-    system.name: system
-    for family in (
-        classic,
-        dualpipe,
-        pipeoffload,
-        adaoffload,
-        chronos,
-        optimizer_offload,
-        zero_bubble,
-        v_shape,
-        v_auto,
-        bpipe,
-    )
-    for system in family.SYSTEMS
+    name: system
+    for family in FAMILIES
+    for name, system in PUBLISHED.items()
+    if system.build.__module__ == family.__name__
 }
-
+CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
+    "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
+    "chronos-recomp": ("recomputed", lambda _, v: range(1, v + 1)),
+    "chronos-zero2": ("group", lambda p, _: range(2, p + 1)),
+    "1f1b-recompute": ("every", lambda p, _: range(1, p + 1)),
+}
 _PARAMETER = re.compile(r"([a-z][a-z_]*)=([0-9]{1,9})")
 
 
@@ -134,3 +124,29 @@ def in_best_order(
             return True, NO_SCHEDULE_MS
 
     return min(schedules, key=rank)
+
+
+def is_system(method: str) -> bool:
+    """Whether the method is a published schedule. Raises InputError if it is no method, or its parameters are wrong."""
+    if method in METHODS:
+        return False
+    name = method.partition(":")[0]
+    if name not in SYSTEMS:
+        names = dict.fromkeys((*METHODS, *SYSTEMS))
+        raise InputError(f"method = {method!r}: the methods are {', '.join(names)}{did_you_mean(name, names, '; ')}")
+    parse(method)
+    return True
+
+
+def variants(problem: Problem) -> Iterator[str]:
+    """Yield the systems that run on the problem's own stages, with choices of their parameters."""
+    devices, chunks = count_devices(problem), count_chunks(problem)
+    for name, system in SYSTEMS.items():
+        with suppress(InputError):
+            system.placement(problem, "keep")
+            yield name
+            if name in CHOICES:
+                parameter, values = CHOICES[name]
+                choices = list(values(devices, chunks))
+                step = -(-len(choices) // tuning.VARIANTS) or 1
+                yield from (f"{name}:{parameter}={value}" for value in choices[::step])

@@ -16,11 +16,12 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import warmed_up
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 AHEAD = 2  # compute ops before its backward at which a reload starts: those of PipeOffload's slot
 
 
+@published("algorithm-1", "OptPipe, Algorithm 1 as printed")
 def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
     """Algorithm 1 with a tolerance T of `tolerance` ms.
 
@@ -83,6 +84,3 @@ def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
     for i, op in enumerate(compute):
         ops += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
     return ops
-
-
-SYSTEMS = (System("algorithm-1", "OptPipe, Algorithm 1 as printed", algorithm_1, parameters=("tolerance",)),)

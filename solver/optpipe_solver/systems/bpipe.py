@@ -15,9 +15,10 @@ from optpipe.model.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.order import in_order
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 
+@published("bpipe", "Kim et al. 2023")
 def bpipe(problem: Problem) -> Schedule:
     """BPipe (Kim et al. 2023): stage s evicts to the device of stage p - 1 - s, and no device holds more than ⌈(p+2)/2⌉
     activations.
@@ -140,6 +141,3 @@ def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places:
     for load, place in places.items():
         before[place] += [load._replace(kind=Kind.V), *([follows[load]] if load in follows else [])]
     return [*(op for marks, then in zip(before, ops, strict=False) for op in (*marks, then)), *before[-1]]
-
-
-SYSTEMS = (System("bpipe", "Kim et al. 2023", bpipe),)

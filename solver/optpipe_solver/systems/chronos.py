@@ -6,28 +6,40 @@ gradient fused, takes two. A device does one forward and one backward in each be
 device 0. So a chunk that runs without a wait, one unit a device on the way there and two on the way back, has its
 backward in the same beat on all devices, and its forward one beat later on each. What is left to choose is the beat in
 which each chunk is launched: no two in the same beat modulo v, or they collide on every device.
+
+In Chronos-Offload the optimizer of deep chunks runs on the host. The weights of chunk v get their gradients first and
+are used last. So its gradients leave, are applied and come back as parameters while the other chunks drain this
+iteration's pipeline and fill the next one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.model.ops import Kind
+from optpipe.model.ops import BACKWARD, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, PART, STAGE, of_kinds
+from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
-from optpipe_solver.systems.order import by_slot, count_chunks, count_devices, distinct_slots, require_level
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.order import (
+    by_slot,
+    count_chunks,
+    count_devices,
+    distinct_slots,
+    in_order,
+    require_level,
+)
+from optpipe_solver.systems.system import published
 
 F, C, BW = 1, 1, 2  # units that each lasts
 
 
+@published("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", least=2, most=None, chunks=2)
 def chronos(problem: Problem) -> Schedule:
     """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat after the chunk before it.
 
@@ -40,19 +52,7 @@ def chronos(problem: Problem) -> Schedule:
     return _pipe(problem, group=1)
 
 
-def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
-    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row.
-
-    So its gradients are reduced once for all of them. The last group has the r micro-batches left.
-
-    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1)
-    less where group divides p, or m and is at least p.
-    """
-    if group < 1:
-        raise InputError(f"group = {group}: a chunk is launched for at least 1 micro-batch in a row")
-    return _pipe(problem, group)
-
-
+@published("chronos-recomp", "Lin et al. 2025, section 4.2", least=2, most=None, chunks=2)
 def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Schedule:
     """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are recomputed just before their backwards, by
     this `level` of their stages.
@@ -88,6 +88,20 @@ def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Sch
     again = table[backward]
     again[:, KIND], again[:, PART] = Kind.C, level
     return by_slot(problem, np.concatenate([table, again]), np.r_[start, start[backward] - C])
+
+
+@published("chronos-zero2", "Lin et al. 2025, section 4.3", least=2, most=None, chunks=2)
+def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
+    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row.
+
+    So its gradients are reduced once for all of them. The last group has the r micro-batches left.
+
+    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1)
+    less where group divides p, or m and is at least p.
+    """
+    if group < 1:
+        raise InputError(f"group = {group}: a chunk is launched for at least 1 micro-batch in a row")
+    return _pipe(problem, group)
 
 
 @dataclass(frozen=True)
@@ -131,24 +145,46 @@ def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> 
     )
 
 
-SYSTEMS = (
-    System("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", chronos, least=2, most=None, chunks=2),
-    System(
-        "chronos-recomp",
-        "Lin et al. 2025, section 4.2",
-        chronos_recomp,
-        least=2,
-        most=None,
-        chunks=2,
-        parameters=("recomputed", "level"),
-    ),
-    System(
-        "chronos-zero2",
-        "Lin et al. 2025, section 4.3",
-        chronos_zero2,
-        least=2,
-        most=None,
-        chunks=2,
-        parameters=("group",),
-    ),
-)
+@published("chronos-offload", "Lin et al. 2025, section 5.1", least=2, most=None, chunks=2)
+def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
+    """Chronos-Offload (section 5.1): Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host.
+
+    Parameters come in first, in the order of the stages; gradients go out after a stage's last backward, and the
+    update follows. The iteration is no longer than Chronos-Pipe's where Eq. 5 and 7 hold. For v = 2 and stages alike
+    the exact limits are wider: parameters may take p forwards of a chunk, gradients and update p of its backwards. What
+    they take beyond that makes the iteration longer. What is saved, two thirds of these chunks' model state, is no
+    activation, so the certificate does not change.
+    """
+    devices, v = count_devices(problem), count_chunks(problem)
+    if not 1 <= chunks < v:
+        raise InputError(f"chunks = {chunks}: expected 1 to {v - 1}, the shallowest chunk of a device is updated there")
+    deep = range((v - chunks) * devices, len(problem.stages))
+    for s in deep:
+        if not problem.stages[s].can_update:
+            raise InputError(
+                f"stages[{s}].update_ms is missing: chronos-offload updates stages {deep[0]} to {deep[-1]} on the host"
+            )
+    plain = chronos(problem)
+    last = problem.microbatches - 1
+    lists: list[list[Op]] = [[] for _ in problem.devices]
+    for s in deep:
+        lists[problem.stages[s].device].append(Op(Kind.P, s, 0))
+    for ops, program in zip(lists, plain.programs, strict=True):
+        for op in program.ops():
+            ops.append(op)
+            if op.stage in deep and op.microbatch == last and op.kind in BACKWARD:
+                ops += [Op(Kind.G, op.stage, 0), Op(Kind.U, op.stage, 0)]
+    return replace(in_order(problem, lists), links=_shared(plain, deep))
+
+
+def _shared(plain: Schedule, deep: range) -> dict[str, Program]:
+    """Order the links that devices share: parameters as they are first needed, gradients as they become ready."""
+    rows = zip(plain.timeline.table.tolist(), plain.timeline.end.tolist(), strict=True)
+    ended = {s: end for (kind, s, j, *_), end in rows if kind in BACKWARD and j == plain.problem.microbatches - 1}
+    leaving = sorted(deep, key=lambda s: (ended[s], -s))
+    order = [*(Op(Kind.P, s, 0) for s in deep), *(Op(Kind.G, s, 0) for s in leaving)]
+    links = {
+        link: Program.from_items(op for op in order if plain.problem.stages[op.stage].device in sharers)
+        for link, sharers in plain.problem.shared_links.items()
+    }
+    return {link: program for link, program in links.items() if len(program)}

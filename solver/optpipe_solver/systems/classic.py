@@ -17,9 +17,10 @@ from optpipe_solver.systems.order import (
     visits,
     warmed_up,
 )
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 
+@published("gpipe", "Huang et al. 2019; survey, section on GPipe")
 def gpipe(problem: Problem) -> Schedule:
     """GPipe (Huang et al. 2019): all forwards, then all backwards.
 
@@ -28,6 +29,7 @@ def gpipe(problem: Problem) -> Schedule:
     return _in_phases(problem, [problem.microbatches] * len(problem.stages), _fused)
 
 
+@published("1f1b", "Narayanan et al. 2021 (PipeDream-Flush); survey")
 def one_f_one_b(problem: Problem) -> Schedule:
     """1F1B (PipeDream-Flush, Narayanan et al. 2021): stage s of p begins with p - s - 1 forwards.
 
@@ -36,6 +38,31 @@ def one_f_one_b(problem: Problem) -> Schedule:
     return _in_phases(problem, _until_the_first_backward(problem), _fused)
 
 
+@published("interleaved", "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey", least=2, most=None, chunks=2)
+def interleaved(problem: Problem) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): groups of p micro-batches pass v stages a device in order.
+
+    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of
+    these forwards as well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1
+    activations, (1 + (p-1)/(pv))·M.
+
+    Megatron wants m to be a multiple of p. Where it is not, the groups are as even as they can be and none is smaller
+    than p, so that the bubble stays; the warm-up is that of the largest, g, and rank 0 holds (v-1)g + 2p - 1. (A
+    smaller last group would leave devices idle between its chunks, or deadlock: the backwards of one group wait for
+    forwards of the next.) Fewer than p are one group.
+    """
+    p = count_devices(problem)
+    chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
+    there, back = visits(groups, chunks), visits(groups, chunks[::-1])
+    lists: list[list[Op]] = [[] for _ in problem.devices]
+    for i in range(p):
+        forwards = [Op(Kind.F, c * p + i, j) for c, j in there]
+        warm_up = 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
+        lists[problem.stages[i].device] = warmed_up(forwards, [_fused(c * p + i, j) for c, j in back], warm_up)
+    return in_order(problem, lists)
+
+
+@published("1f1b-recompute", "survey, section on activation checkpointing")
 def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
     """1F1B with activation checkpointing (survey, section on it).
 
@@ -63,29 +90,6 @@ def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
     return _in_phases(problem, _until_the_first_backward(problem), backward)
 
 
-def interleaved(problem: Problem) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): groups of p micro-batches pass v stages a device in order.
-
-    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of
-    these forwards as well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1
-    activations, (1 + (p-1)/(pv))·M.
-
-    Megatron wants m to be a multiple of p. Where it is not, the groups are as even as they can be and none is smaller
-    than p, so that the bubble stays; the warm-up is that of the largest, g, and rank 0 holds (v-1)g + 2p - 1. (A
-    smaller last group would leave devices idle between its chunks, or deadlock: the backwards of one group wait for
-    forwards of the next.) Fewer than p are one group.
-    """
-    p = count_devices(problem)
-    chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
-    there, back = visits(groups, chunks), visits(groups, chunks[::-1])
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for i in range(p):
-        forwards = [Op(Kind.F, c * p + i, j) for c, j in there]
-        warm_up = 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
-        lists[problem.stages[i].device] = warmed_up(forwards, [_fused(c * p + i, j) for c, j in back], warm_up)
-    return in_order(problem, lists)
-
-
 def _fused(stage: int, microbatch: int) -> list[Op]:
     return [Op(Kind.BW, stage, microbatch)]
 
@@ -100,18 +104,3 @@ def _in_phases(problem: Problem, warm_up: Sequence[int], backward: Callable[[int
         forwards = [Op(Kind.F, s, j) for j in range(problem.microbatches)]
         lists[stage.device] = warmed_up(forwards, [backward(s, j) for j in range(problem.microbatches)], warm_up[s])
     return in_order(problem, lists)
-
-
-SYSTEMS = (
-    System("gpipe", "Huang et al. 2019; survey, section on GPipe", gpipe),
-    System("1f1b", "Narayanan et al. 2021 (PipeDream-Flush); survey", one_f_one_b),
-    System(
-        "interleaved",
-        "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey",
-        interleaved,
-        least=2,
-        most=None,
-        chunks=2,
-    ),
-    System("1f1b-recompute", "survey, section on activation checkpointing", recomputed, parameters=("every", "level")),
-)

@@ -12,7 +12,7 @@ from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import in_order
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Chunk:
     microbatches: Sequence[int]
 
 
+@published("dualpipe", "DeepSeek-V3, section 3.2.1; survey", shape="bidirectional")
 def dualpipe(problem: Problem) -> Schedule:
     """DualPipe (DeepSeek-V3, section 3.2.1): device d runs stage d of the one direction and stage p-1-d of the other.
 
@@ -49,6 +50,7 @@ def dualpipe(problem: Problem) -> Schedule:
     return in_order(problem, lists)
 
 
+@published("dualpipe-v", "DualPipeV (DeepSeek; Qi et al., cut-in-half)", least=2, most=2, chunks=2, shape="v")
 def dualpipe_v(problem: Problem) -> Schedule:
     """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs.
 
@@ -108,11 +110,3 @@ def _steps(n: int, r: int, m: int) -> str:
         "W " * inner,  # Step 8: nW
     )
     return "".join(steps)
-
-
-SYSTEMS = (
-    System("dualpipe", "DeepSeek-V3, section 3.2.1; survey", dualpipe, shape="bidirectional"),
-    System(
-        "dualpipe-v", "DualPipeV (DeepSeek; Qi et al., cut-in-half)", dualpipe_v, least=2, most=2, chunks=2, shape="v"
-    ),
-)

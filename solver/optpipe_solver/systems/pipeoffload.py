@@ -1,13 +1,17 @@
 """PipeOffload (Wan et al. 2025): interleaved schedules that hold less, GIS and GIS-H; uniform ones that offload, PO-H
 and PO-F.
 
+A link runs offloads and reloads alternately, each in a slot of its own (`Slots`). Devices that share a link use it one
+after the other.
+
 The paper's letters: d devices, v looped stages on each, g micro-batches a group; T_F, T_B, T_W are f, b, w.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import ceil
+from dataclasses import dataclass, field
+from math import ceil, floor
 
 import numpy as np
 
@@ -19,10 +23,10 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import count_chunks, count_devices, distinct_slots, in_order, visits, warmed_up
-from optpipe_solver.systems.slots import Slots, fill, staggered
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 
+@published("gis", "PipeOffload, Wan et al. 2025, section 3.1", most=None, chunks=2)
 def gis(problem: Problem, group: int | None = None) -> Schedule:
     """GIS, the generalised interleaved schedule (section 3): a device changes its stage every `group` micro-batches.
 
@@ -37,6 +41,7 @@ def gis(problem: Problem, group: int | None = None) -> Schedule:
     return _in_groups(problem, "gis", count_devices(problem) if group is None else group)
 
 
+@published("gis-h", "PipeOffload, Wan et al. 2025, section 3.2", most=None, chunks=2)
 def gis_h(problem: Problem, group: int | None = None) -> Schedule:
     """GIS-H: GIS with groups of ceil(d/2) micro-batches, the smallest in whose time a forward can pass all devices."""
     return _in_groups(problem, "gis-h", ceil(count_devices(problem) / 2) if group is None else group)
@@ -59,6 +64,7 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
     return in_order(problem, lists)
 
 
+@published("po-h", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", most=None, chunks=2)
 def po_h(problem: Problem) -> Schedule:
     """PO-H: half of the stages leave, ceil(v/2) on each device.
 
@@ -69,6 +75,7 @@ def po_h(problem: Problem) -> Schedule:
     return pipe_offload(problem, ceil(count_chunks(problem) / 2))
 
 
+@published("po-f", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", most=None, chunks=2)
 def po_f(problem: Problem) -> Schedule:
     """PO-F: all stages leave.
 
@@ -188,9 +195,88 @@ def _slots(
     return staggered(lengths, begin, slot_ms / parts, problem.transfer_mode == "half_duplex")
 
 
-SYSTEMS = (
-    System("gis", "PipeOffload, Wan et al. 2025, section 3.1", gis, most=None, chunks=2, parameters=("group",)),
-    System("gis-h", "PipeOffload, Wan et al. 2025, section 3.2", gis_h, most=None, chunks=2, parameters=("group",)),
-    System("po-h", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", po_h, most=None, chunks=2),
-    System("po-f", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", po_f, most=None, chunks=2),
-)
+@dataclass
+class Slots:
+    """One device's slots for transfers one way: slot n lasts `length` ms from `first` + n·`pitch` on.
+
+    n may be negative.
+    """
+
+    first: float
+    pitch: float
+    length: float
+    taken: set[int] = field(default_factory=set)
+
+    def start(self, n: int) -> float:
+        return self.first + n * self.pitch
+
+    def within(self, begin: float, end: float) -> range:
+        """Return the slots that start no earlier than `begin` and end no later than `end`."""
+        lowest, most = (begin - self.first) / self.pitch, (end - self.length - self.first) / self.pitch
+        return range(ceil(lowest - TOLERANCE), floor(most + TOLERANCE) + 1)
+
+    def take(self, slots: Iterable[int]) -> float | None:
+        """Take the first of these slots that is free, and return its start; None if none is free."""
+        for n in slots:
+            if n not in self.taken:
+                self.taken.add(n)
+                return self.start(n)
+        return None
+
+
+def staggered(
+    lengths: Sequence[tuple[float, float]], begin: float, pitch: float, half_duplex: bool
+) -> list[tuple[Slots, Slots]]:
+    """Make the slots for offloads and for reloads of each device of one link.
+
+    One device's offload and the next one's reload stand together, as in the paper's synchronized interleaved transfers:
+    at one time or, on a half-duplex link, one after the other. The first device's next slot is `pitch` ms after its
+    last one, or as soon after as the link allows. So a device that has a link for itself offloads at the beginning of
+    each pitch, the first of which is at `begin`, and has reloaded by its end.
+
+    Parameters
+    ----------
+    lengths
+        How many ms the offloads and the reloads of each device last at most.
+    """
+    n = len(lengths)
+    together = [(lengths[q][0], lengths[(q + 1) % n][1]) for q in range(n)]
+    needs = [o + r if half_duplex else max(o, r) for o, r in together]
+    idle = max(0.0, pitch - sum(needs)) / n
+    pitch = max(pitch, sum(needs))
+    offloads, reloads = [], []
+    for (o, r), need in zip(together, needs, strict=True):
+        end = begin + need + idle
+        offloads.append(Slots(begin, pitch, o))
+        reloads.append(Slots(end - r, pitch, r))
+        begin = end
+    return list(zip(offloads, [reloads[-1], *reloads[:-1]], strict=True))
+
+
+def fill(
+    offloads: Slots, reloads: Slots, stays: Sequence[tuple[float, float]], patience: float, away: float
+) -> list[tuple[float, float] | None]:
+    """Find when each of these activations leaves and comes back; None for one that finds no time for both, and stays.
+
+    From left to right each takes the first free slot after its forward, then from right to left the last one before
+    its backward.
+
+    Parameters
+    ----------
+    stays
+        When the forward of each ends and its backward starts (ms), in order of time.
+    patience
+        An activation that would wait longer than this (ms) for a link that is too slow stays; else those after it would
+        wait longer and longer.
+    away
+        An activation that would not be away for so long (ms) stays.
+    """
+    leaves = [offloads.take(offloads.within(begin, begin + patience + offloads.length)) for begin, _ in stays]
+    slots: list[tuple[float, float] | None] = []
+    for (_, end), leaving in zip(reversed(stays), reversed(leaves), strict=True):
+        both = None
+        if leaving is not None:
+            returning = reloads.take(reversed(reloads.within(leaving + offloads.length + away, end)))
+            both = None if returning is None else (leaving, returning)
+        slots.append(both)
+    return slots[::-1]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import TypeVar
 
 from optpipe.errors import InputError
 from optpipe.model.placement import MOST_CHUNKS, NAMES, WAYS, Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
 from optpipe.schedule import Schedule
+
+Build = TypeVar("Build", bound=Callable[..., Schedule])
+PUBLISHED: dict[str, System] = {}  # by name
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,16 @@ class System:
             return "one stage a device, all in one row"
         upto = " or more" if self.most is None else f" to {self.most}" if self.most > self.least else ""
         return f"{self.least}{upto} {NAMES[self.shape]} stages a device"
+
+
+def published(
+    name: str, source: str, *, least: int = 1, most: int | None = 1, chunks: int = 1, shape: Shape = "looped"
+) -> Callable[[Build], Build]:
+    """Make a function from a problem to a schedule a `System`; its other arguments are the parameters."""
+
+    def register(build: Build) -> Build:
+        parameters = tuple(signature(build).parameters)[1:]
+        PUBLISHED[name] = System(name, source, build, least, most, chunks, shape, parameters)
+        return build
+
+    return register

@@ -11,9 +11,10 @@ from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import in_order, warmed_up
-from optpipe_solver.systems.system import System
+from optpipe_solver.systems.system import published
 
 
+@published("zb-h1", "Qi et al. 2023 (Zero Bubble), section 2.1")
 def zb_h1(problem: Problem) -> Schedule:
     """ZB-H1 (k = 1): 1F1B's memory, min(m, p) activations on every device: p - s until B, as in 1F1B, and s from B to
     W.
@@ -24,6 +25,7 @@ def zb_h1(problem: Problem) -> Schedule:
     return _zero_bubble(problem, 1)
 
 
+@published("zb-h2", "Qi et al. 2023 (Zero Bubble), section 2.2")
 def zb_h2(problem: Problem) -> Schedule:
     """ZB-H2 (k = 2): twice 1F1B's memory, min(m, 2p-1) activations on every device: 2(p-s)-1 until B, and 2s from B to
     W.
@@ -45,9 +47,3 @@ def _zero_bubble(problem: Problem, k: int) -> Schedule:
         backwards = [[b, *weights[max(0, j - late) : max(0, j - late + 1)]] for j, b in enumerate(inputs)]
         lists[stage.device] = warmed_up(forwards, backwards, k * (p - s - 1)) + weights[m - late :]
     return in_order(problem, lists)
-
-
-SYSTEMS = (
-    System("zb-h1", "Qi et al. 2023 (Zero Bubble), section 2.1", zb_h1),
-    System("zb-h2", "Qi et al. 2023 (Zero Bubble), section 2.2", zb_h2),
-)

@@ -1,0 +1,125 @@
+"""The keeper of a search: its best schedules and its best bound, each improvement verified and emitted at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, raises, reaches, shorter
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
+from optpipe_solver.schedule_facts import has_only_known_ops
+
+Emit = Callable[[Frame], None]
+Kind = Callable[[Schedule], bool]
+
+
+class _Kept(NamedTuple):
+    """The best schedule of a kind, and its length."""
+
+    schedule: Schedule | None = None
+    ms: float = NO_SCHEDULE_MS
+
+
+class Incumbents:
+    """The best schedule and the best bound of a search. Any thread may offer others.
+
+    Parameters
+    ----------
+    problem, objective
+        What schedules are for, and what makes one better.
+    emit
+        Gets each better schedule and each better bound.
+    kinds
+        Predicates: the best schedule of each kind is kept, too.
+    hands_on_rules
+        Whether a schedule without rules gets those of the best one.
+
+    Attributes
+    ----------
+    bound_ms
+        No schedule is shorter than this.
+    """
+
+    def __init__(
+        self, problem: Problem, objective: Objective, emit: Emit, *kinds: Kind, hands_on_rules: bool = False
+    ) -> None:
+        self.problem, self.objective = problem, objective
+        self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
+        self._emit, self._hands_on_rules = emit, hands_on_rules
+        self._best, self._best_of = _Kept(), dict.fromkeys(kinds, _Kept())
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of_engine(cls, request: Request, emit: Emit, *kinds: Kind) -> Incumbents:
+        """The keeper of an engine. It begins with the warm start, unless models do not know its ops."""
+        incumbents = cls(request.problem, request.objective, emit, *kinds)
+        if request.warm_start is not None:
+            with suppress(InputError):
+                start = request.warm_start.schedule(request.problem)
+                if has_only_known_ops(start):
+                    incumbents.offer(start, is_news=False)
+        return incumbents
+
+    @property
+    def best(self) -> Schedule | None:
+        """The shortest schedule."""
+        return self._best.schedule
+
+    @property
+    def best_ms(self) -> float:
+        """The length of the shortest schedule; `NO_SCHEDULE_MS` without one."""
+        return self._best.ms
+
+    def best_of(self, kind: Kind) -> Schedule | None:
+        """The shortest schedule of a kind."""
+        return self._best_of[kind].schedule
+
+    @property
+    def proven(self) -> bool:
+        """Whether no schedule is shorter than the best one."""
+        return reaches(self.best_ms, self.bound_ms)
+
+    def contradicts(self, bound_ms: float) -> bool:
+        """Whether a schedule is shorter than this claims to be possible."""
+        return raises(bound_ms, self.best_ms)
+
+    def raise_bound(self, ms: float, method: str) -> None:
+        """Keep a bound that holds for every schedule, if it is higher than those before."""
+        with self._lock:
+            if raises(ms, self.bound_ms):
+                self.bound_ms = ms
+                self._emit(Bound(method=method, lower_bound_ms=ms))
+
+    def offer(self, schedule: Schedule, is_news: bool = True) -> str | None:
+        """Keep a schedule if it is valid, and shorter than all before or than those of a kind.
+
+        Returns
+        -------
+        What is wrong with the schedule; None if nothing is, or if it is no better.
+        """
+        with self._lock:
+            try:
+                ms = length_ms(schedule, self.objective)
+            except ScheduleError as error:  # it cannot run
+                return str(error)
+            is_best = shorter(ms, self.best_ms)
+            kinds = [kind for kind, best in self._best_of.items() if shorter(ms, best.ms) and kind(schedule)]
+            if not (is_best or kinds):
+                return None
+            if wrong := check(self.problem, schedule):
+                return wrong[0]
+            if self._hands_on_rules and schedule.rules is None and self.best is not None and self.best.rules:
+                schedule = replace(schedule, rules=self.best.rules)
+            kept = _Kept(schedule, ms)
+            self._best_of |= dict.fromkeys(kinds, kept)
+            if is_best:
+                self._best = kept
+                if is_news:
+                    self._emit(Incumbent(method=schedule.method, schedule=Programs.from_schedule(schedule)))
+            return None
