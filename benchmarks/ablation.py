@@ -220,7 +220,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:  # as `engine_processes` starts it: an engine whose clock runs slower, too
-        from optpipe_solver.engine import main as engine
+        from optpipe_solver.engines import main as engine
 
         engine()
     else:

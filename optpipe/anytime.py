@@ -13,17 +13,17 @@ from typing import Unpack
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, SolverError
 from optpipe.evaluate.objective import length_ms
-from optpipe.known import ScheduleCache, SearchCache, better_start
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe.results import NOTHING_YET, Result, Step
+from optpipe.results import NOTHING_YET, Improvement, Result
 from optpipe.schedule import Schedule
+from optpipe.schedule_cache import ScheduleCache, SearchCache, better_start
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
-SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
+SILENT = "the solver had reported nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
 class Keeper:
@@ -70,7 +70,7 @@ class Keeper:
         if wrong:
             self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
         elif (value_ms := length_ms(schedule, options.objective)) < length_ms(best.schedule, options.objective):
-            step = Step(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
+            step = Improvement(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
             self.result = replace(
                 Result.from_schedule(schedule, options, best.lower_bound_ms, frame.method),
                 notes=best.notes,
@@ -127,8 +127,8 @@ class Search:
         return self._child.mark if self._child else ""
 
     @property
-    def known(self) -> Result:
-        """What is known by now. Unlike the results that are iterated over, it has every new bound at once."""
+    def best(self) -> Result:
+        """The best result so far. Unlike the results that are iterated over, it has every new bound at once."""
         return self._keeper.result
 
     def cancel(self) -> None:

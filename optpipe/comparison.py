@@ -163,7 +163,7 @@ def compare(
     methods: Sequence[str] | None = None,
     *,
     starts: Sequence[Schedule] = (),
-    told: Callable[[Row], None] | None = None,
+    report: Callable[[Row], None] | None = None,
     **options: Unpack[SearchArguments],
 ) -> Comparison:
     """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
@@ -179,7 +179,7 @@ def compare(
         Only these; `auto` among them is what `solve` finds, an engine's name what it finds with that engine.
     starts
         Schedules that searches start from, such as those found with less memory: none ends with a longer one.
-    told
+    report
         Called with each row as it comes.
     options
         `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
@@ -193,8 +193,8 @@ def compare(
     rows = []
     for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts)):
         rows.append(row)
-        if told:
-            told(row)
+        if report:
+            report(row)
     return Comparison.from_rows(problem, chosen, rows)
 
 

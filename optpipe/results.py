@@ -1,4 +1,4 @@
-"""`Result`: what is known at some moment of a search."""
+"""`Result`: the best schedule and bound at some moment of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING_YET = "no schedule was found before the search ended"
 
 
 @dataclass(frozen=True)
-class Step:
+class Improvement:
     """One incumbent of a search: after how many seconds it came, its method, its value, and the best bound by then."""
 
     time_s: float
@@ -26,12 +26,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known at some moment of a search: the best schedule and the best lower bound so far. Times in ms.
+    """The best schedule and the best lower bound at some moment of a search. Times in ms.
 
     Attributes
     ----------
     status
-        What is known: `optimal` (proven), `feasible`, `infeasible` (no schedule fits) or `unknown`.
+        `optimal` (proven), `feasible`, `infeasible` (no schedule fits) or `unknown`.
     schedule
         The best schedule, None if there is none.
     objective
@@ -45,7 +45,7 @@ class Result:
     reason
         Why there is no schedule.
     notes
-        What there was to say on the way, such as that an engine crashed.
+        Of the search, such as that an engine crashed.
     reports
         Notes on how the method asked for ended; nothing is wrong.
     history
@@ -67,7 +67,7 @@ class Result:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
-    history: tuple[Step, ...] = ()
+    history: tuple[Improvement, ...] = ()
     rejected: int = 0
     failure: str | None = None
     placements: Placements = "keep"
@@ -137,8 +137,8 @@ def merged(best: Result, new: Result) -> Result:
     if kept.schedule is None:
         kept = new
     longest = length_ms(kept.schedule, kept.objective)
-    told = (result.lower_bound_ms for result in (best, new))
-    bounds = [bound for bound in told if bound is not None and reaches(bound, longest)]
+    both = best.lower_bound_ms, new.lower_bound_ms
+    bounds = [bound for bound in both if bound is not None and reaches(bound, longest)]
     result = replace(
         new,
         schedule=kept.schedule,

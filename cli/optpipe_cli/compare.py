@@ -78,7 +78,7 @@ def watched(
             value = f"{row.value_ms:.5g} ms" if row.value_ms is not None else "no schedule"
             say(f"comparing, after {label(row)}: {value}")
 
-        return compare(problem, options.methods, starts=starts, told=tell, **options.search())
+        return compare(problem, options.methods, starts=starts, report=tell, **options.search())
 
 
 @contextmanager

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from optpipe.schedule import Schedule
     from optpipe.transformer.gpu import Gpu
     from optpipe_cache import Cache
-    from optpipe_solver.planner.answer import Plan
     from optpipe_solver.planner.candidates import Question
+    from optpipe_solver.planner.search import Plan
     from optpipe_solver.planner.today import Today
 
 

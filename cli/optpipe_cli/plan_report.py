@@ -15,11 +15,9 @@ from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
-from optpipe_solver.planner.answer import Plan
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.doubt import Difference, difference
-from optpipe_solver.planner.parts import parts
-from optpipe_solver.planner.search import PlanSearch
+from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
 from optpipe_solver.planner.today import Running
 
@@ -203,7 +201,7 @@ def _figures(candidate: Candidate) -> dict[str, Any]:
         "parallelism": estimate.parallelism.model_dump(mode="json"),
         "run": estimate.run.model_dump(mode="json"),
         "bound_ms": candidate.bound_ms,
-        "parts_ms": parts(candidate),
+        "parts_ms": candidate.parts_ms,
     }
     if schedule:
         content |= {
@@ -252,7 +250,7 @@ def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     least = "" if other.schedule else "at least "
     yield f"the runner-up takes {least}{other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
     yield f"{'s':>27}{'best':>10}{'runner-up':>11}{'more':>9}"
-    ours, theirs = parts(best), parts(other)
+    ours, theirs = best.parts_ms, other.parts_ms
     for name, ms in ours.items():
         yield f"{name:>27}{ms / S:10.3f}{theirs[name] / S:11.3f}{(theirs[name] - ms) / S:+9.3f}"
     more = {name: theirs[name] - ms for name, ms in ours.items()}

@@ -89,7 +89,7 @@ def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
     began, on_terminal = time.monotonic(), not quiet and sys.stderr.isatty()
     with (
         ctrl_c_calls(search.cancel),
-        shown_while(lambda: view(search.known, time.monotonic() - began, time_limit_s), on_terminal),
+        shown_while(lambda: view(search.best, time.monotonic() - began, time_limit_s), on_terminal),
     ):
         *_, last = search
     return last

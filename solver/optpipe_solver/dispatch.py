@@ -21,7 +21,7 @@ METHOD = "dispatch"
 MOST_THREADS: int | None = 1
 OPEN_ENDED = True
 OPS_PER_S = 3e6  # simulated, about what a busy machine does
-HOPELESS_TRIES = 500  # after which the search ends unless rules lead near the schedule given:
+HOPELESS_TRIES = 500  # after which the search ends unless rules lead near the warm start:
 HOPELESS_LENGTH = 1.1  # times as long
 
 
@@ -46,8 +46,8 @@ def run(request: Request, emit: Emit) -> float | None:
     shortest_ms = NO_SCHEDULE_MS  # by rules
     offered_ms = NO_SCHEDULE_MS  # the shortest so far, also where that is no better as a schedule
     hopeless_ms = HOPELESS_LENGTH * incumbents.best_ms
-    given = rules_of_schedule(simulator, incumbents.best)
-    for rules, ms, tried, listed in descents(simulator, request.objective, request.seed, given):
+    starts = rules_of_schedule(simulator, incumbents.best)
+    for rules, ms, tried, listed in descents(simulator, request.objective, request.seed, starts):
         shortest_ms = min(shortest_ms, ms)
         simulated += tried
         if simulated - tried < HOPELESS_TRIES <= simulated and shortest_ms > hopeless_ms:

@@ -1,11 +1,12 @@
 """What an engine is, and how it is found: the module of its name.
 
-Each engine runs in a process of its own (`optpipe_solver.engine`): highspy and ortools cannot live in one process,
-since their bundled HiGHS symbols clash. So an engine's module loads neither before `run`.
+Each engine runs in a process of its own, `python -m optpipe_solver.engines`: highspy and ortools cannot live in one
+process, since their bundled HiGHS symbols clash. So an engine's module loads neither before `run`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol
@@ -13,7 +14,8 @@ from typing import Protocol
 from optpipe.dispatch import descents
 from optpipe.evaluate import jit
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Request
+from optpipe.process.protocol import End, Frame, Request, read_request, write_frame
+from optpipe_solver.methods import ENGINES
 
 
 class Engine(Protocol):
@@ -51,3 +53,15 @@ COMPILING = "some engines are compiled first, once on a machine, and start some 
 def waits_for_compiler(name: str) -> bool:
     """Whether an engine compiles before it searches, which takes some seconds the first time on a machine."""
     return jit.waits_for_compiler(LOOPS.get(name, ()))
+
+
+def main() -> None:
+    """Run the engine that the request's `method` names. Ends with an `End` frame, or when standard input closes."""
+    request = read_request()
+    if request.method not in ENGINES:
+        sys.exit(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
+    write_frame(End(spent_s=load(request.method).run(request, write_frame)))
+
+
+if __name__ == "__main__":
+    main()

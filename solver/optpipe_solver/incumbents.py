@@ -16,7 +16,7 @@ from optpipe.schedule import Schedule, check
 from optpipe_solver.schedule_facts import has_only_known_ops
 
 Emit = Callable[[Frame], None]
-Kind = Callable[[Schedule], bool]
+Predicate = Callable[[Schedule], bool]
 
 
 class _Kept(NamedTuple):
@@ -47,7 +47,7 @@ class Incumbents:
     """
 
     def __init__(
-        self, problem: Problem, objective: Objective, emit: Emit, *kinds: Kind, hands_on_rules: bool = False
+        self, problem: Problem, objective: Objective, emit: Emit, *kinds: Predicate, hands_on_rules: bool = False
     ) -> None:
         self.problem, self.objective = problem, objective
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
@@ -56,7 +56,7 @@ class Incumbents:
         self._lock = threading.RLock()
 
     @classmethod
-    def of_engine(cls, request: Request, emit: Emit, *kinds: Kind) -> Incumbents:
+    def of_engine(cls, request: Request, emit: Emit, *kinds: Predicate) -> Incumbents:
         """The keeper of an engine. It begins with the warm start, unless models do not know its ops."""
         incumbents = cls(request.problem, request.objective, emit, *kinds)
         if request.warm_start is not None:
@@ -76,7 +76,7 @@ class Incumbents:
         """The length of the shortest schedule; `NO_SCHEDULE_MS` without one."""
         return self._best.ms
 
-    def best_of(self, kind: Kind) -> Schedule | None:
+    def best_of(self, kind: Predicate) -> Schedule | None:
         """The shortest schedule of a kind."""
         return self._best_of[kind].schedule
 

@@ -16,7 +16,7 @@ from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import ScheduleFile, anytime
 from optpipe.options import SolveOptions
-from optpipe.results import Result, Step
+from optpipe.results import Improvement, Result
 from optpipe_cache import storage
 from optpipe_cli.live import view
 
@@ -118,7 +118,7 @@ def test_a_search_as_json_lists_its_incumbents(scripted, small):
 def test_what_a_terminal_shows_of_a_search_while_it_runs(small):
     fast = all_forwards_first(small)
     found = Result.from_schedule(fast, SolveOptions(), 4.0, "an engine")
-    step = Step(1.5, "an engine", fast.makespan_ms, 4.0)
+    step = Improvement(1.5, "an engine", fast.makespan_ms, 4.0)
     console = Console(width=120, file=io.StringIO(), force_terminal=False)
     for result in (Result("unknown"), replace(found, history=(step,), notes=("an engine compiles",))):
         console.print(view(result, 12.0, 60.0))

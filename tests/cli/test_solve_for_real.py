@@ -43,6 +43,6 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
 def at_work(process: psutil.Process) -> bool:
     """Return whether the process is an engine that has done its imports."""
     try:
-        return "optpipe_solver.engine" in process.cmdline() and process.cpu_times().user > 1.5
+        return "optpipe_solver.engines" in process.cmdline() and process.cpu_times().user > 1.5
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False

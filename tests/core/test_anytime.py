@@ -19,8 +19,8 @@ from support.problems import pipeline, stage
 from support.processes import over
 
 from optpipe import Device, InputError, anytime, improve, solve, solvers
-from optpipe.known import better_start
 from optpipe.process import child
+from optpipe.schedule_cache import better_start
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 120  # no search here lasts so long, however busy the machine
@@ -59,7 +59,7 @@ class Kept:
 def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
     cache = Kept()
     search = improve(problem, method="good", cache=cache, time_limit_s=LIMIT_S)
-    assert (search.known.status, search.known.lower_bound_ms) == ("unknown", None)
+    assert (search.best.status, search.best.lower_bound_ms) == ("unknown", None)
     results = list(search)
     slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
     seen = [(result.method, result.status, result.makespan_ms) for result in results]
@@ -67,7 +67,7 @@ def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
     assert [results[1].gap, results[2].gap] == [pytest.approx(1 - 1.0 / fast), 0.0]
     assert results[-1].schedule.problem == problem
     assert cache.added == [(slow, "feasible", None), (fast, "feasible", 1.0), (fast, "optimal", fast)]
-    assert (search.known.status, search.known.lower_bound_ms) == ("optimal", results[-1].lower_bound_ms)
+    assert (search.best.status, search.best.lower_bound_ms) == ("optimal", results[-1].lower_bound_ms)
     last = solve(problem, cache=Kept(broken=True), method="worse", time_limit_s=LIMIT_S)
     assert (last.method, last.notes[-1]) == ("fast", "the cache cannot be used")
     assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"

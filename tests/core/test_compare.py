@@ -71,7 +71,7 @@ def test_each_row_agrees_with_its_schedule(found):
 def test_some_methods_do_not_apply_to_the_given_stages():
     told: list[str] = []
     rows = optpipe.compare(
-        problem(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)
+        problem(), ["interleaved", "1f1b"], placements="keep", report=lambda row: told.append(row.method)
     ).rows
     assert told == ["interleaved", "1f1b"]
     assert [row.method for row in rows] == ["1f1b", "interleaved"]

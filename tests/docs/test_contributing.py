@@ -32,7 +32,7 @@ def test_the_schedule_that_it_adds_passes_its_test(tmp_path: Path) -> None:
         run(ROOT, "ruff", "format", "--check", "--stdin-filename", name, "-", text=content)
     registry = tmp_path / "solver/optpipe_solver/systems/__init__.py"
     text = registry.read_text(encoding="utf-8")
-    for before in ("from optpipe_solver.systems import (", "for family in ("):
+    for before in ("from optpipe_solver.systems import ", "FAMILIES = ("):
         assert text.count(before) == 1
         text = text.replace(before, before + "kfkb, ")
     registry.write_text(text, encoding="utf-8")

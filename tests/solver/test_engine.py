@@ -41,7 +41,7 @@ def pipeline(devices: int, microbatches: int) -> Problem:
 
 @contextmanager
 def engine(request: Request, own_group: bool) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "optpipe_solver.engine"]
+    command = [sys.executable, "-m", "optpipe_solver.engines"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_group
     ) as process:
@@ -68,7 +68,7 @@ def test_the_engine_dies_as_soon_as_its_input_closes(own_group: bool) -> None:
 
 def test_the_engine_solves_and_ends() -> None:
     problem = pipeline(2, 3)
-    *frames, last = Child("optpipe_solver.engine", Request(problem=problem, method="milp", time_limit_s=30)).frames()
+    *frames, last = Child("optpipe_solver.engines", Request(problem=problem, method="milp", time_limit_s=30)).frames()
     assert last == End()
     schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     assert schedules
@@ -79,7 +79,7 @@ def test_what_a_library_prints_is_no_frame(tmp_path: Path, monkeypatch: pytest.M
     """HiGHS 1.16 prints its version whatever it is told."""
     (tmp_path / "highspy.py").write_text(PRINTS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    child = Child("optpipe_solver.engine", Request(problem=pipeline(2, 3), method="milp", time_limit_s=30))
+    child = Child("optpipe_solver.engines", Request(problem=pipeline(2, 3), method="milp", time_limit_s=30))
     *frames, last = child.frames()
     assert any(isinstance(frame, Incumbent) for frame in frames)
     assert last == End()
@@ -87,7 +87,7 @@ def test_what_a_library_prints_is_no_frame(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_time_limit_holds() -> None:
     request = Request(problem=pipeline(4, 8), method="milp", time_limit_s=1.5)
-    *_, report, last = Child("optpipe_solver.engine", request).frames()
+    *_, report, last = Child("optpipe_solver.engines", request).frames()
     assert last == End()
     assert isinstance(report, Note)
     spent = re.match(r"milp: HiGHS: time is up after ([\d.]+) s ", report.text)
@@ -97,7 +97,7 @@ def test_the_time_limit_holds() -> None:
 
 def test_an_unknown_method_is_one_sentence() -> None:
     with pytest.raises(SolverError, match=r"method = 'simplex': the engines are dispatch, .*milp, relax$"):
-        list(Child("optpipe_solver.engine", Request(problem=pipeline(2, 2), method="simplex")).frames())
+        list(Child("optpipe_solver.engines", Request(problem=pipeline(2, 2), method="simplex")).frames())
 
 
 def test_only_the_named_engine_is_loaded() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -14,11 +13,10 @@ from support.problems.chain import chain
 from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
-from optpipe.process.protocol import End, Frame, Incumbent, Note, Programs, Ready, Request
+from optpipe.process.protocol import Incumbent, Programs, Ready, Request
 from optpipe_solver import engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
@@ -185,45 +183,6 @@ def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
     assert runs.loading
     runs.handle(under_way, Ready())
     assert not runs.loading
-
-
-def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:
-    """A search for which the MILP was asked by name, before it begins."""
-    request = Request(problem=PROBLEM, method="milp", time_limit_s=time_limit_s)
-    incumbents, clock = incumbents_of(request, told.append), Clock(time_limit_s)
-    return EngineRuns(request, [EngineRun("milp")], incumbents, clock, told.append)
-
-
-def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setenv("milp", "slow")
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
-    told: list[Frame] = []
-    runs = milp_runs(told, 60.0)
-    runs.start(EngineRun("milp"), 0.01, 1)
-    while runs.running:
-        runs.handle_messages(0.1)
-    assert told[-1] == Note(text="milp: time was up before it could say how its search ended", method="milp")
-    assert told[:-1] in ([], [Note(text="asleep")])
-
-
-def test_where_the_milp_has_ended_there_is_none() -> None:
-    told: list[Frame] = []
-    runs, process = milp_runs(told, 60.0), EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0, overdue=True)
-    for message in (End(), None):  # its last words came just before it was stopped
-        runs.handle(process, message)
-    assert told == []
-
-
-@pytest.mark.parametrize("turn", [True, False])
-def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
-    """Whether its turn comes too late, or not at all because heuristics took all of the time."""
-    told: list[Frame] = []
-    runs = milp_runs(told, tuning.ENGINE_END_S)
-    if turn:
-        runs.start_next(beside_heuristics=False)
-    runs.stop_all()
-    assert told == [Note(text="milp: there was no time left to start it", method="milp")]
 
 
 @pytest.mark.parametrize(("engine", "counts"), [("milp", False), ("lns", True)])

@@ -21,7 +21,8 @@ from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.objective import length_ms
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.bounds.least_memory import infeasibility, least_memory
+from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.methods import HEURISTICS
 
@@ -45,6 +46,33 @@ def test_they_are_whole_schedules_of_any_problem(problem):
             assert check(problem, schedule) == []
             assert schedule.method == name
             assert schedule.makespan_ms >= trivial_bound(problem) - 1e-9
+
+
+@st.composite
+def tight_problems(draw):
+    """Any problem, with hardly more memory than the least."""
+    problem = draw(problems(max_stages=5, max_microbatches=5))
+    content = problem.to_dict()
+    for device in content["devices"]:
+        host = draw(st.sampled_from([None, 0, 5, 25, 60]))
+        device |= {} if host is None else {"host_memory_bytes": host}
+    for device, needed in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):
+        device["activation_budget_bytes"] = needed + draw(st.sampled_from([0, 0, 1, 5, 20]))
+    return Problem.from_dict(content)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(tight_problems())
+def test_heuristics_fit_wherever_any_schedule_does(problem):
+    for name in HEURISTICS:
+        assert check(problem, next(STREAMS[name](problem, "makespan"))) == []
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(problems())
+def test_a_stream_ends_when_time_is_up(problem):
+    for stream in STREAMS.values():
+        assert 1 <= len(list(stream(problem, "makespan", Clock(0.0)))) <= 2
 
 
 def test_naive_needs_the_memory_of_one_micro_batch():

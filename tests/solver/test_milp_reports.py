@@ -71,12 +71,12 @@ def test_a_search_says_how_far_it_is(solver: Solver) -> None:
     assert not reports[-1].ongoing
 
 
-def finished(*said: Frame, stops: bool) -> list[Frame]:
+def finished(*said: Frame) -> list[Frame]:
     """What a search for which the MILP was asked tells once its process is gone."""
     told: list[Frame] = []
     request = Request(problem=SPAN, method="milp", time_limit_s=60.0)
     runs = EngineRuns(request, [], incumbents_of(request, told.append), Clock(60.0), told.append)
-    process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0, overdue=stops)
+    process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0)
     for message in (*said, None):
         runs.handle(process, message)
     return [frame for frame in told if isinstance(frame, Note)]
@@ -87,11 +87,11 @@ ENDED = Note(text="milp: 4 windows by HiGHS", method="milp")
 
 
 def test_where_the_milp_is_stopped_its_last_report_stands() -> None:
-    *_, last = finished(SO_FAR, stops=True)
+    *_, last = finished(SO_FAR)
     assert isinstance(last, Note)
     assert re.fullmatch(r"milp: 3 windows by HiGHS; stopped after [\d.]+ s", last.text)
     assert (last.method, last.ongoing) == ("milp", False)
-    assert finished(SO_FAR, ENDED, End(), stops=False) == [SO_FAR, ENDED]
+    assert finished(SO_FAR, ENDED, End()) == [SO_FAR, ENDED]
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.Monkey
     until(lambda: not process_tree.members(search.mark))  # its time passes though nobody asks for a result
     *_, last = search
     assert last.reason == last.notes[-1]
-    assert re.match(r"the solver had told nothing when it was stopped after [\d.]+ s", last.notes[-1])
+    assert re.match(r"the solver had reported nothing when it was stopped after [\d.]+ s", last.notes[-1])
     search = improve(SPAN, method="silent", time_limit_s=60.0)
     search.cancel()
     *_, last = search

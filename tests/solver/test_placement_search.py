@@ -234,7 +234,7 @@ def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.
         Request(problem=problem, method="auto", placements="all", time_limit_s=300.0, threads=2), frames.append
     )
     monkeypatch.setattr(tuning, "FIRST_LOOK_SHARE", 1e-9)
-    monkeypatch.setattr(search.candidates, "list_all", lambda named: search.clock.stop())
+    monkeypatch.setattr(search.contenders, "list_all", lambda named: search.clock.stop())
     search.run()
     assert found(problem, frames)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
 
@@ -247,13 +247,13 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     search = PlacementSearch(request, frames.append)
     search.clock.last(200.0)
     for phase in search.phases():
-        first_ms = search.candidates.best_ms
+        first_ms = search.contenders.best_ms
         phase.run(phase.share)
         if phase.name == "rules":
             break
     schedules = found(problem, frames)
-    assert search.candidates.best_ms < first_ms
-    assert schedules[-1].makespan_ms == search.candidates.best_ms
+    assert search.contenders.best_ms < first_ms
+    assert schedules[-1].makespan_ms == search.contenders.best_ms
     assert schedules[-1].rules is not None
     assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
     assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
@@ -262,7 +262,7 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
 def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
     request = Request(problem=pipeline(), method="auto", placements="all", time_limit_s=20.0, threads=1)
     search = PlacementSearch(request, list[Any]().append)
-    search.candidates.all = []
+    search.contenders.all = []
     assert search._search_in_rules(0.3) == 0.0
 
 

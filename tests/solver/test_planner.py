@@ -19,12 +19,10 @@ from optpipe.transformer.records import Run
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.planner.answer import Plan
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Question, candidates
 from optpipe_solver.planner.doubt import difference
-from optpipe_solver.planner.parts import parts
-from optpipe_solver.planner.search import PlanSearch, published
+from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
 
 
@@ -135,7 +133,7 @@ def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monke
 
 def test_parts_add_up(found: Plan) -> None:
     for candidate in (found.best, *found.other_divisions):
-        divided = parts(candidate)
+        divided = candidate.parts_ms
         assert sum(divided.values()) == pytest.approx(candidate.least_ms)
         assert min(divided.values()) > -1e-6 * candidate.least_ms
     assert {c.division for c in found.other_divisions}.isdisjoint({found.best.division})

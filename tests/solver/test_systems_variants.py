@@ -16,8 +16,8 @@ from support.problems.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Incumbent, Note, Request
-from optpipe_solver import systems, tuning
-from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs, time_limit
+from optpipe_solver import clock, systems, tuning
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs
 from optpipe_solver.systems import SYSTEMS, System, variants
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -182,7 +182,7 @@ def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
 
     def slow(method: str, problem: Problem) -> Schedule:
         made.append(method)
-        monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
+        monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
         raise InputError("too late")
 
     monkeypatch.setattr(heuristic_runs, "in_entry_orders", slow)

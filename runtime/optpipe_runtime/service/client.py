@@ -37,7 +37,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from optpipe.anytime import improve
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
-from optpipe.known import ScheduleCache
+from optpipe.schedule_cache import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.process.niceness import NICER

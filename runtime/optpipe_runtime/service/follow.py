@@ -28,10 +28,10 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from optpipe.errors import InputError
-from optpipe.known import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
+from optpipe.schedule_cache import ScheduleCache
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.prepare import one_at_a_time

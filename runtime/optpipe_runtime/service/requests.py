@@ -22,7 +22,7 @@ import httpx
 from httpx_sse import ServerSentEvent, SSEError, aconnect_sse
 
 from optpipe.errors import InputError
-from optpipe.known import ScheduleCache
+from optpipe.schedule_cache import ScheduleCache
 from optpipe.printable import printable
 
 CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data

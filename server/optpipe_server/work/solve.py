@@ -117,7 +117,7 @@ class Solve:
         search = self._search
         if search is None or claim is not self.claim:
             return
-        bound = search.known.lower_bound_ms
+        bound = search.best.lower_bound_ms
         if bound is None or bound <= self._told_ms * (1 + RISE):
             return
         with suppress(LostError):  # which `apply_changes` will hear

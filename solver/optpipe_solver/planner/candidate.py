@@ -1,9 +1,10 @@
-"""`Candidate`: one way to train the model, with what is known of it."""
+"""`Candidate`: one way to train the model, with its bound and its best schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import mean
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.figures import one_for_all
@@ -15,11 +16,19 @@ from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe_solver.bounds.least_memory import least_memory
 
 ROOMY = 2**50  # bytes, more than any GPU needs
+PARTS = {
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "passes": "norms, losses and the like",
+    "host": "launching kernels",
+    "messages": "messages within stages",
+    "recomputing": "recomputing",
+}
 
 
 @dataclass(eq=False)
 class Candidate:
-    """One way to train the model, with what is known of it. Times are those of an iteration, in ms.
+    """One way to train the model. Times are those of an iteration, in ms.
 
     Attributes
     ----------
@@ -85,6 +94,28 @@ class Candidate:
         pp, layers = estimated.parallelism.pp, estimated.layers
         held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in estimated.stages]
         return all(pp * size < memory.budget for size, memory in zip(held, estimated.devices, strict=True))
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """Where the iteration goes, in ms that add up to it.
+
+        Those of `PARTS` are the means over devices of what all ops together take; `uneven stages` is how much longer
+        the busiest device computes, `waiting` how long it does not; without a schedule, what the bound says of it.
+        """
+        estimate, m = self.estimate, self.estimate.run.microbatches
+        busy = estimate.busy_ms
+        longest = max(busy)
+        parts = {title: m * mean(getattr(ms, field) for ms in estimate.device_times) for field, title in PARTS.items()}
+        again = 0.0  # what the schedule recomputes beside
+        if self.schedule:
+            again = self.schedule.timeline.busy_ms()[busy.index(longest)] - m * longest
+        parts["recomputing"] += again
+        return parts | {
+            "uneven stages": m * (longest - mean(busy)),
+            "waiting": self.least_ms - estimate.after_ms - m * longest - again,
+            "reducing gradients": estimate.reduction_ms,
+            "the optimizer": estimate.optimizer_ms,
+        }
 
     @cached_property
     def problem(self) -> Problem:

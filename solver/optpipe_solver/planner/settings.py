@@ -13,7 +13,7 @@ from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
 from optpipe_solver.planner.candidate import Candidate
 
-OPTIONAL = ("cp", "ep")  # degrees that are told only where they divide something
+OPTIONAL = ("cp", "ep")  # degrees that are written only where they divide something
 TORCHTITAN = {
     "tp": "--parallelism.tensor_parallel_degree",
     "pp": "--parallelism.pipeline_parallel_degree",
@@ -62,7 +62,7 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
     """Return its flags, the last ones of a command; `csv` is the file with the schedule's compute actions
     (docs/stacks.md).
 
-    It divides layers in its own way unless it is told the modules of each stage. What is recomputed is a subcommand,
+    It divides layers in its own way unless it gets the modules of each stage. What is recomputed is a subcommand,
     after which no other flag is read.
     """
     estimate = candidate.estimate

@@ -15,10 +15,10 @@ from optpipe.process.child import Child
 from optpipe.process.protocol import Frame, Note, Programs, Request
 from optpipe.schedule import Schedule
 
-ENGINE = "optpipe_solver.engine"
+ENGINE = "optpipe_solver.engines"
 STOPPED = float("inf")
 
-Message = Frame | OptPipeError | None  # what an engine's process says; None is its end, however it came
+Message = Frame | OptPipeError | None  # what an engine's process sends; None is its end, however it came
 
 
 @dataclass(eq=False)
@@ -35,7 +35,6 @@ class EngineProcess:
     spent_s: float | None = None  # of its time, by its own count
     gained: bool = False  # whether a schedule of its became the best
     report: Note | None = None  # its last, on how a search of it ended or how far it is
-    overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property
     def stopped(self) -> bool:
@@ -83,14 +82,13 @@ class EngineProcesses:
             self._inbox.put((process, None))
 
     def stop(self, process: EngineProcess) -> None:
-        """Stop an engine; `messages` still gives what it said before."""
+        """Stop an engine; `messages` still yields what it sent before."""
         if not process.stopped:
-            process.overdue = time.monotonic() > process.deadline
             process.deadline = STOPPED
             process.child.stop()
 
     def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
-        """Yield what engines have said since the last call; wait for a first message, `wait_s` at most.
+        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most.
 
         Stops engines whose time is up.
         """
@@ -108,7 +106,7 @@ class EngineProcesses:
             wait_s = 0.0
 
     def stop_all(self) -> Iterator[tuple[EngineProcess, Message]]:
-        """Stop all engines, and yield what they said before."""
+        """Stop all engines, and yield what they sent before."""
         for process in self.running:
             self.stop(process)
         while self.running:

@@ -75,7 +75,7 @@ class EngineRuns:
         threads -= beside_heuristics * (request.threads // self._parallel)
         while free > 0 and self._planned:
             if self._clock.left_s <= tuning.ENGINE_END_S:
-                self._drop_planned()
+                self._planned.clear()
                 return
             able = [run for run in self._planned if self.may_gain(run)]
             if not able:
@@ -134,23 +134,18 @@ class EngineRuns:
         return not any(engine == run.engine and begun_from is start for engine, begun_from in self._exhausted)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
-        """Take what engines have said; wait for a first message, `wait_s` at most."""
+        """Take what engines have sent; wait for a first message, `wait_s` at most."""
         for process, message in self._processes.messages(wait_s):
             self.handle(process, message)
 
     def stop_all(self) -> None:
-        """Stop all engines, start no more, and take what they said before."""
-        self._drop_planned()
+        """Stop all engines, start no more, and take what they sent before."""
+        self._planned.clear()
         for process, message in self._processes.stop_all():
             self.handle(process, message)
 
-    def _drop_planned(self) -> None:
-        if any(run.engine == MILP for run in self._planned):
-            self._report_missing("there was no time left to start it")
-        self._planned.clear()
-
     def handle(self, process: EngineProcess, message: Message) -> None:
-        """Take what an engine says. What goes wrong becomes a note, and the search goes on."""
+        """Take what an engine sends. What goes wrong becomes a note, and the search goes on."""
         match message:
             case Incumbent():
                 self._take_schedule(process, message)
@@ -165,7 +160,7 @@ class EngineRuns:
                 self._any_ready = True
                 process.begins(self._deadline(process.allotted_s))
             case End():
-                process.spent_s, process.overdue = message.spent_s, False
+                process.spent_s = message.spent_s
             case None:
                 self._ended(process)
 
@@ -202,8 +197,6 @@ class EngineRuns:
         self._clock.spend(min(process.allotted_s, spent_s))
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))
-        elif process.overdue and not process.report:
-            self._report_missing("time was up before it could say how its search ended")
         if process.gained and not process.stopped:
             self._repeat_next(process.engine)
         if process.ended_early:
@@ -222,11 +215,6 @@ class EngineRuns:
             others = (n for n, run in enumerate(self._planned) if run.repeat)
             self._planned.insert(next(others, len(self._planned)), again)
 
-    def _report_missing(self, why: str) -> None:
-        """A note in the place of the MILP's report, which whoever asked for it expects."""
-        if self._request.method == MILP:
-            self._emit(Note(text=f"{MILP}: {why}", method=MILP))
-
     def _cancel(self, engine: str) -> None:
         self._planned = [run for run in self._planned if run.engine != engine]
 
@@ -242,5 +230,5 @@ class EngineRuns:
             self._processes.stop(largest)
             self._cancel(largest.engine)
             sizes = f"{total // MIB} MiB together, {held[largest] // MIB} of them {largest.engine}"
-            told = f"{largest.engine} was ended: the solver's processes held {sizes}, and memory_mib is {allowed_mib}"
-            self._emit(Note(text=told))
+            text = f"{largest.engine} was ended: the solver's processes held {sizes}, and memory_mib is {allowed_mib}"
+            self._emit(Note(text=text))

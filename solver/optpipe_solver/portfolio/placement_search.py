@@ -24,7 +24,7 @@ from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.incumbents import Emit
 from optpipe_solver.methods import ENGINES, RELAX
-from optpipe_solver.portfolio.candidates import Candidate, Candidates
+from optpipe_solver.portfolio.contenders import Contender, Contenders
 from optpipe_solver.portfolio.engine_processes import ENGINE
 from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
@@ -55,7 +55,7 @@ class PlacementSearch:
     request
         The problem, the method and the limits.
     emit
-        Called with each better schedule, each better bound, and what else there is to say, as soon as it is known.
+        Called at once with each better schedule, each better bound, and each note.
 
     Raises
     ------
@@ -65,8 +65,8 @@ class PlacementSearch:
 
     def __init__(self, request: Request, emit: Emit) -> None:
         self.request, self.emit = request, emit
-        self.candidates = Candidates(request, emit)
-        if self.candidates.has_layers and (complaint := mismatch(request.problem)):
+        self.contenders = Contenders(request, emit)
+        if self.contenders.has_layers and (complaint := mismatch(request.problem)):
             raise InputError(complaint)
         self.clock = Clock(request.time_limit_s, counts_work(request), wall_s=request.time_limit_s)
         self.method_ran = False  # the method that was asked for, which may be an engine
@@ -77,25 +77,25 @@ class PlacementSearch:
             self.first = self._portfolio(self.named, request.method, request.time_limit_s)
         else:
             first_s = tuning.FIRST_LOOK_SHARE * request.time_limit_s
-            self.first = self._portfolio(self.candidates.unplaced, self._heuristic("naive"), first_s)
+            self.first = self._portfolio(self.contenders.unplaced, self._heuristic("naive"), first_s)
 
     def run(self) -> None:
         """Search the problem's own stages for a moment, then from many placements for a short time to one for long.
 
         A system that is named runs on the stages that it is for, and nothing else runs.
         """
-        candidates = self.candidates
+        contenders = self.contenders
         self.first.run()  # on the stages as given: an answer within milliseconds
         if self.named:
-            candidates.list_all(self.named)
+            contenders.list_all(self.named)
             if self.named.infeasible:
-                candidates.note(self.named.infeasible, self.named.placement)
+                contenders.note(self.named.infeasible, self.named.placement)
             return
         with self._compiling():
             for phase in self.phases():
                 self.clock.spend(phase.run(phase.share) * self.clock.seconds)
-        if candidates.best_ms == NO_SCHEDULE_MS and candidates.last_note:
-            self.emit(Note(text=candidates.last_note))  # the last note is taken for the reason
+        if contenders.best_ms == NO_SCHEDULE_MS and contenders.last_note:
+            self.emit(Note(text=contenders.last_note))  # the last note is taken for the reason
 
     def phases(self) -> Iterator[Phase]:
         """What runs, in this order."""
@@ -104,9 +104,9 @@ class PlacementSearch:
         yield Phase("all placements", tuning.FIRST_LOOK_SHARE, self._look_at_all)
         # Of layers there are too many partitions to try all.
         yield Phase("partitions", tuning.PARTITIONS_SHARE + tuning.FIRST_LOOK_SHARE, self._improve_partitions)
-        if self.candidates.all_are_infeasible():
+        if self.contenders.all_are_infeasible():
             return
-        # A first look does not tell how far rules lead, nor do rules tell what windows gain.
+        # A first look does not show how far rules lead, nor do rules show what windows gain.
         in_rules = Phase("rules", tuning.RULES_SHARE, self._search_in_rules)
         if rules_are_compiled := not engines.waits_for_compiler("dispatch"):
             yield in_rules
@@ -120,7 +120,7 @@ class PlacementSearch:
 
     def _look_at_own_stages(self, share: float) -> float:
         """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule."""
-        unplaced, name = self.candidates.unplaced, self._heuristic("adaoffload")
+        unplaced, name = self.contenders.unplaced, self._heuristic("adaoffload")
         if self._is_of_use(unplaced):
             self.method_ran = name == self.request.method
             most = tuning.FIRST_LOOK_MOST
@@ -132,20 +132,20 @@ class PlacementSearch:
         return share
 
     def _look_at_all(self, share: float) -> float:
-        self.candidates.list_all(None)
-        self._look_at([c for c in self.candidates.all if c is not self.candidates.unplaced], share, self._first_look)
+        self.contenders.list_all(None)
+        self._look_at([c for c in self.contenders.all if c is not self.contenders.unplaced], share, self._first_look)
         return share
 
     def _improve_partitions(self, share: float) -> float:
         """Descend from the even partition for every number and shape of chunks, and from the given one; look at the
         partitions that come out."""
-        if not self.candidates.has_layers:
+        if not self.contenders.has_layers:
             return 0.0
-        starts = [c.placement for c in self.candidates.all if c.placement and not c.is_bidirectional]
+        starts = [c.placement for c in self.contenders.all if c.placement and not c.is_bidirectional]
         if (partition := partition_of_stages(self.request.problem)) is not None:
             starts.append(partition)
         better = improve_partitions(self.request, starts, self.clock.share(tuning.PARTITIONS_SHARE))
-        self._look_at(self.candidates.add_new(better), tuning.FIRST_LOOK_SHARE)
+        self._look_at(self.contenders.add_new(better), tuning.FIRST_LOOK_SHARE)
         return share
 
     def _search_in_rules(self, share: float) -> float:
@@ -155,13 +155,13 @@ class PlacementSearch:
         The time is counted in ops; the clock ends only what takes longer, with one thread much longer. Where rules lead
         to no schedule the share is left to others.
         """
-        request, candidates = self.request, self.candidates.ranked()
+        request, contenders = self.request, self.contenders.ranked()
         too_short = request.method != "auto" or request.time_limit_s < tuning.RULES_S
-        if too_short or self.candidates.proven or not candidates:
+        if too_short or self.contenders.proven or not contenders:
             return 0.0
         planned, limit = (tuning.COUNTED_SHARE, tuning.COUNTED_TIMEOUT) if self.clock.counts else (1.0, 1.0)
         limit_s = share * limit * self.clock.seconds
-        searches = [self._portfolio(each, "dispatch", limit_s).heuristics for each in candidates]
+        searches = [self._portfolio(each, "dispatch", limit_s).heuristics for each in contenders]
         round_s = share * planned * self.clock.seconds / tuning.RULES_ROUNDS
         ops, shortest_ms = 0.0, NO_SCHEDULE_MS
         with ThreadPoolExecutor(request.threads) as pool:
@@ -175,11 +175,11 @@ class PlacementSearch:
 
     def _search_best_two(self, share: float) -> float:
         """Run everything there is on the best two, if the share is long enough for both."""
-        best_two = self.candidates.ranked()[:2]
+        best_two = self.contenders.ranked()[:2]
         if len(best_two) < 2 or share * self.clock.seconds < 2 * tuning.PLACEMENT_S:
             return 0.0
-        for candidate in best_two:
-            self._search(candidate, self.request.method, share / 2 * self.clock.seconds)
+        for contender in best_two:
+            self._search(contender, self.request.method, share / 2 * self.clock.seconds)
         return share
 
     def _raise_least_bound(self, share: float) -> float:
@@ -190,9 +190,9 @@ class PlacementSearch:
         left_s = seconds
         if self.request.method != "auto" or seconds < tuning.PLACEMENT_S:
             return 0.0
-        relax, searched = engines.load(RELAX), {*self.candidates.ranked()[:1]}
-        while (alive := self.candidates.ranked()) and left_s / 2 >= tuning.ENGINE_LEAST_S:
-            lowest = min(alive, key=lambda candidate: candidate.incumbents.bound_ms)
+        relax, searched = engines.load(RELAX), {*self.contenders.ranked()[:1]}
+        while (alive := self.contenders.ranked()) and left_s / 2 >= tuning.ENGINE_LEAST_S:
+            lowest = min(alive, key=lambda contender: contender.incumbents.bound_ms)
             if lowest in searched or relax.unsupported(lowest.problem):
                 break
             searched.add(lowest)
@@ -203,31 +203,31 @@ class PlacementSearch:
     def _search_best(self, _: float) -> float:
         """Run everything there is on the best for all the time that is left, by plan where work is counted, else by the
         clock; then, if it is proven for its placement sooner, on the next ones."""
-        for candidate in self.candidates.ranked():
-            self._search(candidate, self.request.method, self.clock.left_s)
+        for contender in self.contenders.ranked():
+            self._search(contender, self.request.method, self.clock.left_s)
             if self.clock.counts:
                 break
         return 0.0
 
     def _run_method_asked_for(self, _: float) -> float:
-        """Run a method that was asked for whatever is known, such as the MILP, if it did not run yet."""
+        """Run a method that was asked for whatever is proven, such as the MILP, if it did not run yet."""
         if not self.method_ran and not self.request.ends_when_proven:
-            feasible = [candidate for candidate in self.candidates.all if not candidate.infeasible]
-            best = min(feasible, key=lambda candidate: candidate.incumbents.best_ms)
+            feasible = [contender for contender in self.contenders.all if not contender.infeasible]
+            best = min(feasible, key=lambda contender: contender.incumbents.best_ms)
             if self._search(best, self.request.method, self.clock.left_s, although_proven=True) is None:
-                self.candidates.note(f"{self.request.method}: there was no time left to start it")
+                self.contenders.note(f"{self.request.method}: there was no time left to start it")
         return 0.0
 
     # What phases do
 
-    def _placement_of_system(self) -> Candidate:
+    def _placement_of_system(self) -> Contender:
         """The placement on which the published system that is named runs."""
         problem = self.request.problem
         placement = SYSTEMS[parse(self.request.method)[0]].placement(problem, "all")
         if placement is None:
-            return self.candidates.unplaced
-        self.candidates.unplaced.incumbents.bound_ms = trivial_bound(problem, self.request.objective)
-        return self.candidates.bounded_candidate(placement, placement.apply(problem))
+            return self.contenders.unplaced
+        self.contenders.unplaced.incumbents.bound_ms = trivial_bound(problem, self.request.objective)
+        return self.contenders.bounded_contender(placement, placement.apply(problem))
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -235,12 +235,17 @@ class PlacementSearch:
         engine: Child | None = None
         request = self.request
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
+<<<<<<< HEAD
         if (
             uses_rules
             and not engines.load("dispatch").unsupported(request.problem)
             and engines.waits_for_compiler("dispatch")
         ):
             self.candidates.note(engines.COMPILING)
+=======
+        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not descents_are_compiled():
+            self.contenders.note(engines.COMPILING)
+>>>>>>> 3aecef84 (wip)
             asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
             engine = Child(ENGINE, request.model_copy(update=asked))
         try:
@@ -253,16 +258,16 @@ class PlacementSearch:
         """The heuristic that the request names; this one if it names none."""
         return name if self.request.method in ("auto", *ENGINES) else self.request.method
 
-    def _look_at(self, candidates: list[Candidate], share: float, first: Portfolio | None = None) -> None:
-        """Run a heuristic on each candidate for a share of the time in all, then, on the stages of `first`, too, what
+    def _look_at(self, contenders: list[Contender], share: float, first: Portfolio | None = None) -> None:
+        """Run a heuristic on each contender for a share of the time in all, then, on the stages of `first`, too, what
         the engine `dispatch` would begin with, then the published systems for its stages.
 
         The lowest bounds come first, should time run out. All but the heuristic stops when half of all the time is
         over. Nothing waits until rules are compiled.
         """
-        order = sorted(candidates, key=lambda candidate: candidate.incumbents.bound_ms)
-        each_s = share * self.clock.seconds / max(1, len(candidates))
-        portfolios = [first, *(self._search(candidate, self._heuristic("adaoffload"), each_s) for candidate in order)]
+        order = sorted(contenders, key=lambda contender: contender.incumbents.bound_ms)
+        each_s = share * self.clock.seconds / max(1, len(contenders))
+        portfolios = [first, *(self._search(contender, self._heuristic("adaoffload"), each_s) for contender in order)]
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
@@ -273,31 +278,31 @@ class PlacementSearch:
                 return
 
     def _search(
-        self, candidate: Candidate, method: str, seconds: float, although_proven: bool = False
+        self, contender: Contender, method: str, seconds: float, although_proven: bool = False
     ) -> Portfolio | None:
         """Run a portfolio on one placement, from its best schedule so far.
 
         Returns None, and runs nothing, if that is of no use.
         """
-        if not self._is_of_use(candidate, although_proven):
+        if not self._is_of_use(contender, although_proven):
             return None
         self.method_ran = self.method_ran or method == self.request.method
-        portfolio = self._portfolio(candidate, method, seconds)
+        portfolio = self._portfolio(contender, method, seconds)
         portfolio.run()
         return portfolio
 
-    def _is_of_use(self, candidate: Candidate, although_proven: bool = False) -> bool:
+    def _is_of_use(self, contender: Contender, although_proven: bool = False) -> bool:
         """Whether a search of one placement may change the answer, and there is time for it."""
-        is_open = although_proven or not self.candidates.proven
-        return is_open and candidate.infeasible is None and self.clock.wall_left_s > 0
+        is_open = although_proven or not self.contenders.proven
+        return is_open and contender.infeasible is None and self.clock.wall_left_s > 0
 
-    def _portfolio(self, candidate: Candidate, method: str, seconds: float) -> Portfolio:
+    def _portfolio(self, contender: Contender, method: str, seconds: float) -> Portfolio:
         asked = {
-            "problem": candidate.problem,
+            "problem": contender.problem,
             "placements": "keep",
             "method": method,
             "time_limit_s": max(1e-3, min(seconds, self.clock.wall_left_s)),
-            "warm_start": candidate.start if candidate.incumbents.best is None else None,
+            "warm_start": contender.start if contender.incumbents.best is None else None,
         }
-        emit = partial(self.candidates.handle, candidate)
-        return Portfolio(self.request.model_copy(update=asked), emit, candidate.incumbents)
+        emit = partial(self.contenders.handle, contender)
+        return Portfolio(self.request.model_copy(update=asked), emit, contender.incumbents)

@@ -38,7 +38,7 @@ class Portfolio:
     request
         The problem, the method and the limits.
     emit
-        Called with each better schedule, each better bound, and what else there is to say, as soon as it is known.
+        Called at once with each better schedule, each better bound, and each note.
     incumbents
         What earlier searches of the same problem have found.
 

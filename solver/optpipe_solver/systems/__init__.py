@@ -45,12 +45,12 @@ _PARAMETER = re.compile(r"([a-z][a-z_]*)=([0-9]{1,9})")
 
 def parse(method: str) -> tuple[str, dict[str, int]]:
     """Read a system's name and its parameters, such as `gis:group=5`. Raises InputError if either is unknown."""
-    name, colon, given = method.partition(":")
+    name, colon, values = method.partition(":")
     if name not in SYSTEMS:
         near = did_you_mean(name, SYSTEMS, "; ")
         raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}{near}")
     has, parameters = SYSTEMS[name].parameters, dict[str, int]()
-    for pair in given.split(",") if colon else []:
+    for pair in values.split(",") if colon else []:
         match = _PARAMETER.fullmatch(pair)
         if not match:
             raise InputError(

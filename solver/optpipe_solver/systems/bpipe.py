@@ -78,9 +78,9 @@ def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
     """Return the devices of two stages, which must be peers. Raises InputError if they are not."""
     home, peer = problem.stages[evictor].device, problem.stages[acceptor].device
     if problem.devices[home].peer != peer:
-        given = problem.devices[home].peer
-        said = f"devices[{home}].peer is missing" if given is None else f"devices[{home}].peer = {given}"
-        raise InputError(f"{said}: bpipe evicts from stage {evictor} to stage {acceptor}, which is on device {peer}")
+        other = problem.devices[home].peer
+        field = f"devices[{home}].peer is missing" if other is None else f"devices[{home}].peer = {other}"
+        raise InputError(f"{field}: bpipe evicts from stage {evictor} to stage {acceptor}, which is on device {peer}")
     if not problem.stages[evictor].can_evict:
         raise InputError(
             f"stages[{evictor}].evict_ms is missing: bpipe evicts activations of this stage to device {peer}"

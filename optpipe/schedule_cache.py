@@ -1,4 +1,4 @@
-"""A cache as a search uses it: what is known already, and where better schedules are kept.
+"""A cache as a search uses it: where it starts, and where better schedules are kept.
 
 `optpipe_cache.Cache` is a `ScheduleCache`. The core and the runtime know no other part of it.
 """
@@ -45,7 +45,7 @@ class ScheduleCache(Protocol):
         *,
         verified: bool = False,
     ) -> object:
-        """Keep a schedule if it is better than what is known of its problem."""
+        """Keep a schedule if it is better than the one that is there for its problem."""
 
 
 def better_start(problem: Problem, warm_start: Schedule | None, hit: Hit, objective: Objective) -> Schedule:

@@ -1,4 +1,4 @@
-"""`Candidates`: the placements of one search, and what the best schedule and bound of each say of all of them."""
+"""`Contenders`: the placements of one search, and what the best schedule and bound of each say of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optpipe_solver.portfolio.portfolio import incumbents_of
 
 
 @dataclass(eq=False)
-class Candidate:
+class Contender:
     """A placement, None for the problem's own stages, with the best schedule and bound for it."""
 
     placement: Placement | None
@@ -38,7 +38,7 @@ class Candidate:
         return self.placement is not None and self.placement.shape == "bidirectional"
 
 
-class Candidates:
+class Contenders:
     """All placements of one search: takes what is better for one, and emits what is better than for all.
 
     Attributes
@@ -46,7 +46,7 @@ class Candidates:
     unplaced
         The problem's own stages.
     all
-        Every candidate; empty as long as not all are listed, since no bound holds for all before.
+        Every contender; empty as long as not all are listed, since no bound holds for all before.
     best_ms, bound_ms
         The shortest schedule of all placements, and the bound that holds for all.
     last_note
@@ -58,12 +58,12 @@ class Candidates:
         problem = request.problem
         self.has_layers = problem.layers is not None and len(problem.all_routes) == 1
         self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NO_SCHEDULE_MS
-        self.all: list[Candidate] = []
+        self.all: list[Contender] = []
         self.best_ms, self.bound_ms = NO_SCHEDULE_MS, float("-inf")
         self.last_note = ""
         self._notes: set[str] = set()
         self._handling = RLock()
-        self.unplaced = self.new_candidate(None, problem)
+        self.unplaced = self.new_contender(None, problem)
         if request.warm_start and request.warm_start.placement is None:
             self.unplaced.start = request.warm_start
 
@@ -72,52 +72,52 @@ class Candidates:
         """Whether no placement has a shorter schedule."""
         return reaches(self.best_ms, self.bound_ms)
 
-    def ranked(self) -> list[Candidate]:
-        """The candidates that may still have the best schedule, the most promising first."""
+    def ranked(self) -> list[Contender]:
+        """The contenders that may still have the best schedule, the most promising first."""
         alive = [c for c in self.all if not c.infeasible and shorter(c.incumbents.bound_ms, self.best_ms)]
-        return sorted(alive, key=lambda candidate: candidate.incumbents.best_ms)
+        return sorted(alive, key=lambda contender: contender.incumbents.best_ms)
 
     # Which there are
 
-    def list_all(self, named: Candidate | None) -> None:
+    def list_all(self, named: Contender | None) -> None:
         """Every placement that is allowed and makes other stages than the problem's own, once; then the bound holds."""
         self.all = [self.unplaced, *self._others(), *([named] if named else [])]
         self._take_warm_start()
         self._raise_bound()
 
-    def _others(self) -> Iterator[Candidate]:
+    def _others(self) -> Iterator[Contender]:
         problem = self._request.problem
         if len(problem.all_routes) > 1:
             self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
             return
         yield from self._new({problem.stages}, _placements(problem))
 
-    def add_new(self, placements: Iterable[Placement]) -> list[Candidate]:
+    def add_new(self, placements: Iterable[Placement]) -> list[Contender]:
         """Add the placements that make other stages than those so far, and return them."""
-        new = list(self._new({candidate.problem.stages for candidate in self.all}, placements))
+        new = list(self._new({contender.problem.stages for contender in self.all}, placements))
         self.all += new
         return new
 
-    def _new(self, taken: set[tuple[object, ...]], placements: Iterable[Placement]) -> Iterator[Candidate]:
+    def _new(self, taken: set[tuple[object, ...]], placements: Iterable[Placement]) -> Iterator[Contender]:
         for placement in placements:
             with suppress(InputError):  # more forward passes than a problem may have
                 placed = placement.apply(self._request.problem)
                 if placed.stages not in taken:
                     taken.add(placed.stages)
-                    yield self.bounded_candidate(placement, placed)
+                    yield self.bounded_contender(placement, placed)
 
-    def bounded_candidate(self, placement: Placement, placed: Problem) -> Candidate:
-        """A candidate with the bound of its stages."""
-        candidate = self.new_candidate(placement, placed)
-        candidate.incumbents.bound_ms = lower_bound(placed, self._request.objective)
-        return candidate
+    def bounded_contender(self, placement: Placement, placed: Problem) -> Contender:
+        """A contender with the bound of its stages."""
+        contender = self.new_contender(placement, placed)
+        contender.incumbents.bound_ms = lower_bound(placed, self._request.objective)
+        return contender
 
-    def new_candidate(self, placement: Placement | None, placed: Problem) -> Candidate:
+    def new_contender(self, placement: Placement | None, placed: Problem) -> Contender:
         def emit(frame: Frame) -> None:
-            self.handle(candidate, frame)
+            self.handle(contender, frame)
 
-        candidate = Candidate(placement, incumbents_of(self._request.model_copy(update={"problem": placed}), emit))
-        return candidate
+        contender = Contender(placement, incumbents_of(self._request.model_copy(update={"problem": placed}), emit))
+        return contender
 
     def _take_warm_start(self) -> None:
         """Make a warm start that names a placement that placement's first schedule."""
@@ -130,33 +130,33 @@ class Candidates:
         except InputError as error:
             self.note(f"the warm start is no schedule of this problem: {error}")
             return
-        candidate = next((candidate for candidate in self.all if candidate.problem.stages == placed.stages), None)
-        if candidate is None:
-            candidate = self.bounded_candidate(placement, placed)
-            self.all.append(candidate)
-        candidate.start = programs
+        contender = next((contender for contender in self.all if contender.problem.stages == placed.stages), None)
+        if contender is None:
+            contender = self.bounded_contender(placement, placed)
+            self.all.append(contender)
+        contender.start = programs
 
     # What is found for them
 
-    def handle(self, candidate: Candidate, frame: Frame) -> None:
+    def handle(self, contender: Contender, frame: Frame) -> None:
         """Take a frame about one placement; called from any thread."""
         with self._handling:
             if isinstance(frame, Incumbent):
-                if shorter(candidate.incumbents.best_ms, self.best_ms):
-                    self.best_ms = candidate.incumbents.best_ms
-                    placed = frame.schedule.model_copy(update={"placement": candidate.placement})
+                if shorter(contender.incumbents.best_ms, self.best_ms):
+                    self.best_ms = contender.incumbents.best_ms
+                    placed = frame.schedule.model_copy(update={"placement": contender.placement})
                     self._emit(frame.model_copy(update={"schedule": placed}))
             elif isinstance(frame, Bound):
                 self._raise_bound()
             elif isinstance(frame, Infeasible):
-                candidate.infeasible = frame.reason
+                contender.infeasible = frame.reason
                 self._raise_bound()
             elif isinstance(frame, Note):
                 if frame.method:
-                    name = candidate.placement or "the stages as given"
+                    name = contender.placement or "the stages as given"
                     self._emit(frame.model_copy(update={"text": f"{name}: {frame.text}"}))
                 else:
-                    self.note(frame.text, candidate.placement)
+                    self.note(frame.text, contender.placement)
 
     def _raise_bound(self) -> None:
         """Emit the bound that holds for all placements if it is higher than before.
@@ -174,7 +174,7 @@ class Candidates:
 
         That is a proof unless there are more partitions than can be tried.
         """
-        if not all(candidate.infeasible for candidate in self.all):
+        if not all(contender.infeasible for contender in self.all):
             return False
         reason = no_partition_fits(self._request.problem) if self.has_layers else self.unplaced.infeasible
         if reason:
