@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 from support.problems.units import ACTIVATION, paired, units
 
-from optpipe import InputError, Kind, Op, Schedule, certify, check
+from optpipe import Kind, Op, Schedule, certify, check
 from optpipe_solver.systems import generate
 
 
@@ -94,20 +94,5 @@ def test_any_order_of_devices_will_do():
     assert [op.kind.name for op in schedule.programs[1].ops() if op.kind in (Kind.A, Kind.V)][:2] == ["A", "A"]
 
 
-def test_what_is_missing_is_one_sentence():
-    row = units(4, 6)
-    with pytest.raises(
-        InputError, match=r"^devices\[0\]\.peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3$"
-    ):
-        generate("bpipe", row)
-    peers = [{"activation_budget_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
-    with pytest.raises(
-        InputError, match=r"^devices\[0\]\.peer = 1: bpipe evicts from stage 0 to stage 3, which is on device 3$"
-    ):
-        generate("bpipe", row.replace(devices=peers))
-    peers[0]["peer"] = 3
-    with pytest.raises(
-        InputError, match=r"^stages\[0\]\.evict_ms is missing: bpipe evicts activations of this stage to device 3$"
-    ):
-        generate("bpipe", row.replace(devices=peers))
-    assert check(units(3, 6), generate("bpipe", units(3, 6))) == []  # three stages hold no more than the limit anyway
+def test_three_stages_hold_no_more_than_the_limit_anyway():
+    assert check(units(3, 6), generate("bpipe", units(3, 6))) == []

@@ -134,31 +134,6 @@ def test_recomputation_costs_its_time_and_saves_its_bytes(p, m, every, figures):
     assert peaks(schedule) == [ACTIVATION + w // every * kept + (w - w // every) * ACTIVATION for w in waiting]
 
 
-@pytest.mark.parametrize(
-    ("problem", "method", "sentence"),
-    [
-        (
-            units(3, 4),
-            "1f1b-recompute",
-            r"stages\[0\].recompute_ms is missing: 1f1b-recompute drops activations of every stage",
-        ),
-        (
-            units(3, 4, **FULL),
-            "1f1b-recompute:every=0",
-            r"every = 0: 1f1b-recompute computes every micro-batch again \(1\)",
-        ),
-        (
-            units(4, 8),
-            "interleaved",
-            r"interleaved needs 2 or more looped stages a device: the problem has other stages",
-        ),
-    ],
-)
-def test_what_a_paper_excludes_is_one_sentence(problem, method, sentence):
-    with pytest.raises(InputError, match=f"^{sentence}"):
-        generate(method, problem)
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(1, 4))
 def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):
@@ -188,12 +163,7 @@ def test_balanced_stages_help_where_the_first_and_the_last_layer_are_heavier(p):
 
 
 def test_a_system_is_given_the_stages_it_needs_where_it_may_be():
-    chunked = units(4, 8, v=2)
-    with pytest.raises(
-        InputError, match=r"^1f1b needs one stage a device, all in one row: the problem has other stages"
-    ):
-        generate("1f1b", chunked)
-    schedule = generate("1f1b", chunked, placements="all")
+    schedule = generate("1f1b", units(4, 8, v=2), placements="all")
     assert str(schedule.placement) == "1 chunk a device"
     assert check(schedule.problem, schedule) == []
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.units import ACTIVATION, units
 
-from optpipe import InputError, Kind, Pair, Problem, Schedule, certify, check
+from optpipe import Kind, Pair, Problem, Schedule, certify, check
 from optpipe.model.placement import rechunk
 from optpipe_solver.systems import generate
 
@@ -123,19 +123,3 @@ def test_fewer_micro_batches_than_stages_are_left_out(n):
         assert ms < generate("1f1b", units(n, m, times=(2, 2, 2))).makespan_ms
         schedule = both_ways(2 * n, 2 * m - 1, 1.0)
         assert check(schedule.problem, schedule) == []
-
-
-def test_an_odd_row_is_refused():
-    with pytest.raises(
-        InputError, match=r"^stages: 3 devices in a row, dualpipe needs an even number of them \(dualpipe-v any\)"
-    ):
-        both_ways(3, 12, None)
-    with pytest.raises(
-        InputError, match=r"^dualpipe needs one stage a device each way, on two routes \(bidirectional\)"
-    ):
-        generate("dualpipe", units(4, 8))
-    with pytest.raises(
-        InputError,
-        match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds all parameters twice",
-    ):
-        generate("dualpipe", units(4, 8), placements="all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.units import ACTIVATION, paired, unevenly, units
 
-from optpipe import Problem, Schedule, certify, check
+from optpipe import InputError, Problem, Schedule, certify, check
 from optpipe.model.placement import rechunk
 from optpipe_solver.systems import SYSTEMS, System, generate
 
@@ -57,3 +58,52 @@ def test_any_stages_have_a_valid_schedule(method: str, data: Any, p: int, m: int
     assert check(uneven, schedule) == []
     if name not in ORDERED_BY_TIMES:
         assert peak_bytes(schedule) <= peak_bytes(generate(method, even))
+
+
+ROW, LOOPED = units(4, 8), units(4, 8, v=2)
+PEERS = [{"activation_budget_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
+ON_HOST = units(4, 8, v=2, gradient_out_ms=1.0, update_ms=1.0, parameters_in_ms=1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "problem", "sentence"),
+    [
+        ("1f1b", LOOPED, "1f1b needs one stage a device, all in one row: the problem has other stages"),
+        ("interleaved", ROW, "interleaved needs 2 or more looped stages a device: the problem has other stages"),
+        ("1f1b-recompute", ROW, "stages[0].recompute_ms is missing: 1f1b-recompute drops activations of every stage"),
+        ("1f1b-recompute:every=0", ROW, "every = 0: 1f1b-recompute computes every micro-batch again (1)"),
+        ("gis:group=2", units(5, 8, v=2), "group = 2: gis on 5 devices takes 3 to 5"),
+        ("gis:group=6", units(5, 8, v=2), "group = 6: gis on 5 devices takes 3 to 5"),
+        ("gis-h:group=0", units(5, 8, v=2), "group = 0: gis-h on 5 devices takes 3 to 5"),
+        ("chronos-zero2:group=0", LOOPED, "group = 0: a chunk is launched for at least 1 micro-batch in a row"),
+        ("chronos-recomp:recomputed=3", LOOPED, "recomputed = 3: expected 1 to 2, the chunks of a device"),
+        ("chronos-recomp", LOOPED, "stages[0].recompute_ms is missing: chronos-recomp recomputes stages 0 to 3"),
+        (
+            "chronos-offload",
+            LOOPED,
+            "stages[4].update_ms is missing: chronos-offload updates stages 4 to 7 on the host",
+        ),
+        (
+            "chronos-offload:chunks=2",
+            ON_HOST,
+            "chunks = 2: expected 1 to 1, the shallowest chunk of a device is updated",
+        ),
+        ("dualpipe", rechunk(units(3, 12), 1, "bidirectional"), "stages: 3 devices in a row, dualpipe needs an even"),
+        ("dualpipe", ROW, "dualpipe needs one stage a device each way, on two routes (bidirectional)"),
+        ("bpipe", ROW, "devices[0].peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3"),
+        ("bpipe", ROW.replace(devices=PEERS), "devices[0].peer = 1: bpipe evicts from stage 0 to stage 3, which is on"),
+        (
+            "bpipe",
+            ROW.replace(devices=[PEERS[0] | {"peer": 3}, *PEERS[1:]]),
+            "stages[0].evict_ms is missing: bpipe evicts activations of this stage to device 3",
+        ),
+    ],
+)
+def test_what_a_paper_excludes_is_one_sentence(method: str, problem: Problem, sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+        generate(method, problem)
+
+
+def test_on_stages_that_are_not_both_ways_dualpipe_asks_for_the_overlap() -> None:
+    with pytest.raises(InputError, match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds"):
+        generate("dualpipe", ROW, placements="all")
