@@ -64,8 +64,7 @@ def answer(request: Request, emit: Emit) -> None:
                 if search.incumbents.proven or (search.incumbents.best and enough.over):
                     break
             if request.method == "auto" and not search.incumbents.proven:
-                for _ in search.heuristics.by_simple_rules():
-                    pass
+                search.heuristics.by_rules()
     except Exception as error:  # one request's fault does not end the process
         emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
     emit(End())

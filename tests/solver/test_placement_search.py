@@ -183,13 +183,12 @@ class FakePortfolio:
         self.emit(Incumbent(method="shown", schedule=Programs.from_schedule(schedule)))
         return iter(())
 
-    def by_simple_rules(self) -> Iterator[None]:
-        FakePortfolio.with_rules.append(self.request)
-        yield
-
-    def by_rules(self, most: int) -> float:
+    def by_rules(self, most: int | None = None, until: float = 0.0) -> float:
         chunks = len(self.request.problem.stages) // 4
-        FakePortfolio.in_rules.append((chunks, most))
+        if most is None:
+            FakePortfolio.with_rules.append(self.request)
+        else:
+            FakePortfolio.in_rules.append((chunks, most))
         return 100.0 + 100.0 / chunks
 
     def published(self) -> Iterator[None]:

@@ -37,12 +37,12 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from optpipe.anytime import improve
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
-from optpipe.schedule_cache import ScheduleCache
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.process.niceness import NICER
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe.schedule_cache import ScheduleCache
 from optpipe_runtime.service.answers import IncumbentEvent, JobAnswer, JobState, longest_answer, parse, verified
 from optpipe_runtime.service.requests import (
     LONGEST_REQUEST,

@@ -22,8 +22,8 @@ import httpx
 from httpx_sse import ServerSentEvent, SSEError, aconnect_sse
 
 from optpipe.errors import InputError
-from optpipe.schedule_cache import ScheduleCache
 from optpipe.printable import printable
+from optpipe.schedule_cache import ScheduleCache
 
 CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data
 LONGEST_REQUEST = 2**20  # bytes that the service accepts

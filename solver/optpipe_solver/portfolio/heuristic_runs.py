@@ -116,23 +116,16 @@ class HeuristicRuns:
             self._emit(Note(text=f"{name} gives no schedule: {wrong}"))
         return None if wrong else schedule
 
-    def by_simple_rules(self) -> Iterator[None]:
-        """Offer what a compiled list scheduler finds by rules in some 50 ms; the engine `dispatch` goes on from it."""
-        self._offer_by_rules(MOST_SIMULATED)
-        yield
+    def by_rules(self, most: int = MOST_SIMULATED, until: float = inf) -> float:
+        """Offer what a compiled list scheduler finds by rules when so many ops are simulated in all, by default in some
+        50 ms, or at a moment of `time.monotonic`. Returns how long that is."""
 
-    def by_rules(self, most: int) -> float:
-        """Offer what rules lead to when so many ops are simulated in all, or time is up, and return how long that
-        is."""
-        self._offer_by_rules(most, self._clock.until)
-        return self._rules_search.ms
-
-    def _offer_by_rules(self, most: int, until: float = inf) -> None:
         def shortest() -> Iterator[Schedule]:
             if schedule := self._rules_search.go_on(most, until):
                 yield schedule
 
         self._next("dispatch", shortest())
+        return self._rules_search.ms
 
     @cached_property
     def _rules_search(self) -> RulesSearch:

@@ -162,12 +162,13 @@ class PlacementSearch:
         planned, limit = (tuning.COUNTED_SHARE, tuning.COUNTED_TIMEOUT) if self.clock.counts else (1.0, 1.0)
         limit_s = share * limit * self.clock.seconds
         searches = [self._portfolio(each, "dispatch", limit_s).heuristics for each in contenders]
+        until = self.clock.moment(limit_s)
         round_s = share * planned * self.clock.seconds / tuning.RULES_ROUNDS
         ops, shortest_ms = 0.0, NO_SCHEDULE_MS
         with ThreadPoolExecutor(request.threads) as pool:
             for _ in range(tuning.RULES_ROUNDS):
                 ops += round_s * tuning.RULES_OPS_PER_S * min(1.0, request.threads / len(searches))
-                lengths_ms = list(pool.map(methodcaller("by_rules", round(ops)), searches))
+                lengths_ms = list(pool.map(methodcaller("by_rules", round(ops), until), searches))
                 shortest_ms = min(shortest_ms, *lengths_ms)
                 order = sorted(range(len(searches)), key=lengths_ms.__getitem__)
                 searches = [searches[n] for n in order[: -(-len(searches) // 2)]]
@@ -235,17 +236,8 @@ class PlacementSearch:
         engine: Child | None = None
         request = self.request
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
-<<<<<<< HEAD
-        if (
-            uses_rules
-            and not engines.load("dispatch").unsupported(request.problem)
-            and engines.waits_for_compiler("dispatch")
-        ):
-            self.candidates.note(engines.COMPILING)
-=======
-        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not descents_are_compiled():
+        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and engines.waits_for_compiler("dispatch"):
             self.contenders.note(engines.COMPILING)
->>>>>>> 3aecef84 (wip)
             asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
             engine = Child(ENGINE, request.model_copy(update=asked))
         try:
@@ -271,9 +263,9 @@ class PlacementSearch:
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        use_rules = self.request.time_limit_s >= tuning.RULES_S and not engines.waits_for_compiler("dispatch")
-        rules = (heuristics.by_simple_rules() for heuristics in searches if use_rules)
-        for _ in chain(*rules, *(heuristics.published() for heuristics in searches)):
+        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and not engines.waits_for_compiler("dispatch") else []
+        by_rules = (heuristics.by_rules() for heuristics in with_rules)
+        for _ in chain(by_rules, *(heuristics.published() for heuristics in searches)):
             if self.clock.wall_left_s < self.clock.seconds / 2:
                 return
 
