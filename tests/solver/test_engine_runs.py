@@ -78,7 +78,16 @@ def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(started
 
 
 def test_what_is_better_and_has_no_rules_gets_those_of_the_best() -> None:
-    rules = Rules(np.array([1, 1]), np.zeros((2, 2)), np.zeros((2, 6), dtype=int), np.zeros(2), np.arange(6))
+    rules = Rules(
+        *(
+            np.array([1, 1]),
+            np.zeros((2, 2)),
+            np.full((2, 6), -1),
+            np.zeros((2, 6), dtype=int),
+            np.zeros(2),
+            np.arange(6),
+        )
+    )
     best = systems.generate("zb-h1", PROBLEM)
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
     runs = searching([], replace(BETTER, rules=rules))

@@ -31,6 +31,11 @@ from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.systems import SYSTEMS, is_system, parse
 
 
+def rules_are_compiled() -> bool:
+    """Whether a search in rules waits for no compiler."""
+    return not engines.waits_for_compiler("dispatch")
+
+
 class Phase(NamedTuple):
     """A part of the search.
 
@@ -108,10 +113,10 @@ class PlacementSearch:
             return
         # A first look does not show how far rules lead, nor do rules show what windows gain.
         in_rules = Phase("rules", tuning.RULES_SHARE, self._search_in_rules)
-        if rules_are_compiled := not engines.waits_for_compiler("dispatch"):
+        if were_compiled := rules_are_compiled():
             yield in_rules
         yield Phase("best two", tuning.BEST_TWO_SHARE, self._search_best_two)
-        if not (rules_are_compiled or engines.waits_for_compiler("dispatch")):
+        if not were_compiled and rules_are_compiled():
             yield in_rules
         # The least bound of all placements is what holds for all.
         yield Phase("least bound", tuning.LEAST_BOUND_SHARE, self._raise_least_bound)
@@ -236,7 +241,7 @@ class PlacementSearch:
         engine: Child | None = None
         request = self.request
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
-        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and engines.waits_for_compiler("dispatch"):
+        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
             self.contenders.note(engines.COMPILING)
             asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
             engine = Child(ENGINE, request.model_copy(update=asked))
@@ -263,7 +268,7 @@ class PlacementSearch:
         if self.request.method not in ("auto", *ENGINES):
             return
         searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and not engines.waits_for_compiler("dispatch") else []
+        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and rules_are_compiled() else []
         by_rules = (heuristics.by_rules() for heuristics in with_rules)
         for _ in chain(by_rules, *(heuristics.published() for heuristics in searches)):
             if self.clock.wall_left_s < self.clock.seconds / 2:
