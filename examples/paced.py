@@ -35,7 +35,7 @@ class Times(NamedTuple):
         return self._replace(**{name: work * getattr(self, name) for name in self._fields[:4]})
 
 
-class Stage(nn.Module):
+class SleepingStage(nn.Module):
     """Its F, B and W sleep, for as long as documents of these lengths take, if there are some. A forward saves one
     tensor."""
 
@@ -93,6 +93,6 @@ class PacedEngine:
 
 
 def slow_down_copies(pipe: Pipeline, ms: float) -> None:
-    """From now on a copy over the pipeline's host link takes `ms`. Each activation of `Stage` is one copy."""
+    """From now on a copy over the pipeline's host link takes `ms`. Each activation of `SleepingStage` is one copy."""
     link = pipe._rank.link
     link.out = link.back = PacedEngine(link.out, ms)

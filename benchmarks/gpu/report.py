@@ -23,7 +23,7 @@ WORKSPACE = 0.05  # of the certified peak: messages under way, and results that 
 
 
 @dataclass(frozen=True)
-class Row:
+class Target:
     """One figure and its limit. `reached` is None if this device cannot show it; that is neither a pass nor a
     failure."""
 
@@ -55,7 +55,7 @@ class Report:
 
     device: str
     torch: str
-    rows: tuple[Row, ...]
+    rows: tuple[Target, ...]
     figures: dict[str, float]
 
     @property
@@ -80,31 +80,31 @@ def judge(setup: GpuSetup, measured: GpuMeasurements) -> Report:
     )
 
 
-def _inside(measured: GpuMeasurements) -> tuple[Row, ...]:
+def _inside(measured: GpuMeasurements) -> tuple[Target, ...]:
     """All stages in one process: offloading compared with keeping."""
     keeps, halves = measured.inside
     certified, fell = keeps.certified_bytes - halves.certified_bytes, keeps.peak_bytes - halves.peak_bytes
     return (
-        Row("shortest F of a stage", "at least", 10.0, float(measured.problem.costs.ms[Kind.F].min()), "ms"),
-        Row("activation bytes that leave", "at least", 0.45, share_offloaded(halves.schedule), "%"),
-        Row("longer iteration with them offloaded", "at most", 0.05, halves.ms / keeps.ms - 1, "%"),
-        Row("peak falls, of what is certified", "at least", 0.95, fell / certified if certified > 0 else 0.0, "%"),
-        Row("gradients that differ", "at most", 0, measured.differing),
+        Target("shortest F of a stage", "at least", 10.0, float(measured.problem.costs.ms[Kind.F].min()), "ms"),
+        Target("activation bytes that leave", "at least", 0.45, share_offloaded(halves.schedule), "%"),
+        Target("longer iteration with them offloaded", "at most", 0.05, halves.ms / keeps.ms - 1, "%"),
+        Target("peak falls, of what is certified", "at least", 0.95, fell / certified if certified > 0 else 0.0, "%"),
+        Target("gradients that differ", "at most", 0, measured.differing),
     )
 
 
-def _copies(measured: GpuMeasurements) -> tuple[Row, ...]:
+def _copies(measured: GpuMeasurements) -> tuple[Target, ...]:
     """Offloads and reloads of stage 0, with nothing beside them, compared with one plain copy of as many bytes."""
     return tuple(
-        Row(f"{what}, of a plain copy's rate", "at least", 0.85, plain / _copy_ms(measured, kind), "%")
+        Target(f"{what}, of a plain copy's rate", "at least", 0.85, plain / _copy_ms(measured, kind), "%")
         for what, kind, plain in zip(("offload", "reload"), (Kind.O, Kind.R), measured.plain_ms, strict=True)
     )
 
 
-def _stage(setup: GpuSetup, measured: GpuMeasurements) -> tuple[Row, ...]:
+def _stage(setup: GpuSetup, measured: GpuMeasurements) -> tuple[Target, ...]:
     """One stage between emulated neighbours: its span compared with the predicted one."""
     return tuple(
-        Row(
+        Target(
             f"span of stage {setup.emulated}/{setup.stages} off the predicted, {steps.schedule.method}",
             "at most",
             0.05,
@@ -145,7 +145,7 @@ def _figures(measured: GpuMeasurements) -> dict[str, float]:
     return figures
 
 
-def _memory(measured: GpuMeasurements, cuda: bool) -> tuple[Row, ...]:
+def _memory(measured: GpuMeasurements, cuda: bool) -> tuple[Target, ...]:
     """Over all steps: what was held after every op compared with the certificates, and whether the allocator asked the
     driver for memory."""
     runs = (*measured.inside, measured.copies, *measured.stage)
@@ -157,10 +157,10 @@ def _memory(measured: GpuMeasurements, cuda: bool) -> tuple[Row, ...]:
         if time.allocated_bytes is not None and steps.base_bytes is not None
     ]
     return (
-        Row("activations above the certificate, of its peak", "at most", 0.0, held, "%"),
-        Row("memory_allocated above it, of its peak", "at most", WORKSPACE, max(above, default=None), "%"),
+        Target("activations above the certificate, of its peak", "at most", 0.0, held, "%"),
+        Target("memory_allocated above it, of its peak", "at most", WORKSPACE, max(above, default=None), "%"),
         *(
-            Row(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None)
+            Target(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None)
             for name in COUNTERS
         ),
     )

@@ -75,7 +75,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredCase:
     """A case as predicted and as measured: ms of a step over all ranks, bytes by rank."""
 
     case: Case
@@ -191,7 +191,7 @@ def with_little_memory(steps: int) -> tuple[Task, Task]:
     return Task([Case("1f1b-recompute", memory=1.6)], 8, steps, whole), Task(two, 8, steps, half, solve_s=15.0)
 
 
-def gain(rows: Sequence[Row]) -> str:
+def gain(rows: Sequence[MeasuredCase]) -> str:
     """How much less time the solver's schedule takes, which is the last, than the best of the published ones."""
     if len(rows) < 3:
         return "not every schedule was found in its time, so nothing is compared"
@@ -212,7 +212,7 @@ def published(problem: Problem) -> Comparison:
     return compare(problem, [*(name for name in SYSTEMS if name not in methods.OWN), RECOMPUTED])
 
 
-def run(task: Task) -> list[Row]:
+def run(task: Task) -> list[MeasuredCase]:
     """Collective: runs every case that a schedule is found for, each in a pipeline of its own."""
     rows = [_measured(case, *_pipeline(task, case), task) for case in task.cases]
     return [row for row in rows if row is not None]
@@ -226,7 +226,7 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
     rank = dist.get_rank()
     placement = Placement(chunks=case.chunks, shape=case.shape).along(range(dist.get_world_size()))
     if task.paced_ms:
-        sleepers = {s: paced.Stage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
+        sleepers = {s: paced.SleepingStage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
         pipe = Pipeline(sleepers, placement, paced.loss, task.microbatches)
         paced.slow_down_copies(pipe, task.paced_ms.copy)
         x = torch.zeros(task.microbatches * paced.SHAPE[0], *paced.SHAPE[1:])
@@ -247,7 +247,7 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
 
 def _measured(
     case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task
-) -> Row | None:
+) -> MeasuredCase | None:
     """Collective. If the method finds no schedule in its time, returns None and logs why."""
     with pipe:
         profiled = pipe.profile(*data(0), activation_budget_bytes=2**50)
@@ -268,7 +268,7 @@ def _measured(
         plan, by_rank = pipe.plan, pipe.gather(reports)
     assert plan is not None
     steps: list[tuple[StepReport, ...]] = list(zip(*by_rank, strict=True))
-    return Row(
+    return MeasuredCase(
         case,
         plan.schedule,
         steps_ms=[max(report.step_ms for report in ranks) for ranks in steps[WARM_UP:]],

@@ -65,7 +65,7 @@ class InARow:
 def in_a_row(times: paced.Times = IN_A_ROW_TIMES, steps: int = IN_A_ROW_STEPS) -> InARow:
     """Collective: measures on paced stages, one on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = paced.Stage(times)
+    stage = paced.SleepingStage(times)
     optimizer = torch.optim.SGD(stage.parameters(), lr=1.0)
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     with Pipeline({rank: stage}, range(ranks), paced.loss, MICROBATCHES) as pipe:
@@ -118,7 +118,7 @@ def swap_cost(swaps: int = SWAPS) -> SwapCost:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     times: dict[str, list[float]] = {"plain": [], "prepared": [], "swapped": []}
-    with Pipeline({rank: paced.Stage(SWAP_TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
+    with Pipeline({rank: paced.SleepingStage(SWAP_TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
         problem = pipe.profile(x, x, activation_budget_bytes=2**50)
         pipe.load(solve(problem, method="zb-h1", time_limit_s=10).schedule if rank == 0 else None)
         assert pipe.schedule is not None
@@ -204,7 +204,7 @@ def own_steps(
     planned: list[Schedule] = []  # of the batches
     errors: list[float] = []
     with (
-        Pipeline({rank: paced.Stage(times)}, range(ranks), paced.loss, microbatches) as pipe,
+        Pipeline({rank: paced.SleepingStage(times)}, range(ranks), paced.loss, microbatches) as pipe,
         PlannedSteps(pipe, features, activation_budget_bytes=budget) as train,
     ):
 

@@ -7,7 +7,7 @@ from support.problems.chain import chain, gpipe, one_by_one
 from support.ranks.worker import Ranks
 
 from benchmarks.training import fidelity
-from benchmarks.training.fidelity import Case, Row, Task
+from benchmarks.training.fidelity import Case, MeasuredCase, Task
 from examples import reference
 from examples.demo import __main__ as demo
 from examples.demo.train import Step
@@ -78,7 +78,10 @@ def test_a_gain_is_reported_only_beyond_the_spread(slowest: float, verdict: str)
     case, problem = Case("1f1b"), chain()
     slow, fast = one_by_one(problem), gpipe(problem)
     theirs, ours = [1500.0, 1520.0, 1510.0], [1050.0, 1060.0, slowest]
-    rows = [Row(case, schedule, ms, [0], [0], []) for schedule, ms in ((slow, theirs), (slow, theirs), (fast, ours))]
+    rows = [
+        MeasuredCase(case, schedule, ms, [0], [0], [])
+        for schedule, ms in ((slow, theirs), (slow, theirs), (fast, ours))
+    ]
     text = fidelity.gain(rows)
     assert f"a step takes {1 - 1060 / 1510:.1%} less than by naive" in text
     assert text.endswith(verdict)

@@ -31,7 +31,7 @@ def train(layers: Sequence[int], head: int) -> list[Traced]:
     """Collective: steps of 1F1B with so many layers in each stage; the head takes as long as `head` layers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     each_ms = LAYER_MS * (layers[rank] + head * (rank == ranks - 1))
-    stage = paced.Stage(paced.Times(1.0, 1.0, 1.0, 1.0))
+    stage = paced.SleepingStage(paced.Times(1.0, 1.0, 1.0, 1.0))
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     reports = []
     with Pipeline({rank: stage}, list(range(ranks)), paced.loss, MICROBATCHES) as pipe:

@@ -1,4 +1,4 @@
-"""`Ahead`: the ranks prepare a step while the one before runs, in a thread of each that no step waits for.
+"""`StepsAhead`: the ranks prepare a step while the one before runs, in a thread of each that no step waits for.
 
 They gather which micro-batches the step has and what the last ones took. The rank of the first stage, without
 which none can begin a step, plans it, and sends problem and schedule to all. Each checks the schedule on this problem
@@ -48,7 +48,7 @@ class PreparedStep(NamedTuple):
         return self.planned.result()
 
 
-class Ahead:
+class StepsAhead:
     """One rank's part; rank `planner` plans. Making one and every call is collective; steps are prepared in the order
     of the calls."""
 

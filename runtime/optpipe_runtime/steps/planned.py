@@ -29,7 +29,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
-from optpipe_runtime.steps.ahead import Ahead, PreparedStep
+from optpipe_runtime.steps.ahead import PreparedStep, StepsAhead
 from optpipe_runtime.steps.planner import (
     Features,
     MeasuredStep,
@@ -105,7 +105,7 @@ class PlannedSteps:
         self._profile_arguments = activation_budget_bytes, offload_parts
         planner = pipe.layout.placement[pipe.layout.routes[0][0]]
         self._planner = StepPlanner(planner, costs) if rank.cpu_group.rank == planner else None
-        self._ahead = Ahead(rank, planner)
+        self._ahead = StepsAhead(rank, planner)
         self._prepared: deque[tuple[StepAnnouncement, PreparedStep]] = deque()
         self._measured: list[MeasuredStep] = []  # not announced yet
         self._count = 0

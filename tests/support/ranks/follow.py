@@ -96,7 +96,7 @@ def slows_down(
     """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each
     step the version, and the problem after it."""
     rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
-    module = paced.Stage(times)
+    module = paced.SleepingStage(times)
     x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
     versions, problems = [], []
     noisy: Any = Noisy(rank)

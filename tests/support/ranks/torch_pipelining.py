@@ -168,7 +168,7 @@ def _offloaded(schedule: Schedule) -> Offloaded:
 def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]:
     """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
     layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
-    modules = {s: paced.Stage(times) for s, place in enumerate(layout.placement) if place == rank}
+    modules = {s: paced.SleepingStage(times) for s, place in enumerate(layout.placement) if place == rank}
     stages = [PipelineStage(m, s, len(layout.placement), torch.device("cpu")) for s, m in modules.items()]
     runtime = torch_schedule(schedule, stages, paced.loss)
     link = runtime._link
