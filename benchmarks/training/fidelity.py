@@ -134,22 +134,26 @@ def fidelity(
     on two, and of stages that sleep on five with little memory, where the solver's is also compared with published
     ones."""
     task = computing(steps)
-    slept, computed = on_ranks(4, run, sleeping(steps)), on_ranks(2, run, task)
-    little = [row for each in with_little_memory(steps) for row in on_ranks(5, run, each)]
-    torch.set_num_threads(1)  # as ranks have
-    plain = reference.losses(task.size, 2, task.microbatches, WARM_UP + task.steps)
-    tables = {
-        "stages that sleep, 4 ranks": (slept, None),
-        "a GPT, 2 ranks": (computed, plain),
-        "stages that sleep, 5 ranks": (little, None),
+    runs = {
+        "stages that sleep, 4 ranks": (4, [sleeping(steps)]),
+        "a GPT, 2 ranks": (2, [task]),
+        "stages that sleep, 5 ranks": (5, with_little_memory(steps)),
     }
+    found: dict[str, Any] = {}
+    for title, (ranks, tasks) in runs.items():
+        cases = [case for each in tasks for case in on_ranks(ranks, run, each)]
+        plain = None
+        if task in tasks:
+            torch.set_num_threads(1)  # as ranks have
+            plain = reference.losses(task.size, ranks, task.microbatches, WARM_UP + task.steps)
+        found[title] = [case.figures(plain) for case in cases]
+        if not json:
+            heading = f"{title}; ms a step: median ± interquartile range"
+            print_figures(heading, COLUMNS, [case.cells(plain) for case in cases], 2)
     if json:
-        print_json({title: [row.figures(losses) for row in rows] for title, (rows, losses) in tables.items()})
-        return
-    for title, (rows, losses) in tables.items():
-        of = f"{title}; ms a step: median ± interquartile range"
-        print_figures(of, COLUMNS, [row.cells(losses) for row in rows], 2)
-    print(gain(little))
+        print_json(found)
+    else:
+        print(gain(cases))
 
 
 def sleeping(steps: int) -> Task:
