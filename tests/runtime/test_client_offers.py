@@ -1,5 +1,5 @@
 """What is offered to the training: the newest schedule, once, if it is better than the running one and for the current
-costs. And the service is told, now or later, which schedules the training has swapped in."""
+costs. And the service gets reports, now or later, of which schedules the training has swapped in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.service.client import Offer, ScheduleClient
 
-SLOWER = chain(scale=1.5)
+SLOWER, TIGHT = chain(scale=1.5), chain(memory=1)
 
 
 def finding(*schedules: Schedule, then: bytes = fake.end()) -> dict[str, Answer | Answers]:
@@ -31,33 +31,28 @@ def finding(*schedules: Schedule, then: bytes = fake.end()) -> dict[str, Answer 
     }
 
 
-def test_a_schedule_worse_than_the_last_offer_is_not_offered() -> None:
-    answers = by_path(finding(gpipe(chain()), one_by_one(chain())))
-    with fake_service(answers) as (url, _), ScheduleClient(url, chain()) as client:
-        until(lambda: client.ended)
-        offer = client.poll()
-        assert offer is not None
-        assert (offer.version, offer.seq) == (1, 1)
-
-
-def test_a_schedule_no_better_than_the_running_one_is_not_offered() -> None:
-    answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
+@pytest.mark.parametrize(
+    ("problem", "running", "found", "offered"),
+    [
+        pytest.param(chain(), None, [gpipe(chain()), one_by_one(chain())], "gpipe", id="worse than the last offer"),
+        pytest.param(chain(), gpipe(chain()), [one_by_one(chain()), gpipe(chain())], None, id="no better than running"),
+        pytest.param(TIGHT, gpipe(chain()), [one_by_one(TIGHT)], "naive", id="what runs no longer fits"),
+    ],
+)
+def test_only_what_is_better_is_offered(
+    problem: Problem, running: Schedule | None, found: list[Schedule], offered: str | None
+) -> None:
     with (
-        fake_service(answers) as (url, asked),
-        ScheduleClient(url, chain(), warm_start=gpipe(chain())) as client,
+        fake_service(by_path(finding(*found))) as (url, asked),
+        ScheduleClient(url, problem, warm_start=running) as client,
     ):
         until(lambda: client.ended)
-        assert client.poll() is None
-    assert asked[0].json()["warm_start"]["method"] == "gpipe"
-
-
-def test_a_running_schedule_that_no_longer_fits_is_not_compared_with() -> None:
-    tight = chain(memory=1)
-    answers = by_path(finding(one_by_one(tight)))
-    with fake_service(answers) as (url, _), ScheduleClient(url, tight, warm_start=gpipe(chain())) as client:
-        offer = until(client.poll)
-        assert offer.schedule.method == "naive"
-        assert check(tight, offer.schedule) == []
+        offer = client.poll()
+    assert (offer and offer.schedule.method) == offered
+    if offer:
+        assert (offer.version, offer.seq) == (1, 1)
+        assert check(problem, offer.schedule) == []
+    assert (asked[0].json().get("warm_start") or {}).get("method") == (running and running.method)
 
 
 def test_an_offer_for_old_costs_is_dropped() -> None:
