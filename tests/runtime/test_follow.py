@@ -79,30 +79,18 @@ def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:
 
 @contextmanager
 def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str, list[dict[str, Any]], list[Asked]]]:
-    """Its url, the problems that it was given, as they were told, and all that it was asked. The answer to each is one
-    schedule."""
+    """Its url, the problems that were posed, and all requests. The answer to each problem is one schedule."""
     posed: list[dict[str, Any]] = []
 
-    def solve(asked: Asked) -> Answer:
-        posed.append(asked.json())
-        return fake.job(version=len(posed))
-
-    def schedule(asked: Asked) -> Answer:
-        return fake.incumbent(answer(Problem.from_dict(posed[-1]["problem"]), len(posed)))
-
-    def news(asked: Asked) -> Answer:
-        return fake.events(fake.one(len(posed), len(posed)), fake.end())
-
     def answers(asked: Asked) -> Answer:
+        if asked.method == "POST":
+            posed.append(asked.json())
+            return fake.job(version=len(posed))
+        if asked.path.endswith("/events"):
+            return fake.events(fake.one(len(posed), len(posed)), fake.end())
         if "/adoptions/" in asked.path:
             return fake.as_json({})
-        return (
-            solve(asked)
-            if asked.method == "POST"
-            else news(asked)
-            if asked.path.endswith("/events")
-            else schedule(asked)
-        )
+        return fake.incumbent(answer(Problem.from_dict(posed[-1]["problem"]), len(posed)))
 
     with fake_service(answers) as (url, asked):
         yield url, posed, asked
