@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What `test-gpu` and `bench-gpu` need beside torch: fetched by `make wheels` where there is a registry, for a machine with
 # a GPU and Python 3.12 that has none. Without numba the simulator runs as plain Python.
-GPU_NEEDS := numpy pydantic rich typer pytest pytest-timeout
+GPU_NEEDS := numpy pydantic rich cyclopts pytest pytest-timeout
 ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64

@@ -6,10 +6,10 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-import typer
+from cyclopts import App
 
+from optpipe_cli.app import new_app
 from optpipe_cli.main import run
-from optpipe_cli.options import register
 
 
 class Benchmark(NamedTuple):
@@ -42,11 +42,10 @@ BENCHMARKS = {
 }
 
 
-def load(name: str) -> typer.Typer:
-    """The program that has one benchmark as its only command."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    module = import_module(f"benchmarks.{BENCHMARKS[name].module}")
-    register(app, None, getattr(module, name))
+def load(name: str) -> App:
+    """The program that is one benchmark."""
+    app = new_app(name)
+    app.default(getattr(import_module(f"benchmarks.{BENCHMARKS[name].module}"), name))
     return app
 
 

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.timing import timed
@@ -22,7 +23,7 @@ from optpipe_solver.bounds import lower_bound
 DEVICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 
-def cache(lookups: Annotated[int, typer.Option(min=2)] = 100) -> None:
+def cache(*, lookups: Annotated[int, Parameter(validator=Number(gte=2))] = 100) -> None:
     """Look ordinary problems up in an empty cache with the release's pack. Times are of the processor."""
     random = np.random.default_rng(0)
     with TemporaryDirectory() as folder:
@@ -30,11 +31,11 @@ def cache(lookups: Annotated[int, typer.Option(min=2)] = 100) -> None:
         _looked_up(fresh, next(ordinary_problems(random, 1)))  # waits for what is compiled
         lookups_with_pack = [_looked_up(fresh, problem) for problem in ordinary_problems(random, lookups)]
     hits = [hit for hit in lookups_with_pack if hit]
-    typer.echo(f"{lookups} ordinary problems, first lookup with the pack: {len(hits) / lookups:.0%} found")
+    print(f"{lookups} ordinary problems, first lookup with the pack: {len(hits) / lookups:.0%} found")
     if len(hits) > 1:
-        typer.echo(_spread("distance: ", [hit.distance for hit in hits], ".2f"))
-        typer.echo(_spread("gap: ", [hit.gap for hit in hits if hit.gap is not None], ".1%"))
-        typer.echo(_spread("ms: ", [hit.ms for hit in hits], ".0f"))
+        print(_spread("distance: ", [hit.distance for hit in hits], ".2f"))
+        print(_spread("gap: ", [hit.gap for hit in hits if hit.gap is not None], ".1%"))
+        print(_spread("ms: ", [hit.ms for hit in hits], ".0f"))
 
 
 def _spread(name: str, values: Sequence[float], form: str) -> str:

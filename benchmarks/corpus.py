@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
@@ -18,13 +16,18 @@ COLUMNS = ("trace", "steps", "replicas", "a step: ms", "replayed within", "cause
 
 
 def corpus(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="Folder of traces: files, and folders of ranks. Default: print the results again."),
-    ] = None,
+    folder: Path | None = None,
+    /,
+    *,
     results: ResultsPath = None,
 ) -> None:
-    """Diagnose each trace of a folder, without a search whose answer depends on the machine."""
+    """Diagnose each trace of a folder, without a search whose answer depends on the machine.
+
+    Parameters
+    ----------
+    folder
+        Folder of traces: files, and folders of ranks. Default: print the results again.
+    """
     traces = sorted(_traces(folder)) if folder else []
     if folder and not traces:
         raise InputError(f"{folder}: no traces: files named .json, .json.gz or .csv, or folders of them, are expected")
@@ -33,9 +36,9 @@ def corpus(
         name = path.name.partition(".")[0].removeprefix("timeline-")
         if not kept.find(name):
             kept.add({"trace": name} | _row(diagnose(path, time_limit_s=0.0)))
-    typer.echo(head(COLUMNS, "lrrrrllr"))
+    print(head(COLUMNS, "lrrrrllr"))
     for row in kept.rows:
-        typer.echo(line(_cells(row)))
+        print(line(_cells(row)))
 
 
 def _traces(folder: Path) -> Iterator[Path]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.tables import head, line
 from optpipe.anytime import solve
@@ -16,20 +14,24 @@ from optpipe.model.records import Stage
 NO_OFFLOAD = dict.fromkeys(("offload_ms", "reload_ms", "offload_bytes"))
 
 
-def levels(
-    problem: Annotated[Path, typer.Argument(help="A problem file whose stages have levels.")],
-    memory: Annotated[str, typer.Option(help="Budgets, each as so many activations of every stage.")] = "2,2.5,3",
-    seconds: Annotated[float, typer.Option(min=1, help="Of each search.")] = 20.0,
-    method: Annotated[str, typer.Option(help="That of each search.")] = "auto",
-) -> None:
+def levels(problem: Path, /, *, memory: str = "2,2.5,3", seconds: float = 20.0, method: str = "auto") -> None:
     """Solve a problem by each level alone, by all levels, and also with checkpoints that may be offloaded.
 
     A cell has the makespan in ms and what it may be too long by at most. The last column says how much shorter the
     best of all levels is than the best of one.
+
+    Parameters
+    ----------
+    problem
+        A problem file whose stages have levels.
+    memory
+        Budgets, each as so many activations of every stage.
+    seconds
+        Of each search.
     """
     posed = Problem.load(problem)
     variants = {name: posed.replace(stages=stages) for name, stages in _variants(posed.stages)}
-    typer.echo(head(("memory", *variants, "shorter by"), "r" * (len(variants) + 2)))
+    print(head(("memory", *variants, "shorter by"), "r" * (len(variants) + 2)))
     for budget in map(float, memory.split(",")):
         cells, best = [], dict[bool, float]()
         for name, variant in variants.items():
@@ -42,7 +44,7 @@ def levels(
             is_all = name.startswith("all")
             best[is_all] = min(ms, best.get(is_all, ms))
         gain = f"{1 - best[True] / best[False]:.1%}" if len(best) == 2 else "–"
-        typer.echo(line((f"{budget:g}", *cells, gain)))
+        print(line((f"{budget:g}", *cells, gain)))
 
 
 def _variants(stages: tuple[Stage, ...]) -> Iterator[tuple[str, list[Stage]]]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.options import SolveOptions
-from optpipe_cli.options import with_options
 from optpipe_solver.exact import serial_ms
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.milp.backend import minimize
@@ -42,13 +39,17 @@ STEPS = {
 COLUMNS = ("size", "switches", "solver", "variables", "rows", "non-zeros", "seconds", "ms", "bound", "gap")
 
 
-@with_options("SolveOptions", only=("time_limit_s", "solver"), solver="highs")
-def milp(
-    problem: Annotated[Path, typer.Argument(help="Problem file; smaller ones are cut from it.")],
-    options: SolveOptions,
-) -> None:
+def milp(problem: Path, /, *, solver: str = "highs", time_limit_s: float = 60.0) -> None:
     """Measure each practical step of OptPipe, section 4.1: the model's size, and how far a solver gets in each search's
-    time limit."""
+    time limit.
+
+    Parameters
+    ----------
+    problem
+        Problem file; smaller ones are cut from it.
+    time_limit_s
+        Of each search, in seconds.
+    """
     whole = Problem.load(problem)
     if whole.routes is not None or whole.layers is not None:
         raise InputError(
@@ -57,12 +58,12 @@ def milp(
     sizes = [(p, m) for p, m in SIZES if p <= len(whole.devices) and m <= whole.microbatches]
     if not sizes:
         raise InputError(f"devices × microbatches: {SIZES[0][0]} × {SIZES[0][1]} at least were expected")
-    typer.echo(line(dict(zip(COLUMNS, COLUMNS, strict=True))))
+    print(line(dict(zip(COLUMNS, COLUMNS, strict=True))))
     for devices, microbatches in sizes:
         part = cut(whole, devices, microbatches)
         for name, switches in STEPS.items():
-            row = solved(part, switches, options.solver, options.time_limit_s)
-            typer.echo(line({"size": f"{devices}x{microbatches}", "switches": name} | row))
+            row = solved(part, switches, solver, time_limit_s)
+            print(line({"size": f"{devices}x{microbatches}", "switches": name} | row))
 
 
 def cut(problem: Problem, devices: int, microbatches: int) -> Problem:
@@ -95,7 +96,7 @@ def solved(problem: Problem, switches: Switches, solver: str, time_limit: float)
             lambda x: lengths.append(float(x[model.C]) / model.scale),
             lambda bound: bounds.append(bound / model.scale),
         ),
-        lambda text: typer.echo(text, err=True),
+        lambda text: print(text, file=sys.stderr),
     )
     seconds = time.monotonic() - began
     best, bound = min(lengths), max(bounds)

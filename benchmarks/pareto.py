@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import typer
 from rich.table import Table
 
 from benchmarks.problems import with_budget
@@ -15,13 +14,14 @@ from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
 from optpipe.files import write_file
 from optpipe.model.problem import Problem
-from optpipe.options import CompareOptions
+from optpipe.options import CompareOptions, SolveOptions
 from optpipe.schedule import Schedule
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe.sizes import bytes_text
-from optpipe_cli.compare import title, waiting, watched
-from optpipe_cli.options import with_options
-from optpipe_cli.output import print_table, require_writable
+from optpipe_cli.compare import title, watched
+from optpipe_cli.options import Options
+from optpipe_cli.output import NewFile, print_table
+from optpipe_cli.terminal import waiting
 from optpipe_solver.compare import EVERY
 
 AMPLE = "ample"
@@ -34,21 +34,28 @@ class Verdict(NamedTuple):
     solver_is_behind: bool
 
 
-@with_options("CompareOptions", only=("time_limit_s", "threads", "memory_mib", "seed", "solver"))
 def pareto(
-    problem: Annotated[Path, typer.Argument(help="A problem file. Its own memory budgets are ignored.")],
-    options: CompareOptions,
-    budgets: Annotated[
-        str, typer.Option(help="Shares of M, the memory of 1F1B's fullest device; ample: memory for every activation.")
-    ] = "ample,0.5,0.2",
-    svg: Annotated[Path | None, typer.Option(help="Write a picture, memory against makespan, here.")] = None,
+    problem: Path,
+    /,
+    *,
+    options: Options[CompareOptions] = CompareOptions(),
+    budgets: str = "ample,0.5,0.2",
+    svg: NewFile = None,
 ) -> None:
     """Compare all methods at several memory budgets.
 
     There are two searches at each budget. Then compare the solver with each published schedule on the frontier, at its
     memory. Exit code 1 if the solver is behind.
+
+    Parameters
+    ----------
+    problem
+        A problem file. Its own memory budgets are ignored.
+    budgets
+        Shares of M, the memory of 1F1B's fullest device; ample: memory for every activation.
+    svg
+        Write a picture, memory against makespan, here.
     """
-    require_writable(svg)
     posed = Problem.load(problem)
     sizes = _sizes(posed, budgets)
     by_budget, between = _compared(posed, sizes, options)
@@ -58,9 +65,9 @@ def pareto(
         write_file(svg, _picture(posed, by_budget, sizes, list(between.values())))
     print_table(table(by_budget, sizes))
     for verdict in told:
-        typer.echo(verdict.text)
+        print(verdict.text)
     if any(verdict.solver_is_behind for verdict in told):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _sizes(problem: Problem, budgets: str) -> dict[str, int]:
@@ -112,7 +119,7 @@ def _compared(problem: Problem, sizes: dict[str, int], options: CompareOptions) 
             by_budget[where] = Comparison.from_rows(posed, options, [*by_budget[where].rows, *rows])
         else:
             with waiting(f"searching at the memory of {where.name}"):
-                result = solve_from(with_less_memory, posed, **options.search())
+                result = solve_from(with_less_memory, posed, SolveOptions.model_validate(options.search()))
             rows = (Row(SOLVER, "all", result, None if result.schedule else result.reason),)
             between[where] = rows[0]
         with_less_memory += [row.schedule for row in rows if row.schedule]

@@ -8,10 +8,9 @@ from itertools import combinations
 from math import log, sqrt
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import typer
 
 from benchmarks.tables import head, line
 from optpipe.errors import InputError
@@ -20,6 +19,7 @@ from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ra
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
 from optpipe.transformer.presets import GPUS
+from optpipe_cli.output import Output
 
 GPU = GPUS["A100-800G"]
 FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}
@@ -36,29 +36,29 @@ class Split(NamedTuple):
     rest: list[Iteration]
 
 
-def predictions(
-    folder: Annotated[Path, typer.Argument(help="Folder with vTrain's measured iterations: two files of CSV.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write what is learned here, as the preset A100-megatron has it."),
-    ] = None,
-) -> None:
+def predictions(folder: Path, /, *, output: Output = None) -> None:
     """Predict measured iterations: from what is known of the GPU alone, and after learning from 60 rows, which are
-    evenly spread over the files, the others; then the same with rows that are drawn at random."""
+    evenly spread over the files, the others; then the same with rows that are drawn at random.
+
+    Parameters
+    ----------
+    folder
+        Folder with vTrain's measured iterations: two files of CSV.
+    """
     tables = read_tables(folder)
-    typer.echo(head(COLUMNS, "lrrrrrrr"))
+    print(head(COLUMNS, "lrrrrrrr"))
     for name, rows in tables.items():
-        typer.echo(_line(name, 0, errors(rows, predicted(GPU, rows)), len(rows)))
+        print(_line(name, 0, errors(rows, predicted(GPU, rows)), len(rows)))
     splits = {name: evenly(rows, LEARNED_FROM[name]) for name, rows in tables.items()}
     gpu = learned(splits.values())
     if output:
         write_file(output, json.dumps(preset(gpu), indent=1) + "\n")
     for name, split in splits.items():
-        typer.echo(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
+        print(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
     for name, split in splits.items():
         times = zip(split.rest, predicted(gpu, split.rest), strict=True)
         near = [row for row, ms in times if not is_outlier(gpu, row, ms)]
-        typer.echo(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
+        print(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
     told = {name: told_apart(gpu, split.rest) for name, split in splits.items()}
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
     for draw in range(DRAWS):
@@ -68,19 +68,19 @@ def predictions(
             by_draw[name].append(errors(split.rest, predicted(other, split.rest)))
     for name, each in by_draw.items():
         means = Errors(*(mean(column) for column in zip(*each, strict=True)))
-        typer.echo(_line(f"{name}, {DRAWS} draws", 60, means, len(tables[name]) - LEARNED_FROM[name]))
-    typer.echo("\nlearned, with the standard deviation of each before and after:\n")
-    typer.echo(head(("parameter", "assumed", "±", "learned", "±"), "lrrrr"))
+        print(_line(f"{name}, {DRAWS} draws", 60, means, len(tables[name]) - LEARNED_FROM[name]))
+    print("\nlearned, with the standard deviation of each before and after:\n")
+    print(head(("parameter", "assumed", "±", "learned", "±"), "lrrrr"))
     spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (GPU, gpu)), strict=True)
     for parameter, (before, after) in zip(NAMES, spreads, strict=True):
         values = (f"{getattr(each, parameter):.3g}" for each in (GPU, gpu))
-        typer.echo(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
+        print(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
     for name, (sure, right, equal, equal_right) in told.items():
-        typer.echo(
+        print(
             f"\n{name}: of {sure} pairs whose predictions differ by more than a standard deviation {right / sure:.1%} "
             f"are ordered right, of {equal} pairs that are called equal {equal_right / equal:.1%}"
         )
-    typer.echo(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
+    print(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
 
 
 def told_apart(gpu: Gpu, rows: Sequence[Iteration]) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
 from optpipe.errors import InputError
 from optpipe.files import read_file
@@ -15,7 +15,11 @@ from optpipe.options import SearchOptions
 from optpipe_cli.output import require_writable
 
 ResultsPath = Annotated[
-    Path | None, typer.Option(help="A file of JSON lines: what is there is not measured again, the rest is added.")
+    Path | None,
+    Parameter(
+        validator=require_writable,
+        help="A file of JSON lines: what is there is not measured again, the rest is added.",
+    ),
 ]
 
 
@@ -29,7 +33,6 @@ class Results:
     def __init__(
         self, path: Path | None, name: str, keys: tuple[str, ...], options: SearchOptions, **further_options: Any
     ) -> None:
-        require_writable(path)
         self._path, self._keys = path, keys
         self._asked = {"bench": name, **options.model_dump(mode="json"), **further_options}
         lines = read_file(path).splitlines() if path and path.exists() else []

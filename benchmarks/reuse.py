@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
@@ -10,10 +11,10 @@ from operator import eq
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import typer
+from cyclopts.types import PositiveInt
 
 from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.results_file import Results, ResultsPath
@@ -30,7 +31,7 @@ from optpipe.reuse.by_rules import MOST_SIMULATED, by_rules
 from optpipe.reuse.devices import resized
 from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, distance, features
-from optpipe_cli.options import with_options
+from optpipe_cli.options import Options
 
 NOISE = {"times by a tenth": 0.1, "times by a fifth": 0.2, "times by two fifths": 0.4}  # standard deviations of factors
 LINKS = {"links a third slower": 4 / 3, "links half as fast": 2.0}
@@ -65,25 +66,34 @@ class Searches(NamedTuple):
     short: Search
 
 
-@with_options("SolveOptions")
 def reuse(
-    options: SolveOptions,
-    problems: Annotated[list[Path] | None, typer.Argument(help="Problem files. Default: a grid of 32.")] = None,
-    first: Annotated[int | None, typer.Option(min=1, help="Only this many problems.")] = None,
-    changed: Annotated[
-        list[str] | None, typer.Option(help="Only what is changed like that, such as 'one device more'; repeatable.")
-    ] = None,
+    problems: list[Path] | None = None,
+    /,
+    *,
+    options: Options[SolveOptions] = SolveOptions(),
+    first: PositiveInt | None = None,
+    changed: list[str] | None = None,
     results: ResultsPath = None,
 ) -> None:
     """Solve each problem within the time limit, then problems like it: from the cache at once, from there for 5 s, from
     nothing at once and for 5 s, and from nothing within the limit. Losses are against the shortest of these; the gap
     says how much shorter a schedule could be at most. What is out of reach of a lookup is adapted all the same. Lookups
-    are in processor time."""
+    are in processor time.
+
+    Parameters
+    ----------
+    problems
+        Problem files. Default: a grid of 32.
+    first
+        Only this many problems.
+    changed
+        Only what is changed like that, such as 'one device more'; repeatable.
+    """
     if unknown := sorted(set(changed or CHANGES).difference(CHANGES)):
         raise InputError(f"--changed = {unknown[0]!r}: unknown; expected one of {', '.join(map(repr, CHANGES))}")
     loaded = [Problem.load(path) for path in problems] if problems else list(grid())
     kept = Results(results, "reuse", ("problem", "changed"), options)
-    typer.echo(
+    print(
         f"{'problem':22}{'changed':22}{'distance':>9}{'found':>6}{'lookup: ms':>11}{'loss':>8}{'searched':>10}"
         f"{'cold':>8}{'searched':>10}{'gap':>7}"
     )
@@ -94,11 +104,11 @@ def reuse(
             if name in (changed or CHANGES) and not kept.find(problem.name, name)
         }
         for row in measured(problem, like, _searches(options), options.objective) if like else ():
-            typer.echo(_line(kept.add(row)))
-    typer.echo("\n" + head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
+            print(_line(kept.add(row)))
+    print("\n" + head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
     for name, group in _groups(kept.rows).items():
         if group:
-            typer.echo(_summary(name, group))
+            print(_summary(name, group))
 
 
 def _searches(options: SolveOptions) -> Searches:
@@ -124,7 +134,7 @@ def measured(problem: Problem, like: dict[str, Problem], searches: Searches, obj
     """A row for each of the problems like it, with its losses: how much longer a schedule is than the best one."""
     solved, _ = searches.full(problem, None)
     if solved is None:
-        typer.echo(f"note: {problem.name}: left out, no schedule found", err=True)
+        print(f"note: {problem.name}: left out, no schedule found", file=sys.stderr)
         return
     with TemporaryDirectory() as folder:
         cache = Cache(Path(folder) / "cache.sqlite")
@@ -143,7 +153,7 @@ def measured(problem: Problem, like: dict[str, Problem], searches: Searches, obj
             anew, bound_ms = searches.full(other, None)
             lengths_ms = {name: length_ms(each, objective) for name, each in schedules.items() if each}
             if anew is None or not lengths_ms:
-                typer.echo(f"note: {problem.name}, {changed}: left out, no schedule found", err=True)
+                print(f"note: {problem.name}, {changed}: left out, no schedule found", file=sys.stderr)
                 continue
             best_ms = min(length_ms(anew, objective), *lengths_ms.values())
             yield {

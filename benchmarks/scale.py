@@ -11,7 +11,9 @@ from typing import Annotated
 
 import numpy as np
 import psutil
-import typer
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from benchmarks.problems import offloading
 from benchmarks.results_file import Results, ResultsPath
@@ -23,9 +25,9 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.process_tree import members
-from optpipe_cli.options import with_options
+from optpipe_cli.options import Options
 
-ROOM = [1, 2, 3]  # activations
+ROOM = (1, 2, 3)  # activations
 COLUMNS = ("room", "steady", "p × m", "ops", "first: s", "CPU s", "gap", "5 %: s", "gap", "MB")
 SLOPES = {"first_s": "first: s", "first_processor_s": "CPU s", "within_s": "5 %: s", "bytes": "MB"}
 ROUNDS = 8  # micro-batches a device: up to 64 devices and 512 micro-batches
@@ -56,33 +58,40 @@ class Size:
     bytes: int
 
 
-@with_options("SolveOptions", only=("time_limit_s", "threads", "memory_mib", "seed"))
 def scale(
-    options: SolveOptions,
-    devices: Annotated[int, typer.Option(min=2, max=64, help="Of the largest pipeline; 2, 4, 8 and so on.")] = 64,
-    room: Annotated[list[int], typer.Option(min=1, help="Activations that a device holds; repeat for several.")] = ROOM,
+    *,
+    options: Options[SolveOptions] = SolveOptions(),
+    devices: Annotated[int, Parameter(validator=Number(gte=2, lte=64))] = 64,
+    room: tuple[PositiveInt, ...] = ROOM,
     results: ResultsPath = None,
 ) -> None:
     """Measure how the time to a first schedule, the time to within 5 % of the bound and memory grow with the pipeline.
 
     Each device has eight micro-batches; there is time to offload. A search ends within 5 % of the bound. Of each memory
     there are slopes: the powers of the number of ops with which seconds and bytes grow.
+
+    Parameters
+    ----------
+    devices
+        Of the largest pipeline; 2, 4, 8 and so on.
+    room
+        Activations that a device holds; repeat for several.
     """
     kept = Results(results, "scale", ("room", "devices"), options)
     sizes: dict[int, list[Size]] = {each: [] for each in room}
-    typer.echo(head(COLUMNS, "rl" + "r" * (len(COLUMNS) - 2)))
+    print(head(COLUMNS, "rl" + "r" * (len(COLUMNS) - 2)))
     for each, rows in sizes.items():
         for p in (2**n for n in range(1, int(math.log2(devices)) + 1)):
             row = kept.find(each, p) or kept.add(asdict(searched(p, ROUNDS * p, each, options)))
             rows.append(Size(**row))
-            typer.echo(_line(rows[-1]))
-    typer.echo("\n" + head(("room", *SLOPES.values()), "r" * (1 + len(SLOPES))))
+            print(_line(rows[-1]))
+    print("\n" + head(("room", *SLOPES.values()), "r" * (1 + len(SLOPES))))
     for each, rows in sizes.items():
         powers = [
             slope([(row.ops, value) for row in rows if (value := getattr(row, figure)) is not None])
             for figure in SLOPES
         ]
-        typer.echo(line((each, *(text(power, ".2f") for power in powers))))
+        print(line((each, *(text(power, ".2f") for power in powers))))
 
 
 def is_steady(problem: Problem) -> bool:

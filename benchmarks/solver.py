@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from cyclopts.types import NonNegativeInt
 
 from benchmarks.random_problems import random_problem
 from benchmarks.results_file import Results, ResultsPath
@@ -18,47 +18,69 @@ from optpipe.evaluate.objective import shorter
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
-from optpipe_cli.options import flag, with_options
+from optpipe_cli.app import option_name
+from optpipe_cli.options import Options, read
 from optpipe_solver.systems import is_system
 
 MOMENTS = (1.0, 10.0)  # s
-EACH = ("method", "time_limit_s", "threads", "seed")  # of which several may be given
+EACH = ("method", "time_limit_s", "threads", "seed")  # in which searches may differ
 
 
-@with_options("SolveOptions", each=EACH)
 def solver(
-    options: list[SolveOptions],
-    problems: Annotated[list[Path] | None, typer.Argument(help="Problem files.")] = None,
-    random: Annotated[int, typer.Option(min=0, help="Random problems as well, this many: all kinds in turns.")] = 0,
+    problems: list[Path] | None = None,
+    /,
+    *,
+    options: Options[SolveOptions] = SolveOptions(),
+    against: list[str] | None = None,
+    random: NonNegativeInt = 0,
     results: ResultsPath = None,
 ) -> None:
-    """Measure what `solve` finds and when, start of processes included. Several methods, time limits, numbers of
-    threads or seeds, such as `--method auto,dispatch,lns` or `--threads 2,4`, are compared with the first."""
-    for asked in options:
+    """Measure what `solve` finds and when, start of processes included.
+
+    Parameters
+    ----------
+    problems
+        Problem files.
+    against
+        A further search with another method, time limit, number of threads or seed, such as method=lns or threads=4,
+        compared with the first; repeatable.
+    random
+        Random problems as well, this many: all kinds in turns.
+    """
+    searches = [options, *(_changed(options, change) for change in against or ())]
+    for asked in searches:
         is_system(asked.method)  # an unknown method is refused before the first search
     loaded = [*map(Problem.load, problems or ()), *map(random_problem, range(random))]
     if not loaded:
         raise InputError("problems: none are given; problem files or --random 22 were expected")
-    same = options[0].model_copy(update=dict.fromkeys(EACH))
+    same = options.model_copy(update=dict.fromkeys(EACH))
     kept = Results(results, "solver", ("problem", "sha256", *(f"asked_{name}" for name in EACH)), same)
     rows: list[dict[str, Any]] = []
-    for asked in options:
+    for asked in searches:
         values = {f"asked_{name}": getattr(asked, name) for name in EACH}
         moments = [moment for moment in MOMENTS if moment < asked.time_limit_s]
-        by = f"by {_search_name(values, options)}".rstrip()
+        by = f"by {_search_name(values, searches)}".rstrip()
         times = "".join(f"{f'{moment:g} s':>10}" for moment in (*moments, asked.time_limit_s))
-        typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{times}{'bound':>10}{'gap':>7}  {by}")
+        print(f"{'problem':18}{'first: s':>9}{'ms':>10}{times}{'bound':>10}{'gap':>7}  {by}")
         for problem in loaded:
             row = kept.find(problem.name, problem.sha256, *values.values())
             if row is None:
                 result = solve(problem, **asked.arguments())
                 row = kept.add({"sha256": problem.sha256} | values | _row(problem, result, moments))
-            rows.append(row | {"search": _search_name(values, options)})
-            typer.echo(_line(row))
+            rows.append(row | {"search": _search_name(values, searches)})
+            print(_line(row))
         if random:
-            typer.echo(gaps_by_kind(rows[-random:]))
-    if len(options) > 1:
-        typer.echo(comparison(rows))
+            print(gaps_by_kind(rows[-random:]))
+    if len(searches) > 1:
+        print(comparison(rows))
+
+
+def _changed(options: SolveOptions, change: str) -> SolveOptions:
+    """The options with one of them changed, such as `threads=4`."""
+    name, _, value = change.partition("=")
+    if name not in EACH:
+        raise InputError(f"--against = {change!r}: {', '.join(EACH)} with = and a value were expected")
+    return read(SolveOptions, options.model_dump(exclude_none=True) | {name: value})
 
 
 def _row(problem: Problem, result: Result, moments: Sequence[float]) -> dict[str, Any]:
@@ -95,8 +117,7 @@ def _search_name(asked: dict[str, Any], options: list[SolveOptions]) -> str:
     several = [name for name in EACH if len({getattr(option, name) for option in options}) > 1]
     shown = {name: asked[f"asked_{name}"] for name in several}
     return ", ".join(
-        str(value) if name == "method" else f"{flag(name).removeprefix('--')} {value:g}"
-        for name, value in shown.items()
+        str(value) if name == "method" else f"{option_name(name)} {value:g}" for name, value in shown.items()
     )
 
 

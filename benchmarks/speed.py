@@ -7,7 +7,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from benchmarks.problems import offloading
 from benchmarks.timing import repeated, timed
@@ -17,13 +19,11 @@ from optpipe_solver.bounds import memory_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.methods import HEURISTICS
 
-Devices = Annotated[int, typer.Option(min=1, max=256)]
-Microbatches = Annotated[int, typer.Option(min=1, max=4096)]
+Devices = Annotated[int, Parameter(validator=Number(gte=1, lte=256))]
+Microbatches = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 
 
-def core(
-    devices: Devices = 64, microbatches: Microbatches = 512, repeats: Annotated[int, typer.Option(min=1)] = 9
-) -> None:
+def core(*, devices: Devices = 64, microbatches: Microbatches = 512, repeats: PositiveInt = 9) -> None:
     """Time `simulate`, `certify` and `check` on a pipeline that offloads every activation, after warm-up."""
     schedule = everything_offloaded(devices, microbatches)
     problem = schedule.problem
@@ -36,24 +36,24 @@ def core(
     }
     ops = sum(len(program) for program in schedule.programs)
     timed_ops = ops - devices * microbatches  # drops take no time
-    typer.echo(
+    print(
         f"{devices} devices × {microbatches} micro-batches, {timed_ops} timed ops ({ops} with drops); {repeats} runs "
         "after warm-up, ms"
     )
     for name, step in steps.items():
         ms = [took for _, took in repeated(lambda step=step: timed(step), repeats)]  # type: ignore[misc]
-        typer.echo(f"{name:10} median {median(ms):7.1f}   min {min(ms):7.1f}   max {max(ms):7.1f}")
+        print(f"{name:10} median {median(ms):7.1f}   min {min(ms):7.1f}   max {max(ms):7.1f}")
 
 
-def first(devices: Devices = 64, microbatches: Microbatches = 512) -> None:
+def first(*, devices: Devices = 64, microbatches: Microbatches = 512) -> None:
     """Time each heuristic's first schedule, verified, with memory for three activations; without the start of a
     process."""
     problem = offloading(devices, microbatches)
-    typer.echo(f"{devices} devices × {microbatches} micro-batches, lower bound {memory_bound(problem):g} ms")
+    print(f"{devices} devices × {microbatches} micro-batches, lower bound {memory_bound(problem):g} ms")
     for name in reversed(HEURISTICS):
         (schedule, wrong), ms = timed(lambda name=name: first_schedule(name, problem))  # type: ignore[misc]
         verdict = "  does not hold" if wrong else ""
-        typer.echo(f"{name:12}{ms / 1e3:7.2f} s{schedule.makespan_ms:12g} ms{verdict}")
+        print(f"{name:12}{ms / 1e3:7.2f} s{schedule.makespan_ms:12g} ms{verdict}")
 
 
 def first_schedule(heuristic: str, problem: Problem) -> tuple[Schedule, list[str]]:

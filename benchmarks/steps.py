@@ -9,10 +9,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import numpy as np
-import typer
+from cyclopts.types import PositiveInt
 
 from benchmarks.timing import timed
 from benchmarks.traces import job_name, joined, read_timeline, replicas_of, timelines_in
@@ -26,18 +25,21 @@ BESIDE_S = (0.5, 1.0)  # what the thread of a planned step takes until the step 
 TOGETHER = {"SE": (1, 2, 4)}  # replicas of a job whose micro-batches make one longer step; 1 otherwise
 
 
-def steps(
-    seconds: Annotated[float, typer.Option(min=0.1, help="how long searches are that schedules are compared with")] = 5,
-    problems: Annotated[int, typer.Option(min=1, help="steps of each kind")] = 6,
-    folder: Annotated[
-        Path | None, typer.Option(help="timelines (as for traces) whose steps are scheduled, too")
-    ] = None,
-) -> None:
+def steps(*, seconds: float = 5.0, problems: PositiveInt = 6, folder: Path | None = None) -> None:
     """Time first schedules of steps, in ms of one core, after what compiles them.
 
     Schedules are compared with the best of two searches: the step's own, and `solve` by method auto.
+
+    Parameters
+    ----------
+    seconds
+        How long searches are that schedules are compared with.
+    problems
+        Steps of each kind.
+    folder
+        Timelines (as for traces) whose steps are scheduled, too.
     """
-    typer.echo(
+    print(
         "step         devices x micro-batches   ms of one core: median, most   longer than what searches find: median, "
         "most of the first schedule"
         + "".join(f"; after {each} s beside" for each in BESIDE_S)
@@ -78,7 +80,7 @@ def _measure_kind(name: str, kind: Sequence[Problem], seconds: float) -> None:
         longer.append([max(0.0, each / shortest_ms - 1) for each in lengths_ms])
     told = "; ".join(f"{median(each):6.1%} {max(each):6.1%}" for each in zip(*longer, strict=True))
     size = f"{len(kind[0].devices)} x {kind[0].microbatches}"
-    typer.echo(f"{name:12} {size:>23}   {median(took):21.1f} {max(took):6.1f}   {told}")
+    print(f"{name:12} {size:>23}   {median(took):21.1f} {max(took):6.1f}   {told}")
 
 
 def _after(scheduler: StepScheduler, step: Problem, seconds: float) -> float:

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import typer
 
 from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
@@ -50,17 +49,23 @@ class Replica(NamedTuple):
 
 
 def traces(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Folder of timelines (*.json, *.json.gz). Default: print the results again.")
-    ] = None,
-    gains: Annotated[
-        list[str] | None, typer.Option(help="Traces on which schedules are searched; repeatable. Default: SE.")
-    ] = None,
+    folder: Path | None = None,
+    /,
+    *,
+    gains: list[str] | None = None,
     results: ResultsPath = None,
 ) -> None:
     """Replay each step of timelines of StragglerAnalysis as `optpipe diagnose` does, and compare the slowest replica's
     with what was measured. Then search better schedules for each replica of some traces, and prove how much better one
-    can be at most. Searches count what they simulate, so that a table is the same on every machine."""
+    can be at most. Searches count what they simulate, so that a table is the same on every machine.
+
+    Parameters
+    ----------
+    folder
+        Folder of timelines (*.json, *.json.gz). Default: print the results again.
+    gains
+        Traces on which schedules are searched; repeatable. Default: SE.
+    """
     files = timelines_in(folder) if folder else []
     if unknown := sorted(set(gains or ()) - {job_name(path) for path in files}):
         raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(job_name, files)) or 'a folder'}")
@@ -71,15 +76,15 @@ def traces(
     by_trace: dict[str, list[Row]] = defaultdict(list)
     for row in kept.rows:
         by_trace[row["trace"]].append(row)
-    typer.echo(head(ERRORS, "l" + "r" * (len(ERRORS) - 1)))
+    print(head(ERRORS, "l" + "r" * (len(ERRORS) - 1)))
     for name, rows in by_trace.items():
-        typer.echo(_errors(name, rows))
+        print(_errors(name, rows))
     for name, rows in by_trace.items():
         if searched := [row for row in rows if "gains" in row]:
-            typer.echo(f"\n{name}, {len(searched)} steps, median (least to most):\n")
-            typer.echo(head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
+            print(f"\n{name}, {len(searched)} steps, median (least to most):\n")
+            print(head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
             for text in _gains(searched):
-                typer.echo(text)
+                print(text)
 
 
 def timelines_in(folder: Path) -> list[Path]:

@@ -209,33 +209,30 @@ def improve(
     InputError
         If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
     """
-    return _searching("improve", problem, warm_start, options, cache, admit)
+    return search(problem, SolveOptions.from_arguments("improve", options), warm_start, cache, admit)
 
 
-def _searching(
-    what: str,
+def search(
     problem: Problem,
-    warm_start: Schedule | None,
-    options: SolveArguments,
-    cache: ScheduleCache | None,
+    options: SolveOptions,
+    warm_start: Schedule | None = None,
+    cache: ScheduleCache | None = None,
     admit: Callable[[int], None] | None = None,
 ) -> Search:
-    """`improve`; a wrong argument is one of `what`."""
+    """`improve` by options that have been checked."""
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
-            f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
-            "(Schedule.load reads a file)"
+            f"warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load reads a file)"
         )
-    asked, used = SolveOptions.from_arguments(what, options), SearchCache(cache)
-    keeper = Keeper(problem, asked)
-    hit = used.hit(problem, asked.objective) if asked.starts_from_known else None
+    used, keeper = SearchCache(cache), Keeper(problem, options)
+    hit = used.hit(problem, options.objective) if options.starts_from_known else None
     if hit:
-        if hit.status == "optimal" and asked.answered_by_optimum:
+        if hit.status == "optimal" and options.answered_by_optimum:
             method = f"{hit.schedule.method} (cached)"
-            keeper.result = Result.from_schedule(hit.schedule, asked, hit.lower_bound_ms, method)
+            keeper.result = Result.from_schedule(hit.schedule, options, hit.lower_bound_ms, method)
             return Search(keeper, used, iter([keeper.result]))
-        warm_start = better_start(problem, warm_start, hit, asked.objective)
-    chosen = asked.arguments()
+        warm_start = better_start(problem, warm_start, hit, options.objective)
+    chosen = options.arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.from_schedule(warm_start) if warm_start is not None else None
     return _started(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, keeper, used)
@@ -252,5 +249,5 @@ def solve(
 
     A problem that no schedule fits ends with status `infeasible` and the reason.
     """
-    *_, last = _searching("solve", problem, warm_start, options, cache)
+    *_, last = search(problem, SolveOptions.from_arguments("solve", options), warm_start, cache)
     return last

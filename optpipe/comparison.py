@@ -11,12 +11,12 @@ from math import inf
 from typing import Any, Unpack
 
 from optpipe import solvers
-from optpipe.anytime import solve
+from optpipe.anytime import search
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
-from optpipe.options import CompareOptions, Placements, SearchArguments, SolveArguments, SolveOptions
+from optpipe.options import CompareOptions, Placements, SearchArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.results import Result, merged
@@ -258,22 +258,22 @@ def fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
 def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedule]) -> Iterator[Row]:
     schedules: dict[str, list[Schedule]] = {}  # by each method
     for method, placements in searches(options):
-        arguments: SolveArguments = {**options.search(), "method": method, "placements": placements}
         of_method = schedules.setdefault(method, list(starts))
-        result = solve_from(of_method, problem, **arguments)
+        asked = SolveOptions.model_validate(options.search() | {"method": method, "placements": placements})
+        result = solve_from(of_method, problem, asked)
         if result.schedule:
             of_method.append(result.schedule)
         yield Row(method, placements, result, None if result.schedule else result.reason)
 
 
-def solve_from(schedules: Iterable[Schedule], problem: Problem, **options: Unpack[SolveArguments]) -> Result:
+def solve_from(schedules: Iterable[Schedule], problem: Problem, options: SolveOptions) -> Result:
     """`solve` from the shortest schedule that is valid for the problem; its answer is no longer than that one."""
-    asked = SolveOptions.from_arguments("solve_from", options)
-    start = Result("unknown", objective=asked.objective)
+    start = Result("unknown", objective=options.objective)
     for schedule in schedules:
-        if schedule.placement is None or asked.placements == "all":
+        if schedule.placement is None or options.placements == "all":
             placed = schedule.placement.apply(problem) if schedule.placement else problem
             retimed = replace(schedule, problem=placed)
             if not retimed.compiled.complaints:
-                start = merged(start, Result.from_schedule(retimed, asked))
-    return merged(start, solve(problem, warm_start=start.schedule, **options))
+                start = merged(start, Result.from_schedule(retimed, options))
+    *_, last = search(problem, options, start.schedule)
+    return merged(start, last)

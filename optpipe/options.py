@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypedDict, cast
+from typing import Annotated, Any, Literal, Self, TypedDict, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -187,30 +187,3 @@ class CompareOptions(SearchOptions):
         description="Some methods, e.g. 1f1b,gis:group=5,milp,auto; auto is what solve finds. Default: all but single "
         "engines.",
     )
-
-
-class Option(NamedTuple):
-    """One option as help texts and tables show it."""
-
-    name: str
-    kind: str  # number, integer, string or array
-    choices: tuple[str, ...]  # of a string, where only these are allowed
-    values: str  # which values are allowed, in words
-    default: Any
-    help: str
-
-
-def listed(record: type[SearchOptions]) -> list[Option]:
-    """The options of a record, the method first."""
-    properties = record.model_json_schema()["properties"]
-    names = sorted(record.model_fields, key=lambda name: name in SearchOptions.model_fields)
-    return [_option(name, properties[name]) for name in names]
-
-
-def _option(name: str, described: Mapping[str, Any]) -> Option:
-    schema = described.get("anyOf", [described])[0]  # of a value or null
-    choices = tuple(schema.get("enum", ()))
-    # Some versions of pydantic write 1 as 1.0. The largest ends have 10 digits.
-    ends = (("exclusiveMinimum", "above {:,.10g}"), ("minimum", "{:,.10g} or more"), ("maximum", "at most {:,.10g}"))
-    values = ", ".join(choices or [text.format(schema[end]) for end, text in ends if end in schema])
-    return Option(name, schema["type"], choices, values, described.get("default"), described["description"])

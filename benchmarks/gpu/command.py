@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated
 
 import torch
-import typer
+from cyclopts.types import NonNegativeFloat, PositiveInt
 
 from benchmarks.gpu.report import judge
 from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup, measure
@@ -19,20 +18,34 @@ HEAD = 128  # width of an attention head
 
 
 def gpu(
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu, which runs the same code.")] = "cuda",
-    emulate_stage: Annotated[
-        str, typer.Option(help="i/p: also run stage i of p between stand-ins for its neighbours.")
-    ] = "0/4",
-    microbatches: Annotated[int, typer.Option(min=1)] = 8,
-    width: Annotated[int, typer.Option(min=1, help="Width of the model; its attention heads are 128 wide.")] = 4096,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks per stage.")] = 2,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, one sequence.")] = 8192,
-    p2p_ms: Annotated[float, typer.Option(min=0, help="Assumed time of a message to a neighbour, in ms.")] = 0.5,
+    *,
+    device: str = "cuda",
+    emulate_stage: str = "0/4",
+    microbatches: PositiveInt = 8,
+    width: PositiveInt = 4096,
+    blocks: PositiveInt = 2,
+    context: PositiveInt = 8192,
+    p2p_ms: NonNegativeFloat = 0.5,
     json: Json = False,
 ) -> None:
     """Measure on one GPU: offloading behind compute, bandwidth of copies, accuracy of predictions.
 
     Exit code 1 if one of them misses its target.
+
+    Parameters
+    ----------
+    device
+        cuda, cuda:1, or cpu, which runs the same code.
+    emulate_stage
+        i/p: also run stage i of p between stand-ins for its neighbours.
+    width
+        Width of the model; its attention heads are 128 wide.
+    blocks
+        Blocks per stage.
+    context
+        Tokens of a micro-batch, one sequence.
+    p2p_ms
+        Assumed time of a message to a neighbour, in ms.
     """
     os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # before CUDA starts; `measure` says why
     emulated, stages = _stage(emulate_stage)
@@ -55,7 +68,7 @@ def gpu(
         for name, value in report.figures.items():
             echo(f"{name:50}{value:>18,.6g}")
     if not report.passed:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _stage(text: str) -> tuple[int, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 from benchmarks.papers.checks import Check, table
 from benchmarks.problems import GB
 from optpipe.model.figures import one_for_all
@@ -25,7 +23,7 @@ AT_ONCE = {"host_us": 0.0, "matmul_depth": 0.0, "link_us": 0.0}  # kernels begin
 
 def costs() -> None:
     """Compare the cost model with published figures."""
-    typer.echo(table(checks()))
+    print(table(checks()))
 
 
 def checks() -> Iterator[Check]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import typer
-
 from benchmarks.papers import calibration, checks, costs
 from benchmarks.papers.calibration import PIPEOFFLOAD, most_held
 from benchmarks.papers.checks import Check
@@ -18,8 +16,8 @@ from optpipe.anytime import solve
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE
 from optpipe.options import SolveOptions
-from optpipe_cli.compare import waiting
-from optpipe_cli.options import with_options
+from optpipe_cli.options import Options
+from optpipe_cli.terminal import waiting
 from optpipe_solver import heuristics, systems
 
 UNIT = 1000  # bytes of a stage's activation
@@ -27,8 +25,7 @@ CHRONOS = {"pp": 8, "tp": 8, "sequence_parallel": False}
 MESSAGE = 0.104  # ChronosPipe, section 6.1: T_c, in units of a chunk's forward
 
 
-@with_options("SolveOptions", only=("time_limit_s", "threads", "memory_mib", "seed"))
-def figures(options: SolveOptions, results: ResultsPath = None) -> None:
+def figures(*, options: Options[SolveOptions] = SolveOptions(), results: ResultsPath = None) -> None:
     """Compare figures of the papers with ours: ChronosPipe's 9, 13, 16, PipeOffload's 10, OptPipe's 6.
 
     The one search is that of OptPipe's Figure 6.
@@ -36,7 +33,7 @@ def figures(options: SolveOptions, results: ResultsPath = None) -> None:
     kept = Results(results, "figures", ("microbatches",), options)
     with waiting("figure 6"):
         rows = [*theory(), *with_many_microbatches(options, kept), *why_not_matched()]
-    typer.echo(checks.table(rows))
+    print(checks.table(rows))
 
 
 def theory() -> Iterator[Check]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import typer
-
 from benchmarks.papers import costs
 from benchmarks.papers.calibration import most_held, where_it_reaches
 from benchmarks.papers.checks import Check, table
@@ -21,8 +19,8 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import StageCosts
 from optpipe.options import SolveOptions
 from optpipe.transformer.times import SCORES_BACKWARD
-from optpipe_cli.compare import waiting
-from optpipe_cli.options import with_options
+from optpipe_cli.options import Options
+from optpipe_cli.terminal import waiting
 from optpipe_solver import systems
 
 GEMMA_LAYER, GEMMA_HEAD = (1.0, 1.65, 0.22), (5.72, 1.21, 0.58)  # F, B, W over a layer's F
@@ -48,20 +46,19 @@ class Uneven:
         return self.even_ms / self.ours_ms if self.ours_ms else None
 
 
-@with_options("SolveOptions", only=("time_limit_s", "threads", "memory_mib", "seed"))
-def published(options: SolveOptions, results: ResultsPath = None) -> None:
+def published(*, options: Options[SolveOptions] = SolveOptions(), results: ResultsPath = None) -> None:
     """Predict what others measured. Then search partition and schedule of models whose layers differ, against
     interleaved 1F1B with an even split."""
     kept = Results(results, "published", ("model",), options)
-    typer.echo(table(predictions()))
+    print(table(predictions()))
     columns = ("model", "even split", "balanced split", "ours", "bound", "speed-up", "stages")
-    typer.echo("\n" + head(columns, "lrrrrrl"))
+    print("\n" + head(columns, "lrrrrrl"))
     for model, problem in uneven().items():
         with waiting(model):
             row = Uneven(**(kept.find(model) or kept.add(asdict(_searched(model, problem, options)))))
         lengths = (row.even_ms, row.partitioned_ms, row.ours_ms, row.bound_ms)
         shown = (text(ms, ".5g") for ms in lengths)
-        typer.echo(line((row.model, *shown, text(row.speedup, ".2f"), row.stages)))
+        print(line((row.model, *shown, text(row.speedup, ".2f"), row.stages)))
 
 
 def predictions() -> Iterator[Check]:

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.papers.calibration import BASELINES, PIPEOFFLOAD, PREDICTED, Posed, Row, posed, table
 from benchmarks.results_file import Results, ResultsPath
@@ -16,10 +14,10 @@ from benchmarks.tables import head, line, text
 from optpipe.comparison import SOLVER, compare
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import Objective, length_ms, shorter
-from optpipe.options import CompareOptions
+from optpipe.options import CompareOptions, ObjectiveOption, TimeLimit
 from optpipe.schedule import Schedule
-from optpipe_cli.compare import waiting
-from optpipe_cli.options import with_options
+from optpipe_cli.options import Options
+from optpipe_cli.terminal import waiting
 
 COLUMNS = ("row", "k", "room", *BASELINES, "optpipe", "ours", "bound", "any stages")
 FASTER = 1.3  # than PipeOffload, wherever only offload fits
@@ -56,34 +54,41 @@ class Answer:
         return min(ms for method, ms in self.predicted_ms.items() if self.posed.fits(method))
 
 
-@with_options(
-    "CompareOptions",
-    only=("objective", "time_limit_s", "threads", "memory_mib", "seed", "placements"),
-    objective="span",
-    time_limit_s=60.0,
-)
+class TableOptions(CompareOptions):
+    """Those of the paper's runs."""
+
+    objective: ObjectiveOption = "span"
+    time_limit_s: TimeLimit = 60.0
+
+
 def table1(
-    options: CompareOptions,
-    rows: Annotated[str, typer.Option(help="Which rows of the table, such as 1-5.")] = "1-35",
+    *,
+    options: Options[TableOptions] = TableOptions(),
+    rows: str = "1-35",
     results: ResultsPath = None,
 ) -> None:
     """Reproduce OptPipe's Table 1: what columns 1F1B and PipeOffload say of the others, and our solver on every row.
 
     The paper's runs use post-validation, hence the span. A search's time limit counts for the stages as given, and once
     more for any stages.
+
+    Parameters
+    ----------
+    rows
+        Which rows of the table, such as 1-5.
     """
     chosen, kept = _chosen(rows), Results(results, "table1", ("number",), options)
     answers = []
-    typer.echo(head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
+    print(head(COLUMNS, "l" + "r" * (len(COLUMNS) - 1)))
     for each in posed(chosen, options.objective):
         with waiting(str(each.row)):
             row = kept.find(each.row.number) or kept.add(_solved(each, options))
         answers.append(answer := _answer(each, row, options.objective))
-        typer.echo(line(_cells(answer)))
-    typer.echo()
+        print(line(_cells(answer)))
+    print()
     for teller in (memory, errors, goals, claims):
         for name, sentence in teller(answers):
-            typer.echo(f"- {name}: {sentence}")
+            print(f"- {name}: {sentence}")
 
 
 def _chosen(rows: str) -> Sequence[Row]:

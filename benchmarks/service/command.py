@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 from rich.table import Table
 
 from benchmarks.service import failures, load
@@ -36,15 +38,28 @@ class Figure:
 
 
 def service(
-    database: Annotated[
-        str | None, typer.Option(help="URL of an empty PostgreSQL database. Default: a new SQLite file.")
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Submissions a second.", min=1)] = 50.0,
-    seconds: Annotated[float, typer.Option(help="Of load, and of events.", min=1)] = 20.0,
-    clients: Annotated[int, typer.Option(help="Of event streams.", min=1, max=900)] = 500,
-    reconnects: Annotated[int, typer.Option(help="Clients that are cut off.", min=1)] = 100,
+    *,
+    database: str | None = None,
+    rate: float = 50.0,
+    seconds: float = 20.0,
+    clients: Annotated[int, Parameter(validator=Number(gte=1, lte=900))] = 500,
+    reconnects: PositiveInt = 100,
 ) -> None:
-    """Measure the service under load, after a killed worker, and at its end."""
+    """Measure the service under load, after a killed worker, and at its end.
+
+    Parameters
+    ----------
+    database
+        URL of an empty PostgreSQL database. Default: a new SQLite file.
+    rate
+        Submissions a second.
+    seconds
+        Of load, and of events.
+    clients
+        Of event streams.
+    reconnects
+        Clients that are cut off.
+    """
     figures = asyncio.run(measure(database, rate, seconds, clients, reconnects))
     print_table(
         _table(

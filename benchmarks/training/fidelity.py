@@ -15,7 +15,8 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from examples import gpt, paced, reference
 from examples.ranks import on_ranks
@@ -127,12 +128,16 @@ class MeasuredCase:
         }
 
 
-def fidelity(
-    steps: Annotated[int, typer.Option(help="Steps of each schedule that count.", min=2)] = 12, json: Json = False
-) -> None:
+def fidelity(*, steps: Annotated[int, Parameter(validator=Number(gte=2))] = 12, json: Json = False) -> None:
     """Compare steps and memory of many schedules with their predictions: of stages that sleep on four ranks, of a GPT
     on two, and of stages that sleep on five with little memory, where the solver's is also compared with published
-    ones."""
+    ones.
+
+    Parameters
+    ----------
+    steps
+        Steps of each schedule that count.
+    """
     task = computing(steps)
     runs = {
         "stages that sleep, 4 ranks": (4, [sleeping(steps)]),

@@ -1,67 +1,139 @@
-"""`optpipe`: registers every command. Each imports what it needs when it runs, so that `--help` is quick."""
+"""`optpipe`: all commands. The module of a command is imported when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Any
 
-import typer
+from cyclopts import UNSET, App, ArgumentCollection, Group, Parameter
 
-from optpipe_cli import (
-    cache,
-    calibrate,
-    compare,
-    diagnose,
-    example,
-    keys,
-    measured,
-    model,
-    plan,
-    profile,
-    schedule_commands,
-    serve,
-    solve,
-    worker,
-)
-from optpipe_cli.options import register
+from optpipe import __version__
+from optpipe.errors import InputError
 
-app = typer.Typer(
-    name="optpipe",
-    help="Schedules for pipeline-parallel training: as short as possible, never above the memory limit.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+# By heading: the name of a command, its function, and what its help says. Those of a group are by the group's name.
+COMMANDS = {
+    "Start here": {
+        "try": ("example:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
+        "solve": ("solve:solve", "Find the best schedule within the time limit; Ctrl-C keeps the best so far."),
+        "compare": (
+            "compare:compare",
+            "Compare all published schedules, heuristics and the solver; say what does not fit.",
+        ),
+        "diagnose": (
+            "diagnose:diagnose",
+            "Say where the time of a trace's steps goes, why, and what to change in its stack.",
+        ),
+        "plan": (
+            "plan:plan",
+            "Divide a model over GPUs and schedule it, as fast as memory allows; Ctrl-C as for solve.",
+        ),
+    },
+    "Problems": {
+        "model": ("model:model", "Make a problem of a transformer's shape, by formula, and say what was assumed."),
+        "calibrate": (
+            "calibrate:calibrate",
+            "Learn the cost model's parameters: from kernels here, or measured iterations.",
+        ),
+        "profile": ("profile:profile", "Measure a model's stages, copies and messages, and make a problem of them."),
+    },
+    "Schedules": {
+        "show": ("schedule_commands:show", "Show a schedule in the terminal, or write a page, a picture or a trace."),
+        "check": (
+            "schedule_commands:check",
+            "Say all that is wrong with a schedule; exit code 0 if it runs and fits, or 1.",
+        ),
+        "simulate": ("schedule_commands:simulate", "Compute the times of a schedule for a problem."),
+        "export": (
+            "schedule_commands:export",
+            "Write a schedule as another program takes it, such as PyTorch or Megatron.",
+        ),
+        "import": (
+            "schedule_commands:import_",
+            "Read a schedule of another program, write it as a file, and check it.",
+        ),
+    },
+    "Service": {
+        "serve": ("serve:serve", "Run the service that solves problems while a training runs."),
+        "worker": ("worker:worker", "Solve jobs of a service whose database is PostgreSQL, until told to end."),
+    },
+}
+GROUPS = {
+    "problem": ("Problems", "Make a problem of what another program has measured."),
+    "cache": ("Schedules", "Find, keep and exchange solved schedules."),
+    "keys": ("Service", "Say who may use the service, and for what. Until there is a key, everybody on this machine."),
+}
+OF_GROUP = {
+    "problem": {
+        "from": ("measured:from_", "Make a problem of op times; say what they leave open, and what was not used.")
+    },
+    "cache": {
+        "lookup": (
+            "cache:lookup",
+            "Find the schedule of this problem or the most similar one; exit code 1 if none is.",
+        ),
+        "add": ("cache:add", "Check and add schedules, without their bounds; none if one is not valid."),
+        "list": ("cache:list_", "List the schedules in the cache."),
+        "export": ("cache:export", "Write all entries to a file for `import`."),
+        "import": ("cache:import_", "Check and add the entries of a file that `export` wrote, without their bounds."),
+        "prune": ("cache:prune", "Delete all but the entries that were used last."),
+    },
+    "keys": {
+        "create": ("keys:create", "Create a key and print it. It is stored as a hash and cannot be shown again."),
+        "list": ("keys:list_", "List all keys without their secrets."),
+        "revoke": ("keys:revoke", "Revoke a key. A service whose last key is revoked does not open."),
+    },
+}
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
-        from optpipe import __version__
-
-        typer.echo(f"optpipe {__version__}")
-        raise typer.Exit
+def option_name(field: str) -> str:
+    """The name of an option or a command: `time-limit` of `time_limit_s`."""
+    return field.strip("_").removesuffix("_s").replace("_", "-")
 
 
-@app.callback()
-def optpipe(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say which version this is.")
-    ] = False,
-) -> None: ...
+def new_app(name: str, help: str | None = None, **others: Any) -> App:
+    """A program whose errors are raised, and whose help shows no default that says nothing."""
+    return App(
+        name=name,
+        help=help,
+        config=_refuse_empty_words,
+        default_parameter=Parameter(
+            negative_iterable=(), allow_repeating=True, name_transform=option_name, show_default=_shown_default
+        ),
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+        **others,
+    )
 
 
-register(app, "Start here", example.try_, solve.solve, compare.compare, diagnose.diagnose, plan.plan)
-register(app, "Problems", model.model, calibrate.calibrate, profile.profile)
-app.add_typer(measured.app, name="problem", rich_help_panel="Problems")
-register(
-    app,
-    "Schedules",
-    schedule_commands.show,
-    schedule_commands.check,
-    schedule_commands.simulate,
-    schedule_commands.export,
-    schedule_commands.import_,
-)
-app.add_typer(cache.app, name="cache", rich_help_panel="Schedules")
-register(app, "Service", serve.serve, worker.worker)
-app.add_typer(keys.app, name="keys", rich_help_panel="Service")
+def _shown_default(value: Any) -> str | None:
+    return None if value is None or value is False or value == () else str(value)
+
+
+def _refuse_empty_words(_apps: Any, _commands: Any, arguments: ArgumentCollection) -> None:
+    for argument in arguments:
+        for token in argument.tokens:
+            if token.value == "" and token.implicit_value is UNSET:
+                raise InputError(f"{argument.name} is empty: a name or a number was expected")
+
+
+def optpipe() -> App:
+    """The program with all its commands."""
+    app = new_app(
+        "optpipe",
+        "Schedules for pipeline-parallel training: as short as possible, never above the memory limit.",
+        version=f"optpipe {__version__}",
+    )
+    headings = {heading: Group.create_ordered(heading) for heading in COMMANDS}
+    for heading, commands in COMMANDS.items():
+        _add(app, commands, group=headings[heading])
+    for name, (heading, about) in GROUPS.items():
+        app.command(inner := App(name=name, help=about, group=headings[heading]))
+        _add(inner, OF_GROUP[name])
+    return app
+
+
+def _add(app: App, commands: Mapping[str, tuple[str, str]], **others: Any) -> None:
+    for place, (name, (function, about)) in enumerate(commands.items()):
+        app.command(f"optpipe_cli.{function}", name=name, help=about, sort_key=place, **others)

@@ -5,44 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+import numpy as np
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from rich.table import Table
 
 from optpipe.errors import InputError
+from optpipe.files import read_text, write_file
+from optpipe.transformer.calibrate import NAMES, covariance, learn
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.iterations import Iteration, errors, iteration_ms, read_iterations
 from optpipe_cli.extras import need
 from optpipe_cli.model import read_gpu
-from optpipe_cli.output import Json, echo, print_json, print_table, require_writable
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from optpipe.transformer.gpu import Gpu
-    from optpipe.transformer.iterations import Iteration
+from optpipe_cli.output import Json, Output, echo, print_json, print_table
 
 
 def calibrate(
-    gpu: Annotated[str, typer.Option(help="What is known before: a preset, or a file with a data sheet's fields.")],
+    *,
+    gpu: Annotated[str, Parameter(help="What is known before: a preset, or a file with a data sheet's fields.")],
     measured: Annotated[
-        list[Path] | None, typer.Option("--from", help="Learn from this table of measured iterations; repeatable.")
+        list[Path] | None, Parameter(name="--from", help="Iterations to learn from; repeatable.")
     ] = None,
-    check: Annotated[
-        list[Path] | None, typer.Option(help="Predict each row of this table of measured iterations; repeatable.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Without tables, measure kernels here: cuda, cuda:1, or cpu.")] = "cuda",
-    vocabulary: Annotated[int, typer.Option(help="Of the models of the tables.", min=1)] = 50257,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the GPU with its parameters here.")
-    ] = None,
+    check: Annotated[list[Path] | None, Parameter(help="Measured iterations to predict; repeatable.")] = None,
+    device: Annotated[str, Parameter(help="Without tables, measure kernels here: cuda, cuda:1, or cpu.")] = "cuda",
+    vocabulary: Annotated[PositiveInt, Parameter(help="Of the models of the tables.")] = 50257,
+    output: Output = None,
     json: Json = False,
 ) -> None:
-    """Learn the parameters of the cost model: from kernels on this GPU, or from measured iterations (--from). With
-    --check, compare predictions with measured iterations."""
-    from optpipe.files import write_file
-    from optpipe.transformer.calibrate import learn
-    from optpipe.transformer.iterations import errors, iteration_ms
-
-    require_writable(output)
+    """`optpipe calibrate`."""
     before = read_gpu(gpu)
     rows = [row for path in measured or () for row in _read(path, vocabulary)]
     tables = {str(path): _read(path, vocabulary) for path in check or ()}
@@ -71,9 +63,6 @@ def calibrate(
 
 
 def _read(path: Path, vocabulary: int) -> list[Iteration]:
-    from optpipe.files import read_text
-    from optpipe.transformer.iterations import read_iterations
-
     return read_iterations(read_text(path), str(path), vocabulary)
 
 
@@ -95,8 +84,6 @@ def _measured(gpu: Gpu, device: str) -> Gpu:
 
 
 def _rows(table: Sequence[Iteration], predicted: Sequence[float]) -> Table:
-    from rich.table import Table
-
     shown = Table(*("layers", "hidden", "tp", "dp", "pp", "micro-batches", "sequences"), box=None)
     for column in ("predicted ms", "measured ms", "error"):
         shown.add_column(column, justify="right")
@@ -110,11 +97,6 @@ def _rows(table: Sequence[Iteration], predicted: Sequence[float]) -> Table:
 
 def _parameters(before: Gpu, after: Gpu) -> Table:
     """The parameters with their standard deviations."""
-    import numpy as np
-    from rich.table import Table
-
-    from optpipe.transformer.calibrate import NAMES, covariance
-
     table = Table("parameter", "before", "±", "after", "±", box=None)
     spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (before, after)), strict=True)
     for name, (wide, narrow) in zip(NAMES, spreads, strict=True):

@@ -3,44 +3,52 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from rich.table import Table
 
+from optpipe import solvers
+from optpipe.comparison import Comparison, Row, fullest, is_search
+from optpipe.comparison import compare as compared
+from optpipe.errors import OptPipeError
+from optpipe.files import read_text, write_file
+from optpipe.model.offload import offload_ratio
+from optpipe.model.ops import Kind
+from optpipe.model.placement import NAMES, Placement
+from optpipe.model.problem import Problem
+from optpipe.options import CompareOptions
 from optpipe.printable import printable
-from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, echo, print_json, print_table, require_folder
-from optpipe_cli.why import gain_lines
+from optpipe.schedule import Schedule
+from optpipe.show.svg import gantt
+from optpipe.sizes import bytes_text, told_apart
+from optpipe_cli.options import Options
+from optpipe_cli.output import Json, NewFolder, echo, print_json, print_table
+from optpipe_cli.terminal import waiting
+from optpipe_solver.systems import SYSTEMS, in_best_order
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from optpipe.comparison import Comparison, Row
-    from optpipe.model.placement import Placement
-    from optpipe.model.problem import Problem
-    from optpipe.options import CompareOptions
-    from optpipe.schedule import Schedule
+MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
 
-@with_options("CompareOptions")
 def compare(
-    problem: Annotated[
-        Path, typer.Argument(metavar="PROBLEM", help="A problem file, or a schedule file: its problem is compared.")
-    ],
-    options: CompareOptions,
-    pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
+    problem: Annotated[Path, Parameter(help="A problem file, or a schedule file: its problem is compared.")],
+    /,
+    *,
+    options: Annotated[Options[CompareOptions], Parameter(group="Search")] = CompareOptions(),
+    pictures: Annotated[NewFolder, Parameter(help="Write a picture of each schedule into this folder.")] = None,
     json: Json = False,
 ) -> None:
-    """Compare every published schedule, every heuristic and the solver's answer, and say why one does not fit."""
-    posed, given = _problem_and_schedule(problem)
-    require_folder(pictures)
+    """`optpipe compare`."""
+    is_schedule = '"optpipe.schedule/' in read_text(problem)[:100]  # as every schedule file begins
+    given = Schedule.load(problem) if is_schedule else None
+    posed = given.problem if given else Problem.load(problem)
     comparison = watched(posed, options, quiet=json)
-    if pictures:
-        _draw(comparison, pictures)
+    for row in comparison.rows if pictures else ():
+        if row.schedule and pictures:
+            name = re.sub(r"[^a-z0-9]+", "-", title(row))
+            write_file(pictures / f"{name}.svg", gantt(row.schedule, f"{posed.name} · {label(row)}".lstrip(" ·")))
     if json:
         print_json(comparison.to_dict())
         return
@@ -54,52 +62,21 @@ def compare(
                 echo(f"note: {title(row)}: {note}", err=True)
 
 
-def _problem_and_schedule(path: Path) -> tuple[Problem, Schedule | None]:
-    """The problem of a file; of a schedule's also the schedule."""
-    from optpipe.files import read_text
-    from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule
-
-    if '"optpipe.schedule/' not in read_text(path)[:100]:  # as every schedule file begins
-        return Problem.load(path), None
-    schedule = Schedule.load(path)
-    return schedule.problem, schedule
-
-
 def watched(
     problem: Problem, options: CompareOptions, quiet: bool = False, starts: Sequence[Schedule] = ()
 ) -> Comparison:
     """Run `optpipe.compare` with a line on stderr that shows the progress."""
-    from optpipe.comparison import compare
-
     with waiting("comparing", quiet) as say:
 
         def tell(row: Row) -> None:
             value = f"{row.value_ms:.5g} ms" if row.value_ms is not None else "no schedule"
             say(f"comparing, after {label(row)}: {value}")
 
-        return compare(problem, options.methods, starts=starts, report=tell, **options.search())
-
-
-@contextmanager
-def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show a line on stderr during the block, and yield a function that changes it; nothing if stderr is not a
-    terminal."""
-    from rich.text import Text
-
-    from optpipe_cli.console import new_console
-
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with new_console(stderr=True).status(Text(text)) as status:
-        yield lambda text: status.update(Text(printable(text)))
+        return compared(problem, options.methods, starts=starts, report=tell, **options.search())
 
 
 def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
     """What people read, 80 columns wide: the schedules, what the best one gains and why, and what does not apply."""
-    from rich.table import Table
-
     yield f"{printable(name)}: {_sizes(comparison.problem)}"
     if any(row.schedule for row in comparison.rows):
         yield table(comparison)
@@ -120,34 +97,26 @@ def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
 
 def table(comparison: Comparison) -> Table:
     """Return the table of all schedules. Rows that do not fit have the figures that they would have."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     for row in comparison.rows:
         if row.schedule:
-            table.add_row(*_cells(row, row.schedule), style=None if row.fits else "dim")
+            table.add_row(
+                label(row),
+                f"{row.makespan_ms:.5g}",
+                f"{row.span_ms:.5g}",
+                f"{row.bubble:.1%}",
+                _peak(row),
+                "" if row.gap is None else f"{row.gap:.1%}",
+                _stages(row.schedule.placement),
+                style=None if row.fits else "dim",
+            )
     return table
-
-
-def _cells(row: Row, schedule: Schedule) -> list[str]:
-    return [
-        label(row),
-        f"{row.makespan_ms:.5g}",
-        f"{row.span_ms:.5g}",
-        f"{row.bubble:.1%}",
-        _peak(row),
-        "" if row.gap is None else f"{row.gap:.1%}",
-        _stages(schedule.placement),
-    ]
 
 
 def _peak(row: Row) -> str:
     """The memory of the fullest device; where it, or its host memory, does not suffice also the limit."""
-    from optpipe.comparison import fullest
-    from optpipe.sizes import bytes_text, told_apart
-
     assert row.certificate is not None
     peak, host = (fullest(peaks)[1] for peaks in (row.certificate.device, row.certificate.host))
     if row.fits or (peak.fits and host.fits):
@@ -159,8 +128,6 @@ def _peak(row: Row) -> str:
 
 def _stages(placement: Placement | None) -> str:
     """How many stages a device has and how they are placed, in two words."""
-    from optpipe.model.placement import NAMES
-
     if placement is None:
         return "as given"
     return (
@@ -172,34 +139,63 @@ def _stages(placement: Placement | None) -> str:
 
 def label(row: Row) -> str:
     """Return for example `auto, any (lns)`: rows of searches also name the engine that found the schedule."""
-    from optpipe.comparison import is_search
-
     return f"{title(row)} ({row.schedule.method})" if row.schedule and is_search(row.method) else title(row)
 
 
 def title(row: Row) -> str:
     """Return the method, and for rows of searches whether the stages were free."""
-    from optpipe.comparison import is_search
-
     return f"{row.method}, any" if is_search(row.method) and row.placements == "all" else row.method
 
 
 def _sizes(problem: Problem) -> str:
-    from optpipe.model.offload import offload_ratio
-
     ratios = sorted({round(ratio, 9) for ratio in offload_ratio(problem) if ratio is not None})
     least_and_most = " to ".join(f"{ratio:.3g}" for ratio in dict.fromkeys((*ratios[:1], *ratios[-1:])))
     k = f"k = {least_and_most}" if ratios else "no stage can be offloaded"
     return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches, {k}"
 
 
-def _draw(comparison: Comparison, folder: Path) -> None:
-    from optpipe.files import write_file
-    from optpipe.show.svg import gantt
+def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
+    """Two lines: how much shorter the second schedule is, and why; none if it is not."""
+    if after.makespan_ms >= 0.9995 * before.makespan_ms:
+        return
+    less = 1 - after.makespan_ms / before.makespan_ms
+    shorter, longer = (f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in (after.makespan_ms, before.makespan_ms))
+    stages = ", on other stages" if after.placement != before.placement else ""
+    yield (
+        f"OptPipe's schedule takes {less:.{0 if less > 0.1 else 1}%} less time than {before.method}, the best "
+        f"published one that fits: {shorter} instead of {longer} ms{stages}."
+    )
+    yield f"Why: {_why(before, after)}."
 
-    for row in comparison.rows:
-        if row.schedule:
-            name = re.sub(r"[^a-z0-9]+", "-", title(row))
-            write_file(
-                folder / f"{name}.svg", gantt(row.schedule, f"{comparison.problem.name} · {label(row)}".lstrip(" ·"))
-            )
+
+def best_published(problem: Problem) -> Schedule | None:
+    """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
+    best = None
+    if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
+        return None
+    for method in SYSTEMS:
+        if method in solvers.installed().OWN:
+            continue
+        try:
+            schedule = in_best_order(method, problem)
+        except OptPipeError:
+            continue
+        if not schedule.compiled.complaints and (best is None or schedule.makespan_ms < best.makespan_ms):
+            best = schedule
+    return best
+
+
+def _why(before: Schedule, after: Schedule) -> str:
+    """What makes the second schedule shorter: what both do differently, in one sentence."""
+
+    def share(schedule: Schedule, kind: Kind) -> float:
+        rows = schedule.timeline.rows
+        return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
+
+    facts = [
+        f"{does} {share(after, kind):.0%} of all activations instead of {share(before, kind):.0%}"
+        for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
+        if share(before, kind) != share(after, kind)
+    ]
+    waiting = f"devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
+    return "within the same memory " + (f"it {', '.join(facts)}, and its " if facts else "its ") + waiting

@@ -4,79 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat
+from rich.table import Table
 
-from optpipe_cli.measured import Chunks, Devices, Microbatches, Shape, WeightShare
-from optpipe_cli.options import numbers
-from optpipe_cli.output import Json, echo, print_figures, print_json, print_table, require_folder, require_writable
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from optpipe.diagnose import Diagnosis
+from optpipe.diagnose import Diagnosis
+from optpipe.diagnose import diagnose as find
+from optpipe.diagnose.losses import NAMES
+from optpipe.diagnose.page import picture
+from optpipe.files import write_file
+from optpipe.measured.readers import RunFacts
+from optpipe_cli.measured import RunOptions, WeightShare
+from optpipe_cli.options import Numbers
+from optpipe_cli.output import FolderOutput, Json, NewFile, echo, print_figures, print_json, print_table
+from optpipe_cli.terminal import new_console
 
 BAR = 24  # characters of the whole step
 MOST_SAID = 4  # sentences of a kind
 
 
 def diagnose(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="A trace, the traces of all ranks, or their folder.")
-    ],
+    files: Annotated[list[Path], Parameter(help="A trace, the traces of all ranks, or their folder.")],
+    /,
+    *,
     form: Annotated[
         str | None,
-        typer.Option(help="torch-trace, primus, straggler, megatron-timers or csv. Default: as the files look."),
+        Parameter(help="torch-trace, primus, straggler, megatron-timers or csv. Default: as the files look."),
     ] = None,
-    stack: Annotated[
-        str | None,
-        typer.Option(help="Write lines for torch, megatron, primus or optpipe. Default: as the form says."),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="Layers of a stage: of all, or of each with commas between.")
-    ] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(help="How many activations of a stage a device may hold. Default: as many as the fullest held."),
-    ] = None,
+    stack: Annotated[str | None, Parameter(help="Write lines for torch, megatron, primus or optpipe.")] = None,
+    layers: Annotated[Numbers, Parameter(help="Layers of a stage: of all, or of each with commas between.")] = (),
+    memory: Annotated[float | None, Parameter(help="Activations that a device may hold. Default: as today.")] = None,
     weight_share: WeightShare = None,
-    time_limit_s: Annotated[
-        float, typer.Option("--time-limit", min=0, help="Seconds for the search of a schedule; 0: none.")
-    ] = 10.0,
-    microbatches: Microbatches = None,
-    devices: Devices = None,
-    chunks: Chunks = 1,
-    shape: Shape = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the files of cures here.")
-    ] = None,
+    time_limit_s: Annotated[NonNegativeFloat, Parameter(help="Seconds for the search of a schedule; 0: none.")] = 10.0,
+    run: RunOptions = RunFacts(),
+    html: Annotated[NewFile, Parameter(help="Write a page with pictures.")] = None,
+    output: FolderOutput = None,
     json: Json = False,
 ) -> None:
-    """Say where the time of the steps in a trace goes, why, and what to change in the stack that ran them."""
-    from optpipe.diagnose import diagnose as find
-    from optpipe.measured.readers import RunFacts
-    from optpipe_cli.console import new_console
-
-    require_writable(html)
-    require_folder(output)
-    counts = numbers("layers", layers, "layers of all stages, or of each with commas between") or []
+    """`optpipe diagnose`."""
     with new_console(stderr=True).status("reading") as status:
         diagnosis = find(
             *files,
             form=form,
             stack=stack,
-            layers=counts,
+            layers=layers,
             memory=memory,
             weight_share=weight_share,
             time_limit_s=time_limit_s,
-            run=RunFacts(microbatches, devices, chunks, shape),
+            run=run,
             told=lambda what: status.update(f"trying: {what}"),
         )
     if html:
-        from optpipe.diagnose.page import picture
-
         picture(diagnosis).save(html)
     written = [*_written(diagnosis, output)] if output else []
     if json:
@@ -116,8 +96,6 @@ def report(diagnosis: Diagnosis) -> None:
 
 
 def _print_losses(diagnosis: Diagnosis) -> None:
-    from optpipe.diagnose.losses import NAMES
-
     step, rows = diagnosis.losses.measured_ms, []
     for part in diagnosis.losses.parts:
         share, mean = part.ms / step, part.mean_ms / step.mean()
@@ -127,8 +105,6 @@ def _print_losses(diagnosis: Diagnosis) -> None:
 
 
 def _cures(diagnosis: Diagnosis) -> Table:
-    from rich.table import Table
-
     table = Table(box=None)
     for name in ("cure", "a step: ms", "less", "at most", "activations"):
         table.add_column(name, no_wrap=name != "cure", justify="left" if name == "cure" else "right")
@@ -139,8 +115,6 @@ def _cures(diagnosis: Diagnosis) -> Table:
 
 
 def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
-    from optpipe.files import write_file
-
     for cure in diagnosis.cures.cures:
         if cure.file:
             path = folder / cure.file[0]

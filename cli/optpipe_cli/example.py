@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from rich.table import Table
 
-from optpipe_cli.compare import watched
+from optpipe import solvers
+from optpipe.comparison import Comparison
+from optpipe.model.problem import Problem
+from optpipe.options import CompareOptions
+from optpipe.show.page import plot
+from optpipe.sizes import bytes_text
+from optpipe_cli.compare import gain_lines, watched
 from optpipe_cli.output import echo, print_table, require_writable
-from optpipe_cli.why import gain_lines
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from optpipe.comparison import Comparison
-    from optpipe.model.problem import Problem
 
 PROBLEM = Path(__file__).parent / "tight-4x8.json"
 SEARCH_S = 4.0  # of each of the two searches: on the stages as given, and on any
 
 
 def try_(
-    html: Annotated[Path, typer.Option(help="Where the page with both schedules is written.")] = Path(
-        "optpipe-try.html"
-    ),
+    *,
+    html: Annotated[
+        Path, Parameter(validator=require_writable, help="Where the page with both schedules is written.")
+    ] = Path("optpipe-try.html"),
 ) -> None:
-    """Show what OptPipe gains on an example: published schedules, the solver's answer, and a page with both."""
-    from optpipe.model.problem import Problem
-    from optpipe.options import CompareOptions
-    from optpipe.show.page import plot
-
-    require_writable(html)
+    """`optpipe try`."""
     problem = Problem.load(PROBLEM)
-    echo(_about(problem))
+    (budget,) = {device.activation_budget_bytes for device in problem.devices}
+    echo(
+        f"{len(problem.devices)} devices with {bytes_text(budget)} for activations, {len(problem.stages)} stages, "
+        f"{problem.microbatches} micro-batches"
+    )
     echo()
     comparison = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
     print_table(table(comparison))
     before, after = comparison.best_published, comparison.best
     if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
         echo("The search found nothing better in its time, as on a very busy machine.")
-        raise typer.Exit(1)
+        raise SystemExit(1)
     echo()
     for line in gain_lines(before.schedule, after.schedule):
         print_table(line)
@@ -49,24 +49,9 @@ def try_(
     echo(f"Both on one time scale, with their memory: {html.resolve()}")
 
 
-def _about(problem: Problem) -> str:
-    from optpipe.sizes import bytes_text
-
-    (budget,) = {device.activation_budget_bytes for device in problem.devices}
-    return (
-        f"{len(problem.devices)} devices with {bytes_text(budget)} for activations, {len(problem.stages)} stages, "
-        f"{problem.microbatches} micro-batches"
-    )
-
-
 def table(comparison: Comparison) -> Table:
     """A row for each schedule that applies to the problem: how long it takes, how much of that devices wait, and what
     it holds. Those that do not fit come last."""
-    from rich.table import Table
-
-    from optpipe import solvers
-    from optpipe.sizes import bytes_text
-
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "iteration", "waiting", "memory", ""):
         table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")

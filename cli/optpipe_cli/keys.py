@@ -7,34 +7,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from cyclopts import Parameter
 
 from optpipe_cli.output import Json, echo, print_json, print_rows
 
 if TYPE_CHECKING:
     from optpipe_server.database.keys import Keys
 
-app = typer.Typer(
-    help="Who may use the service, and for what. Until there is a key, everybody on this machine.",
-    no_args_is_help=True,
-)
-
 DatabaseUrl = Annotated[
     str,
-    typer.Option(
-        "--database", envvar="OPTPIPE_DATABASE", help="The service's database URL. The service may be running."
-    ),
+    Parameter(env_var="OPTPIPE_DATABASE", help="The service's database URL. The service may be running."),
 ]
 DEFAULT = "sqlite:///optpipe.db"  # as `optpipe serve`
 
 
-@app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Whose key it is, or what for: jobs show it.")],
-    scope: Annotated[list[str], typer.Option(help="submit, read or admin; repeat it for several.")],
+    name: Annotated[str, Parameter(help="Whose key it is, or what for: jobs show it.")],
+    /,
+    *,
+    scope: Annotated[list[str], Parameter(help="submit, read or admin; repeat it for several.")],
     database: DatabaseUrl = DEFAULT,
 ) -> None:
-    """Create a key and print it. It is stored as a hash and cannot be shown again."""
+    """`optpipe keys create`."""
     is_new = _missing_file(database)
     with _keys(database) as keys:
         echo(keys.create(name, scope))
@@ -42,9 +36,8 @@ def create(
         echo(f"note: {database} did not exist: a service of another database does not know this key", err=True)
 
 
-@app.command(name="list")
-def list_(database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
-    """List all keys without their secrets."""
+def list_(*, database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
+    """`optpipe keys list`."""
     _require_file(database)
     with _keys(database) as keys:
         rows = [dict(row._mapping) for row in keys.list()]
@@ -54,12 +47,13 @@ def list_(database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
         print_rows(rows, "there are no keys")
 
 
-@app.command()
 def revoke(
-    key: Annotated[str, typer.Argument(help="Its id: the middle of op_<id>_<secret>, as `list` shows it.")],
+    key: Annotated[str, Parameter(help="Its id: the middle of op_ID_SECRET, as `list` shows it.")],
+    /,
+    *,
     database: DatabaseUrl = DEFAULT,
 ) -> None:
-    """Revoke a key. A service whose last key is revoked does not open."""
+    """`optpipe keys revoke`."""
     _require_file(database)
     with _keys(database) as keys:
         keys.revoke(key)

@@ -4,97 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt
 
-from optpipe_cli.options import numbers, register
-from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_json, require_writable
+from optpipe.measured.convert import problem_from
+from optpipe.measured.measurements import Measurements
+from optpipe.measured.readers import RunFacts
+from optpipe.model.ops import Kind
+from optpipe_cli.options import Numbers
+from optpipe_cli.output import Json, NewFile, Output, echo, print_figures, print_json
 
-if TYPE_CHECKING:
-    from optpipe.measured.measurements import Measurements
-
-WeightShare = Annotated[float | None, typer.Option(help="W's share of a backward that was measured whole. Default: 0.")]
-Microbatches = Annotated[
-    int | None, typer.Option(min=1, max=65536, help="Micro-batches a step, which megatron-timers do not say.")
-]
-Devices = Annotated[
-    int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline in megatron-timers. Default: all ranks.")
-]
-Chunks = Annotated[int, typer.Option(min=1, max=4096, help="Stages a device in megatron-timers.")]
-Shape = Annotated[
-    str | None,
-    typer.Option(help="How the stages of a device are placed: looped or v. Default: as the times of primus tell."),
-]
-app = typer.Typer(help="Make a problem of what another program has measured.", no_args_is_help=True)
-
-
-@app.callback()
-def problem() -> None:
-    """Make a problem of what another program has measured."""
+RunOptions = Annotated[RunFacts, Parameter(name="*")]
+WeightShare = Annotated[float | None, Parameter(help="W's share of a backward that was measured whole. Default: 0.")]
 
 
 def from_(
-    form: Annotated[
-        str,
-        typer.Argument(
-            metavar="torch-trace|primus|straggler|megatron-timers|csv", help="The program that wrote the files."
-        ),
-    ],
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...", help="torch-trace: a file of each rank, or their folder; primus: the folder."
-        ),
-    ],
-    activation_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N[,N...]", help="Bytes that a stage saves in a forward: one number, or one for each stage."
-        ),
-    ] = None,
+    form: Annotated[str, Parameter(help="torch-trace, primus, straggler, megatron-timers or csv.")],
+    files: Annotated[list[Path], Parameter(help="torch-trace: the files, or their folder; primus: the folder.")],
+    /,
+    *,
+    activation_bytes: Annotated[Numbers | None, Parameter(help="What a stage saves in a forward.")] = None,
     activation_budget_bytes: Annotated[
-        int | None, typer.Option(min=0, help="A device's budget. Default: what the measured order holds at most.")
+        NonNegativeInt | None, Parameter(help="A device's budget. Default: what the measured order holds at most.")
     ] = None,
     weight_share: WeightShare = None,
-    microbatches: Microbatches = None,
-    devices: Devices = None,
-    chunks: Chunks = 1,
-    shape: Shape = None,
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="Take one step, with each micro-batch's own times; straggler: the last."),
-    ] = None,
-    replica: Annotated[
-        int | None, typer.Option(min=0, help="Of which replica, where several were measured. Default: the first.")
-    ] = None,
-    output: ProblemOutput = None,
-    schedule: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the order that ran here, as a schedule file.")
-    ] = None,
+    run: RunOptions = RunFacts(),
+    step: Annotated[NonNegativeInt | None, Parameter(help="Take one step, with each micro-batch's own times.")] = None,
+    replica: Annotated[NonNegativeInt | None, Parameter(help="Of which replica. Default: the first.")] = None,
+    output: Output = None,
+    schedule: Annotated[NewFile, Parameter(help="Write the order that ran here, as a schedule file.")] = None,
     json: Json = False,
 ) -> None:
-    """Make a problem of op times that another program has measured; tell what they do not say, and what was not used.
-
-    Exit code 1: no order is known that --schedule could write.
-    """
-    from optpipe.measured.convert import problem_from
-
-    require_writable(output)
-    require_writable(schedule)
-    sizes = numbers("activation_bytes", activation_bytes, "bytes of all stages, or of each with commas between")
+    """`optpipe problem from`."""
     measurements = problem_from(
         form,
         *files,
-        activation_bytes=sizes,
+        activation_bytes=activation_bytes,
         activation_budget_bytes=activation_budget_bytes,
         weight_share=weight_share,
-        microbatches=microbatches,
-        devices=devices,
-        chunks=chunks,
-        shape=shape,
         step=step,
         replica=replica,
+        **run._asdict(),
     )
     if output:
         measurements.problem.save(output)
@@ -111,15 +63,10 @@ def from_(
                 echo(f"{what} file: {path}")
     if schedule and not measurements.schedule:
         echo(f"{schedule}: not written, as the measured order is not used", err=True)
-        raise typer.Exit(1)
-
-
-register(app, None, from_)
+        raise SystemExit(1)
 
 
 def _print_times(measurements: Measurements) -> None:
-    from optpipe.model.ops import Kind
-
     kinds = [kind for kind in (Kind.F, Kind.B, Kind.W, Kind.BW) if any(kind in times for times in measurements.stages)]
     rows = []
     for s, times in enumerate(measurements.stages):

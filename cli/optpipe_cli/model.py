@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
-from optpipe_cli.options import flag, numbers
-from optpipe_cli.output import Json, ProblemOutput, echo, print_json, require_writable
-
-if TYPE_CHECKING:
-    from optpipe.transformer.estimate import Estimate
-    from optpipe.transformer.gpu import Gpu
-    from optpipe.transformer.records import Transformer
+from optpipe.errors import InputError
+from optpipe.files import parse_json, read_file
+from optpipe.model.offload import offload_ratio
+from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.huggingface import read
+from optpipe.transformer.presets import GPUS, MODELS, preset
+from optpipe.transformer.records import Parallelism, Run, RunOptions, Transformer
+from optpipe_cli.options import Options
+from optpipe_cli.output import Flag, Json, Output, echo, print_json
 
 GB = 1e9
 MOST_GB = 1_000_000  # of a GPU's host memory
@@ -23,66 +26,30 @@ COSTS = {"device": 8, "layers": 8, "F ms": 9, "B ms": 9, "W ms": 9, "activation 
 
 
 def model(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, or a file with a shape's fields."),
-    ] = None,
-    gpu: Annotated[str, typer.Option(help="A preset, or a file with a data sheet's fields.")] = "H100",
-    pp: Annotated[int, typer.Option(help="Devices of the pipeline.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor parallelism.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context parallelism.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallelism, a part of dp · cp.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data parallelism.")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
-    chunks: Annotated[int, typer.Option(help="Stages a device.")] = 1,
-    shape: Annotated[str, typer.Option(help="How the stages of a device are placed: looped or v.")] = "looped",
-    layers: Annotated[str | None, typer.Option(help="Layers of each stage, such as 9,10,10,9. Default: even.")] = None,
-    sequence_parallel: Annotated[
-        bool, typer.Option(help="Divide along the sequence what tensor parallelism does not divide.")
-    ] = True,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches a step. Default: four times pp.")] = None,
-    microbatch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the preset's.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32.")] = "bf16",
-    attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
-    fused: Annotated[bool, typer.Option(help="One kernel for a gated activation function and its product.")] = True,
-    recompute: Annotated[str, typer.Option(help="none, selective, cheap or full.")] = "none",
-    levels: Annotated[
-        bool, typer.Option("--levels", help="A schedule chooses the level of recomputation for every activation.")
-    ] = False,
-    gradient_bytes: Annotated[int, typer.Option(help="Bytes of a gradient.")] = 4,
-    optimizer_bytes: Annotated[
-        int | None, typer.Option(help="Optimizer state, bytes a parameter. Default: Adam.")
-    ] = None,
-    expert_load: Annotated[
-        float, typer.Option(help="Tokens of the busiest GPU's experts, relative to the mean.")
-    ] = 1.0,
-    host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
-    presets: Annotated[bool, typer.Option("--presets", help="List models and GPUs with their sources.")] = False,
-    output: ProblemOutput = None,
+    name: Annotated[str | None, Parameter(help="A preset, a config.json, or a file with a shape's fields.")] = None,
+    /,
+    *,
+    gpu: Annotated[str, Parameter(help="A preset, or a file with a data sheet's fields.")] = "H100",
+    division: Annotated[Options[Parallelism], Parameter(group="Division over GPUs")] = Parallelism(),
+    microbatches: Annotated[int | None, Parameter(help="Micro-batches a step. Default: four times pp.")] = None,
+    run: Annotated[Options[RunOptions], Parameter(group="What runs")] = RunOptions(),
+    host_memory_gb: Annotated[float | None, Parameter(help="Pinned host memory of each GPU.")] = None,
+    presets: Annotated[Flag, Parameter(help="List models and GPUs with their sources.")] = False,
+    output: Output = None,
     json: Json = False,
 ) -> None:
-    """Make a problem of a transformer's shape, by formula, and say what was assumed."""
-    from optpipe.errors import InputError
-    from optpipe.transformer.estimate import estimate
-    from optpipe.transformer.records import Parallelism, Run
-
-    given: dict[str, Any] = dict(locals())
+    """`optpipe model`."""
     if presets:
         _list_presets(json)
         return
     if name is None:
-        raise InputError("MODEL is missing: a preset, which --presets lists, or a config.json")
-    require_writable(output)
-    given |= {
-        "layers": numbers("layers", layers, "layers of each stage with commas between, such as 9,10,10,9"),
-        "microbatches": 4 * max(pp, 1) if microbatches is None else microbatches,
+        raise InputError("NAME is missing: a preset, which --presets lists, or a config.json")
+    whole = {
+        "microbatches": 4 * division.pp if microbatches is None else microbatches,
         "host_memory_bytes": host_bytes(host_memory_gb),
+        **run.model_dump(),
     }
-    division, run = ({field: given[field] for field in record.model_fields} for record in (Parallelism, Run))
-    answer = estimate(
-        read_model(name), Parallelism.from_dict(division, "options"), read_gpu(gpu), Run.from_dict(run, "options")
-    )
+    answer = estimate(read_model(name), division, read_gpu(gpu), Run.from_dict(whole, "model"))
     if json:
         print_json(figures(answer))
     else:
@@ -167,30 +134,20 @@ def figures(estimate: Estimate) -> dict[str, Any]:
 
 
 def _ratios(estimate: Estimate) -> list[float]:
-    from optpipe.model.offload import offload_ratio
-
     return [k or 0.0 for k in offload_ratio(estimate.problem)]
 
 
 def host_bytes(host_memory_gb: float | None) -> int | None:
     """The bytes of `--host-memory-gb`. Raises InputError if they cannot be a size."""
-    from optpipe.errors import InputError
-
     if host_memory_gb is None:
         return None
     if not 0 <= host_memory_gb <= MOST_GB:  # not a number is in no range
-        told = f"{flag('host_memory_gb')} = {host_memory_gb:g}"
-        raise InputError(f"{told}: a number of GB from 0 to {MOST_GB:,} was expected")
+        raise InputError(f"--host-memory-gb = {host_memory_gb:g}: a number of GB from 0 to {MOST_GB:,} was expected")
     return round(host_memory_gb * GB)
 
 
 def read_model(name: str) -> Transformer:
     """The preset, the Hugging Face config, or the shape that a file has."""
-    from optpipe.files import parse_json, read_file
-    from optpipe.transformer.huggingface import read
-    from optpipe.transformer.presets import MODELS, preset
-    from optpipe.transformer.records import Transformer
-
     path = Path(name)
     if name in MODELS or not path.exists():
         return preset(MODELS, "model", name)
@@ -202,17 +159,11 @@ def read_model(name: str) -> Transformer:
 
 def read_gpu(name: str) -> Gpu:
     """The preset, or the data sheet that a file has."""
-    from optpipe.files import read_file
-    from optpipe.transformer.gpu import Gpu
-    from optpipe.transformer.presets import GPUS, preset
-
     path = Path(name)
     return preset(GPUS, "gpu", name) if name in GPUS or not path.exists() else Gpu.from_json(read_file(path), name)
 
 
 def _list_presets(json: bool) -> None:
-    from optpipe.transformer.presets import GPUS, MODELS
-
     sources = {"models": {n: m.source for n, m in MODELS.items()}, "gpus": {n: g.source for n, g in GPUS.items()}}
     if json:
         print_json(sources)

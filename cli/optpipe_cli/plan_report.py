@@ -169,7 +169,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
-        "today": _running(plan.today) if plan.today else None,
+        "today": plan.today and _running(plan.today),
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
         "other_divisions": [_figures(other) | _differs(best, other) for other in plan.other_divisions],
         "frontier": [

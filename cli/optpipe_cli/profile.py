@@ -10,14 +10,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
 
+from optpipe.errors import InputError, OptPipeError
+from optpipe.model.records import Level, Stage
 from optpipe.printable import printable
-from optpipe_cli.options import flag
-from optpipe_cli.output import Json, ProblemOutput, echo, print_figures, print_json, require_writable
+from optpipe_cli.extras import need
+from optpipe_cli.output import Json, Output, echo, print_figures, print_json
+from optpipe_cli.terminal import new_console
 
 if TYPE_CHECKING:
-    from optpipe.model.records import Level, Stage
     from optpipe_runtime.measure.measured import Measured
     from optpipe_runtime.stage.timer import Spread
 
@@ -32,75 +35,58 @@ OF_LEVEL = ["checkpoint_bytes" if name == "activation_bytes" else name for name 
 
 
 def profile(
+    *,
     model: Annotated[
         str,
-        typer.Option(
-            help="MODULE:FUNCTION, which is called with rank and ranks and returns an optpipe_runtime.Setup; or a "
-            "config.json of Hugging Face."
-        ),
+        Parameter(help="MODULE:FUNCTION, called with rank and ranks, which returns a Setup; or a config.json."),
     ],
     ranks: Annotated[
         int | None,
-        typer.Option(help="How many ranks to start here. Without it, this is a rank that torchrun has started."),
+        Parameter(help="How many ranks to start here. Without it, this is a rank that torchrun has started."),
     ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="How many micro-batches a batch has.")] = 8,
-    microbatch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a micro-batch, of a config. Default: 1.")
-    ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a sequence. Default: a config's longest."),
-    ] = None,
+    microbatches: Annotated[PositiveInt, Parameter(help="How many micro-batches a batch has.")] = 8,
+    microbatch_size: Annotated[PositiveInt | None, Parameter(help="Sequences, of a config. Default: 1.")] = None,
+    sequence: Annotated[PositiveInt | None, Parameter(help="Tokens. Default: a config's longest.")] = None,
     activation_budget_bytes: Annotated[
-        int | None,
-        typer.Option(min=0, help="A rank's budget for activations. Default on a GPU: the memory that is left."),
+        NonNegativeInt | None,
+        Parameter(help="A rank's budget for activations. Default on a GPU: the memory that is left."),
     ] = None,
-    offload_parts: Annotated[int, typer.Option(min=1, help="In how many parts an activation may be offloaded.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each op is measured at least.")] = 7,
-    output: ProblemOutput = None,
+    offload_parts: Annotated[PositiveInt, Parameter(help="In how many parts an activation may be offloaded.")] = 1,
+    repeats: Annotated[PositiveInt, Parameter(help="How often each op is measured at least.")] = 7,
+    output: Output = None,
     json: Json = False,
 ) -> None:
-    """Measure a model's stages, copies and messages, and make a problem of them."""
-    from optpipe.errors import InputError
-    from optpipe_cli.extras import need
-
+    """`optpipe profile`."""
     need("runtime")
-    require_writable(output)
-    asked: dict[str, Any] = {
-        "model": model,
-        "microbatches": microbatches,
-        "microbatch_size": microbatch_size,
-        "sequence": sequence,
-        "activation_budget_bytes": activation_budget_bytes,
-        "offload_parts": offload_parts,
-        "repeats": repeats,
-    }
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if (measured := _measure(**asked)) is not None:
+        measured = _measure(
+            model,
+            (microbatches, microbatch_size, sequence),
+            activation_budget_bytes=activation_budget_bytes,
+            offload_parts=offload_parts,
+            repeats=repeats,
+        )
+        if measured is not None:
             _tell(measured, output, json)
-        return
-    if ranks is None or ranks < 1:
+    elif ranks is None or ranks < 1:
         raise InputError(
             f"--ranks {'is missing' if ranks is None else f'= {ranks}'}: how many ranks to start here, such as 4; or "
             "start them by torchrun --nproc-per-node N -m optpipe_cli profile ..."
         )
-    _start(ranks, asked | {"output": output}, json)
+    else:
+        _start(ranks)
 
 
-def _start(ranks: int, asked: dict[str, Any], json: bool) -> None:
+def _start(ranks: int) -> None:
     """Run the same command on ranks that are started here, one thread each.
 
     Their stderr is held back; if a rank ends with a message as commands do, only that is shown.
     """
-    from optpipe.errors import InputError, OptPipeError
-    from optpipe_cli.console import new_console
-
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    words = [str(word) for name, value in asked.items() if value is not None for word in (flag(name), value)]
-    command = [*torchrun, MODULE, "profile", *words, *(["--json"] if json else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with new_console(stderr=True).status(f"measuring on {ranks} ranks"):
         done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, text=True, stderr=subprocess.PIPE
+            [*torchrun, MODULE, *sys.argv[1:]], env=environment, check=False, text=True, stderr=subprocess.PIPE
         )
     if done.returncode != 0:
         for line in done.stderr.splitlines():
@@ -110,15 +96,7 @@ def _start(ranks: int, asked: dict[str, Any], json: bool) -> None:
         raise OptPipeError("the profile failed under torchrun; its output is above")
 
 
-def _measure(
-    model: str,
-    microbatches: int,
-    microbatch_size: int | None,
-    sequence: int | None,
-    activation_budget_bytes: int | None,
-    offload_parts: int,
-    repeats: int,
-) -> Measured | None:
+def _measure(model: str, sizes: tuple[int, int | None, int | None], **options: Any) -> Measured | None:
     """Measure on every rank (collective); the result is on rank 0."""
     import torch
     import torch.distributed as dist
@@ -128,11 +106,11 @@ def _measure(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    factory = find_factory(model, BatchSizes(microbatches, microbatch_size, sequence))
+    factory = find_factory(model, BatchSizes(*sizes))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     setup = factory(dist.get_rank(), dist.get_world_size())
-    with setup.pipeline(microbatches) as pipe:
-        pipe.profile(setup.inputs, setup.targets, activation_budget_bytes, offload_parts, repeats, setup.kwargs)
+    with setup.pipeline(sizes[0]) as pipe:
+        pipe.profile(setup.inputs, setup.targets, kwargs=setup.kwargs, **options)
         measured = pipe.measured if dist.get_rank() == 0 else None
     dist.destroy_process_group()
     return None if measured is None else replace(measured, problem=measured.problem.replace(name=setup.name))

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import gap, raises, reaches
+from optpipe.files import write_file
+from optpipe.formats.convert import export as exported_as
+from optpipe.formats.convert import import_schedule
+from optpipe.model.problem import Problem
 from optpipe.printable import printable
-from optpipe_cli.output import Json, ProblemPath, SchedulePath, echo, print_json, require_writable
+from optpipe.schedule import Schedule, ScheduleFile, certify, timed_ops
+from optpipe.schedule import check as complaints
+from optpipe.schedule import simulate as times
+from optpipe.show.page import plot
+from optpipe.show.svg import gantt
+from optpipe.show.terminal import chart
+from optpipe.show.trace import trace as trace_text
+from optpipe_cli.output import (
+    Flag,
+    Json,
+    NewFile,
+    Output,
+    ProblemPath,
+    SchedulePath,
+    echo,
+    print_json,
+    require_writable,
+)
+from optpipe_cli.terminal import new_console
+from optpipe_solver.bounds import lower_bound
 
-if TYPE_CHECKING:
-    from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule, ScheduleFile
 
-
-def check(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> None:
-    """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
-    from optpipe.schedule import check as complaints
-
+def check(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False) -> None:
+    """`optpipe check`."""
     posed, file, placed = _read(problem, schedule)
     wrong = _size_complaint(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
     wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
@@ -34,9 +52,6 @@ def _bound_proven_here(file: ScheduleFile) -> float | None:
 
     Whoever writes a file can write any bound into it.
     """
-    from optpipe.evaluate.objective import raises
-    from optpipe_solver.bounds import lower_bound
-
     if file.lower_bound_ms is None:
         return None
     bound_ms = lower_bound(file.problem)
@@ -48,8 +63,6 @@ def _bound_proven_here(file: ScheduleFile) -> float | None:
 
 def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
     """Print what `check` finds; exit code 1 if anything is wrong."""
-    from optpipe.schedule import certify
-
     problem = schedule.problem
     if json:
         content = {"valid": not wrong, "complaints": wrong}
@@ -70,7 +83,7 @@ def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
             f"valid: it runs in {schedule.makespan_ms:.6g} ms and fits the memory of all {len(problem.devices)} devices"
         )
     if wrong:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _size_complaint(file: ScheduleFile, placed: Problem) -> list[str]:
@@ -108,8 +121,6 @@ def _difference(given: Any, in_file: Any, place: str = "") -> str | None:
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
-    from optpipe.evaluate.objective import gap, reaches
-
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {said:.9g}: the programs take {true:.9g}"
@@ -123,11 +134,8 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     return wrong
 
 
-def simulate(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -> None:
-    """Compute the times of a schedule for a problem."""
-    from optpipe.schedule import simulate as times
-    from optpipe.schedule import timed_ops
-
+def simulate(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False) -> None:
+    """`optpipe simulate`."""
     posed, _, placed = _read(problem, schedule)
     timeline = times(posed, placed)
     content = {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms, "bubble": timeline.bubble}
@@ -139,25 +147,17 @@ def simulate(problem: ProblemPath, schedule: SchedulePath, json: Json = False) -
 
 def show(
     schedule: SchedulePath,
-    html: Annotated[Path | None, typer.Option(help="Write the interactive picture here, as a page.")] = None,
-    before: Annotated[
-        Path | None, typer.Option(help="A schedule file of the same work that the page compares with.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture without interaction here.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
+    /,
+    *,
+    html: Annotated[NewFile, Parameter(help="Write the interactive picture here, as a page.")] = None,
+    before: Annotated[Path | None, Parameter(help="A schedule of the same work, to compare with on the page.")] = None,
+    svg: Annotated[NewFile, Parameter(help="Write the picture without interaction here.")] = None,
+    trace: Annotated[NewFile, Parameter(help="Write a trace for Perfetto here.")] = None,
     json: Json = False,
 ) -> None:
-    """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
-    from optpipe.files import write_file
-    from optpipe.schedule import Schedule, ScheduleFile, timed_ops
-    from optpipe.show.page import plot
-    from optpipe.show.svg import gantt
-    from optpipe.show.trace import trace as trace_text
-
+    """`optpipe show`."""
     if before and not html:
         raise InputError(f"--before {before}: two schedules are compared on a page, which --html names")
-    for path in (html, svg, trace):
-        require_writable(path)
     file = ScheduleFile.load(schedule)
     shown = file.schedule()
     earlier = Schedule.load(before) if before else None
@@ -171,9 +171,6 @@ def show(
         content = {"makespan_ms": shown.makespan_ms, "span_ms": shown.span_ms, "method": shown.method}
         print_json(content | {"ops": timed_ops(shown)})
     elif not (html or svg or trace):
-        from optpipe.show.terminal import chart
-        from optpipe_cli.console import new_console
-
         console = new_console()
         colours = console.is_terminal and not console.no_color
         console.print(chart(shown, console.width, console.height if console.is_terminal else None, colours))
@@ -185,47 +182,36 @@ def show(
 
 def export(
     schedule: SchedulePath,
+    /,
+    *,
     to: Annotated[
-        str,
-        typer.Option(metavar="torch-csv|torch-comms|torch-comms-waits|megatron|primus|json", help="The form to write."),
+        str, Parameter(help="The form to write: torch-csv, torch-comms, torch-comms-waits, megatron, primus or json.")
     ],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")] = None,
-    without_offload: Annotated[
-        bool, typer.Option("--without-offload", help="Leave out offloads, drops and reloads; tell the memory it costs.")
-    ] = False,
+    output: Output = None,
+    without_offload: Annotated[Flag, Parameter(help="Leave offloads out; tell the memory it costs.")] = False,
 ) -> None:
-    """Write a schedule in the form that another program takes, such as PyTorch's pipelining or Megatron-LM."""
-    from optpipe.files import write_file
-    from optpipe.formats.convert import export as exported_as
-    from optpipe.schedule import Schedule
-
-    require_writable(output)
+    """`optpipe export`."""
     exported = exported_as(Schedule.load(schedule), to, without_offload)
     for sentence in exported.costs or [f"note: {misfit}" for misfit in exported.misfits]:
         echo(sentence, err=True)
     if output:
         write_file(output, exported.text)
     else:
-        typer.echo(exported.text, nl=False)
+        print(exported.text, end="", flush=True)
 
 
 def import_(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="PyTorch's CSV if named .csv; otherwise lists of op texts.")
-    ],
-    problem: Annotated[Path, typer.Option(help="The problem that the schedule is for.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the schedule file here.")],
+    file: Annotated[Path, Parameter(help="PyTorch's CSV if named .csv; otherwise lists of op texts.")],
+    /,
+    *,
+    problem: Annotated[Path, Parameter(help="The problem that the schedule is for.")],
+    output: Annotated[Path, Parameter(name=("--output", "-o"), validator=require_writable)],
     json: Json = False,
 ) -> None:
-    """Read a schedule that another program wrote, write it as a schedule file, and tell what `check` says of it."""
-    from optpipe.formats.convert import import_schedule
-    from optpipe.model.problem import Problem
-    from optpipe.schedule import check
-
-    require_writable(output)
+    """`optpipe import`."""
     imported = import_schedule(file, Problem.load(problem))
     imported.save(output)
-    tell(imported, check(imported.problem, imported), json)
+    tell(imported, complaints(imported.problem, imported), json)
 
 
 def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedule]:
@@ -233,9 +219,6 @@ def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedul
 
     If the file has a placement, the problem is returned with that placement, unless it is the file's problem already.
     """
-    from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule, ScheduleFile
-
     posed, file = Problem.load(problem), ScheduleFile.load(schedule)
     as_filed = file.schedule()
     if file.placement and posed.sha256 != file.problem.sha256:

@@ -5,45 +5,45 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from cyclopts.validators import Number
 
 if TYPE_CHECKING:
     from optpipe_server import Settings
 
+Database = Annotated[str, Parameter(env_var="OPTPIPE_DATABASE")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
+    int | None,
+    Parameter(validator=Number(gte=1, lte=1024), help="Threads of all searches together. Default: all cores but one."),
 ]
 MemoryMib = Annotated[
-    int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
+    int | None,
+    Parameter(validator=Number(gte=64), help="Memory limit for all processes of one search. Default: none."),
 ]
-LogJson = Annotated[
-    bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
-]
+LogJson = Annotated[bool | None, Parameter(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")]
 
 
 def serve(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. One that others can reach needs a key first.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one. It is printed.")] = 8000,
-    database: Annotated[
-        str, typer.Option(envvar="OPTPIPE_DATABASE", help="sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.")
-    ] = "sqlite:///optpipe.db",
+    *,
+    host: Annotated[str, Parameter(help="Address. One that others can reach needs a key first.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port; 0 takes a free one. It is printed.")] = 8000,
+    database: Annotated[Database, Parameter(help="sqlite:///FILE or postgresql://...")] = "sqlite:///optpipe.db",
     solves: Annotated[
-        int, typer.Option(min=0, max=1000, help="Searches at a time; 0 leaves them to `optpipe worker`.")
+        int, Parameter(validator=Number(gte=0, lte=1000), help="Searches at a time; 0 leaves them to `optpipe worker`.")
     ] = 1,
     threads: Threads = None,
     memory_mib: MemoryMib = None,
-    open_jobs: Annotated[int, typer.Option(min=0, help="Jobs of one key that wait or run, at most.")] = 100,
-    keep: Annotated[int | None, typer.Option(min=1, help="Finished jobs to keep. Default: all.")] = None,
+    open_jobs: Annotated[NonNegativeInt, Parameter(help="Jobs of one key that wait or run, at most.")] = 100,
+    keep: Annotated[PositiveInt | None, Parameter(help="Finished jobs to keep. Default: all.")] = None,
     keep_days: Annotated[
-        float | None,
-        typer.Option(min=0, help="Days after which finished jobs and unused schedules are deleted. Default: never."),
+        NonNegativeFloat | None,
+        Parameter(help="Days after which finished jobs and unused schedules are deleted. Default: never."),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Event streams at a time, at most.")] = 1000,
+    streams: Annotated[PositiveInt, Parameter(help="Event streams at a time, at most.")] = 1000,
     log_json: LogJson = None,
 ) -> None:
-    """Run the service that solves problems while a training runs."""
+    """`optpipe serve`."""
     from optpipe_cli.extras import need
 
     need("server")

@@ -4,77 +4,79 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from optpipe_cli.options import with_options
+from optpipe.anytime import Search, search
+from optpipe.comparison import is_search
+from optpipe.errors import OptPipeError
+from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
+from optpipe.printable import printable
+from optpipe.results import Result
+from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.show.page import plot
+from optpipe_cache import Cache, user_cache
+from optpipe_cli.compare import best_published, gain_lines
+from optpipe_cli.options import Options
 from optpipe_cli.output import (
     INFEASIBLE,
     Json,
+    NewFile,
+    NoCache,
+    Output,
     ProblemPath,
-    ScheduleOutput,
     echo,
     figures,
     print_json,
     print_table,
-    require_writable,
 )
+from optpipe_cli.terminal import ctrl_c_calls, shown_while
 
-if TYPE_CHECKING:
-    from optpipe.anytime import Search
-    from optpipe.model.problem import Problem
-    from optpipe.options import SolveOptions
-    from optpipe.results import Result
-    from optpipe.schedule import Schedule
-    from optpipe_cache import Cache
+STEPS = 5  # of the incumbents so far, the last ones
+NOTES = 2  # likewise
 
 
-@with_options("SolveOptions")
 def solve(
     problem: ProblemPath,
-    options: SolveOptions,
-    warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Neither look the problem up nor store the answer.")
-    ] = False,
-    output: ScheduleOutput = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with its picture here.")] = None,
+    /,
+    *,
+    options: Annotated[Options[SolveOptions], Parameter(group="Search")] = SolveOptions(),
+    warm_start: Annotated[Path | None, Parameter(help="A schedule file to start from.")] = None,
+    no_cache: NoCache = False,
+    output: Output = None,
+    html: Annotated[NewFile, Parameter(help="Write a page with its picture here.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the best schedule within the time limit. Ctrl-C ends the search and keeps the best so far."""
-    from optpipe.anytime import improve
-    from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule
-
-    require_writable(output)
-    require_writable(html)
+    """`optpipe solve`."""
     posed = Problem.load(problem)
     start = Schedule.load(warm_start) if warm_start else None
     if not (json or sys.stderr.isatty()):  # a terminal shows more
         echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
-    search = improve(posed, warm_start=start, cache=None if no_cache else usable_cache(), **options.arguments())
-    result = _last_result(search, options.time_limit_s, quiet=json)
+    running = search(posed, options, start, None if no_cache else usable_cache())
+    result = _last_result(running, options.time_limit_s, quiet=json)
     try:
         _tell(result, json)
-        if not json and result.placements == "keep" and _has_other_stages(posed, options.method):
+        has_other_stages = is_search(options.method) and len(posed.devices) > 1 and len(posed.all_routes) == 1
+        if not json and result.placements == "keep" and has_other_stages:
             echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
         if result.schedule:
             _write(result, result.schedule, output, html)
     if result.schedule is None:
-        raise typer.Exit(INFEASIBLE if result.status == "infeasible" else 1)
+        raise SystemExit(INFEASIBLE if result.status == "infeasible" else 1)
     if output and not json:
         echo(f"written to {output}")
 
 
 def usable_cache() -> Cache | None:
     """The user's cache. One that cannot be used is reported and changes nothing else."""
-    from optpipe.errors import OptPipeError
-    from optpipe_cache import user_cache
-
     try:
         return user_cache()
     except OptPipeError as error:
@@ -82,24 +84,15 @@ def usable_cache() -> Cache | None:
         return None
 
 
-def _last_result(search: Search, time_limit_s: float, quiet: bool) -> Result:
+def _last_result(running: Search, time_limit_s: float, quiet: bool) -> Result:
     """Return the last result; meanwhile a terminal shows what is known."""
-    from optpipe_cli.live import ctrl_c_calls, shown_while, view
-
     began, on_terminal = time.monotonic(), not quiet and sys.stderr.isatty()
     with (
-        ctrl_c_calls(search.cancel),
-        shown_while(lambda: view(search.best, time.monotonic() - began, time_limit_s), on_terminal),
+        ctrl_c_calls(running.cancel),
+        shown_while(lambda: view(running.best, time.monotonic() - began, time_limit_s), on_terminal),
     ):
-        *_, last = search
+        *_, last = running
     return last
-
-
-def _has_other_stages(problem: Problem, method: str) -> bool:
-    """Whether a search could choose other stages: on several devices, on one route, by a method that searches."""
-    from optpipe.comparison import is_search
-
-    return is_search(method) and len(problem.devices) > 1 and len(problem.all_routes) == 1
 
 
 def _tell(result: Result, json: bool) -> None:
@@ -107,26 +100,16 @@ def _tell(result: Result, json: bool) -> None:
         print_json(figures(result))
         return
     echo(str(result))
-    for line in _gain(result):
-        print_table(line)
+    if result.schedule and result.schedule.placement is None and result.objective == "makespan":
+        before = best_published(result.schedule.problem)
+        for line in gain_lines(before, result.schedule) if before else ():
+            print_table(line)
     for note in result.notes:
         if note != result.reason:
             echo(f"note: {note}", err=True)
 
 
-def _gain(result: Result) -> Iterator[str]:
-    """What the answer gains over the best published schedule on the stages as given, and why."""
-    from optpipe_cli.why import best_published, gain_lines
-
-    if result.schedule and result.schedule.placement is None and result.objective == "makespan":
-        before = best_published(result.schedule.problem)
-        yield from gain_lines(before, result.schedule) if before else ()
-
-
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
-    from optpipe.schedule import ScheduleFile
-    from optpipe.show.page import plot
-
     bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
         ScheduleFile.from_schedule(schedule, result.found_status if bound is not None else "feasible", bound).save(
@@ -134,3 +117,36 @@ def _write(result: Result, schedule: Schedule, output: Path | None, html: Path |
         )
     if html:
         plot(schedule, lower_bound_ms=bound).save(html)
+
+
+def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType:
+    """One frame."""
+    head = Table.grid(padding=(0, 3))
+    head.add_row(
+        *(Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in _shown_figures(result))
+    )
+    clock = Table.grid(padding=(0, 2), expand=False)
+    clock.add_row(
+        ProgressBar(total=time_limit_s, completed=min(passed_s, time_limit_s), width=40),
+        Text(f"{passed_s:.0f} s of {time_limit_s:g} s, Ctrl-C keeps the best", "dim"),
+    )
+    steps = Table.grid(padding=(0, 3))
+    for step in result.history[-STEPS:]:
+        method = Text(printable(step.method), "cyan")
+        steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", method)
+    return Group(head, clock, steps, *(Text(printable(note), "dim") for note in result.notes[-NOTES:]))
+
+
+def _shown_figures(result: Result) -> list[tuple[str, str]]:
+    if result.value_ms is None or result.schedule is None:
+        return [("best", "none yet"), ("bound", _ms(result.lower_bound_ms))]
+    return [
+        ("best", f"{_ms(result.value_ms)} by {result.method}"),
+        ("bound", _ms(result.lower_bound_ms)),
+        ("gap", "not known" if result.gap is None else f"{result.gap:.1%}" if result.gap else "proven optimal"),
+        ("bubble", f"{result.schedule.timeline.bubble:.1%}"),
+    ]
+
+
+def _ms(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.6g} ms"

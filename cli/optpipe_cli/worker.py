@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from optpipe_cli.serve import LogJson, MemoryMib, Threads, with_threads
+from optpipe_cli.serve import Database, LogJson, MemoryMib, Threads, with_threads
 
 
 def worker(
-    database: Annotated[
-        str, typer.Option(envvar="OPTPIPE_DATABASE", help="PostgreSQL URL. The password may be in PGPASSWORD.")
-    ],
-    solves: Annotated[int, typer.Option(min=1, max=1024, help="Searches at a time.")] = 1,
+    *,
+    database: Annotated[Database, Parameter(help="PostgreSQL URL. The password may be in PGPASSWORD.")],
+    solves: Annotated[int, Parameter(validator=Number(gte=1, lte=1024), help="Searches at a time.")] = 1,
     threads: Threads = None,
     memory_mib: MemoryMib = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name in the database and the logs. Default: host and process id.")
-    ] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "127.0.0.1",
+    name: Annotated[str | None, Parameter(help="In the database and the logs. Default: host and process.")] = None,
+    metrics_host: Annotated[str, Parameter(help="Address of /metrics and /healthz.")] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of /metrics and /healthz; 0 takes a free one. Default: not served."),
+        Parameter(
+            validator=Number(gte=0, lte=65535),
+            help="Port of /metrics and /healthz; 0 takes a free one. Default: not served.",
+        ),
     ] = None,
     log_json: LogJson = None,
 ) -> None:
-    """Solve jobs of a service whose database is PostgreSQL, until told to end."""
+    """`optpipe worker`."""
     from optpipe_cli.extras import need
 
     need("server")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from optpipe.model.figures import Bytes, Items
 from optpipe.model.placement import MOST_CHUNKS
@@ -142,14 +143,40 @@ class Transformer(Document):
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
 
+def _counts(value: Any) -> Any:
+    """The numbers of a text such as `9,10,10,9`."""
+    try:
+        return [int(word) for word in value.split(",")] if isinstance(value, str) else value
+    except ValueError:
+        raise PydanticCustomError("counts", "numbers with commas between were expected") from None
+
+
 class Parallelism(Document):
     """How the model is divided among `pp · tp · cp · dp` GPUs.
 
-    Experts are divided by `ep`, a part of `dp · cp`. ZeRO divides among data-parallel ranks the optimizer state (`zero`
-    1), the gradients, too (2), and the weights, too (3). `layers` says how many transformer layers each of the
-    `pp · chunks` stages has; by default they are even, and the first and the last stage, which have the embedding and
-    the head, get no layer that is left over. With `sequence_parallel` what tensor parallelism leaves whole is divided
-    along the sequence (Korthikanti et al. 2023).
+    Attributes
+    ----------
+    pp
+        Devices of the pipeline.
+    tp
+        Tensor parallelism.
+    cp
+        Context parallelism.
+    ep
+        Expert parallelism, a part of dp · cp.
+    dp
+        Data parallelism.
+    zero
+        ZeRO stage, 0 to 3: data-parallel ranks share the optimizer state (1), the gradients (2), and the weights (3).
+    chunks
+        Stages a device.
+    shape
+        How the stages of a device are placed: looped or v.
+    layers
+        Transformer layers of each of the pp · chunks stages, such as 9,10,10,9. Default: even, and the first and the
+        last stage, which have the embedding and the head, get no layer that is left over.
+    sequence_parallel
+        Divide along the sequence what tensor parallelism does not divide (Korthikanti et al. 2023).
     """
 
     WHAT = "parallelism"
@@ -162,7 +189,7 @@ class Parallelism(Document):
     zero: Annotated[int, Field(strict=True, ge=0, le=3)] = 0
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
     shape: Literal["looped", "v"] = "looped"
-    layers: Annotated[Items[Count], Field(min_length=1, max_length=4096)] | None = None
+    layers: Annotated[Items[Count], BeforeValidator(_counts), Field(min_length=1, max_length=4096)] | None = None
     sequence_parallel: bool = True
 
     @model_validator(mode="after")
@@ -187,21 +214,38 @@ class Parallelism(Document):
         return self.tp if self.sequence_parallel else 1
 
 
-class Run(Document):
-    """One training run.
+class RunOptions(Document):
+    """What holds for a training run, however many micro-batches it has.
 
-    `gradient_bytes` and `optimizer_bytes` are per parameter; by default gradients are kept in 32 bits, and Adam's state
-    is two 32-bit numbers and, if weights have fewer bits, a 32-bit copy of them. `recompute` says what every backward
-    computes again: `selective` attention's scores (Korthikanti et al. 2023), `cheap` also norms, activation functions
-    and dropout masks (PipeOffload), `full` the whole layer. With `levels` a schedule chooses for every activation which
-    of these levels beyond `recompute` it takes, or none; else whether all of it is computed again. `expert_load` is the
-    number of tokens that the fullest GPU's experts get, over the mean. A gated MLP's activation function that is not
-    `fused` with the product saves its output, too.
+    Attributes
+    ----------
+    microbatch_size
+        Sequences of a micro-batch.
+    sequence
+        Tokens of a sequence. Default: the preset's.
+    precision
+        bf16, fp8 or fp32.
+    attention
+        flash or unfused.
+    fused
+        One kernel for a gated activation function and its product; otherwise the function's output is saved, too.
+    recompute
+        What every backward computes again: selective attention's scores (Korthikanti et al. 2023), cheap also norms,
+        activation functions and dropout masks (PipeOffload), full the whole layer.
+    levels
+        A schedule chooses for every activation which of these levels beyond recompute it takes, or none; else whether
+        all of it is computed again.
+    gradient_bytes
+        Bytes of a gradient.
+    optimizer_bytes
+        Optimizer state, bytes a parameter. Default: Adam's two 32-bit numbers and, if weights have fewer bits, a 32-bit
+        copy of them.
+    expert_load
+        Tokens of the busiest GPU's experts, relative to the mean.
     """
 
     WHAT = "run"
 
-    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     microbatch_size: Size = 1
     sequence: Size | None = None
     precision: Precision = "bf16"
@@ -212,6 +256,12 @@ class Run(Document):
     gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
+
+
+class Run(RunOptions):
+    """One training run."""
+
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     host_memory_bytes: Bytes | None = None  # of each GPU
 
     @property

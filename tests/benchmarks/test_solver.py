@@ -62,13 +62,13 @@ def test_searches_are_compared_with_the_first():
     [
         (("--threads", "3"), [("auto", 60.0, 3, 0)], [""]),
         (
-            ("--method", "auto,gis:group=5", "--seed", "1,2", "--time-limit", "9"),
-            [(method, 9.0, None, seed) for method in ("auto", "gis:group=5") for seed in (1, 2)],
-            [f"{method}, seed {seed}" for method in ("auto", "gis:group=5") for seed in (1, 2)],
+            ("--time-limit", "9", "--against", "method=gis:group=5", "--against", "seed=2"),
+            [("auto", 9.0, None, 0), ("gis:group=5", 9.0, None, 0), ("auto", 9.0, None, 2)],
+            ["auto, seed 0", "gis:group=5, seed 0", "auto, seed 2"],
         ),
     ],
 )
-def test_each_combination_has_its_search(words, searched, names, bench, monkeypatch: pytest.MonkeyPatch):
+def test_each_change_has_its_search(words, searched, names, bench, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def solve(problem: Problem, **options: object) -> Result:
@@ -85,7 +85,8 @@ def test_each_combination_has_its_search(words, searched, names, bench, monkeypa
     ("words", "told"),
     [
         (("solver",), "problem files or --random 22 were expected"),
-        (("solver", "--random", 1, "--method", "auto,foo"), "method = 'foo': the methods are auto, "),
+        (("solver", "--random", 1, "--against", "method=foo"), "method = 'foo': the methods are auto, "),
+        (("solver", "--random", 1, "--against", "gap=1"), "--against = 'gap=1': method, time_limit_s, threads, seed "),
         (("pareto", FASTLINK, "--budgets", "half"), "budgets: 'half': expected shares of M above 0, or ample"),
         (("pareto", FASTLINK, "--budgets", "1,-2"), "budgets: '-2': expected shares"),
     ],

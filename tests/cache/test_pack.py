@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.problems.chain import chain, gpipe
-from typer.testing import CliRunner
 
 from benchmarks.cache import ordinary_problems
 from optpipe.schedule import check
 from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
 from optpipe_cache.pack import PATH
-from optpipe_cli.app import app
+from optpipe_cli.app import optpipe
 
 
 @pytest.fixture
@@ -93,11 +92,12 @@ def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> Non
         assert check(problem, hit.schedule) == []
 
 
-def test_the_command_tells_where_it_was_found_and_the_gap(tmp_path: Path) -> None:
+def test_the_command_tells_where_it_was_found_and_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [problem] = ordinary_problems(np.random.default_rng(1), 1)
     problem.save(tmp_path / "problem.json")
     command = ["cache", "lookup", str(tmp_path / "problem.json"), "--cache", str(tmp_path / "c"), "--json"]
-    told = json.loads(CliRunner().invoke(app, command).stdout)
+    optpipe()(command)
+    told = json.loads(capsys.readouterr().out)
     assert (told["hit"], told["source"]) == ("nearest", "pack")
     assert told["gap"] == pytest.approx(1 - told["lower_bound_ms"] / told["makespan_ms"])
     assert 0 <= told["gap"] < 0.5

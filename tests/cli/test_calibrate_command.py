@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -49,19 +48,3 @@ def test_kernels_are_measured_on_this_device(run: Run, monkeypatch: pytest.Monke
     content = json.loads(run("calibrate", "--gpu", "A100", "--device", "cpu", "--json")[1])
     assert content["gpu"]["matmul_fraction"] < 0.5
     assert content["gpu"]["network_fraction"] == GPUS["A100"].network_fraction
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--gpu", "A100", "--from", "wrong.csv"], r"wrong\.csv: no text in UTF-8"),
-        (["--gpu", "A1000"], "--gpu = A1000: neither a file nor a preset"),
-        (["--gpu", "A100", "--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
-        (["--gpu", "A100", "--device", "cuda:99"], "--device = cuda:99: torch .* sees .* CUDA devices here"),
-    ],
-)
-def test_what_cannot_be_used_is_one_sentence(words: list[str], said: str, run: Run):
-    Path("wrong.csv").write_bytes(b"\xff")
-    _, _, error = run("calibrate", *words)
-    assert re.match(f"error: {said}", error)
-    assert error.count("\n") == 1

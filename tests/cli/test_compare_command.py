@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from optpipe import Problem, Result, comparison
-from optpipe.options import SearchOptions
+from optpipe.options import CompareOptions, SearchOptions
 from optpipe.show.pareto import Point, chart, frontier
-from optpipe_cli.options import at_commas
 from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
 
@@ -53,10 +52,10 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut(run, monkeypatch):
 def test_what_a_search_notes_is_told(run, monkeypatch):
     ended = "milp: HiGHS: optimal after 0.1 s"
 
-    def solve(problem: Problem, **options: object) -> Result:
-        return replace(Result.from_schedule(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
+    def search(problem: Problem, *_: object) -> list[Result]:
+        return [replace(Result.from_schedule(generate("adaoffload", problem), SearchOptions()), notes=(ended,))]
 
-    monkeypatch.setattr(comparison, "solve", solve)
+    monkeypatch.setattr(comparison, "search", search)
     words = ("compare", PROBLEM, "--methods", "milp", "--placements", "keep")
     assert run(*words)[2] == f"note: milp: {ended}\n"
     assert json.loads(run(*words, "--json")[1])["rows"][0]["notes"] == [ended]
@@ -82,23 +81,6 @@ def test_as_json_with_pictures(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("nothing.json",), "error: nothing.json: No such file or directory"),
-        ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
-        ((PROBLEM, "--methods", ""), "error: --methods[0] = '': a method such as 1f1b or "),
-        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: --time-limit = -1.0: "),
-        ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be created: "),
-    ],
-)
-def test_a_users_mistake_is_one_sentence(run, words, told):
-    code, out, err = run("compare", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith(told)
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("methods", "apart"),
     [
         ("1f1b", ["1f1b"]),
@@ -107,7 +89,7 @@ def test_a_users_mistake_is_one_sentence(run, words, told):
     ],
 )
 def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
-    assert at_commas(methods) == apart
+    assert CompareOptions(methods=methods).methods == tuple(apart)  # type: ignore[arg-type]
 
 
 def test_the_frontier_has_no_dominated_points():

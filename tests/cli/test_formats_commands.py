@@ -94,9 +94,11 @@ def test_a_problem_from_a_table_of_op_times(run: Run, tmp_path: Path) -> None:
     assert json.loads(run(*words, "--json")[1])["stages"][0]["BW"] == {"ms": 8.0, "iqr_ms": 0.0, "count": 2}
     assert run(*words, "--schedule", "s.json")[::2] == (1, "s.json: not written, as the measured order is not used\n")
     assert not Path("s.json").exists()
-    assert run(*words, "--weight-share", "2")[2] == "error: --weight-share = 2: a share from 0 to 1 is expected\n"
-    assert run(*words, "--activation-bytes", "1,2")[2].startswith("error: --activation-bytes has 2 entries")
-    assert run(*words, "--activation-bytes", "x")[2].startswith("error: --activation-bytes = 'x': bytes of all stages")
+    assert run(*words, "--weight-share", "2")[2] == "error: weight_share = 2: a share from 0 to 1 is expected\n"
+    assert run(*words, "--activation-bytes", "1,2")[2].startswith("error: activation_bytes has 2 entries")
+    assert run(*words, "--activation-bytes", "x")[2].startswith(
+        "error: Invalid value for --activation-bytes: 'x': one number"
+    )
 
 
 def test_the_order_that_ran_becomes_a_schedule_file(run: Run, tmp_path: Path) -> None:

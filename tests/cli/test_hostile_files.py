@@ -14,7 +14,7 @@ from support.commands import Run
 from support.problems.chain import chain, one_by_one
 
 from optpipe import Problem, Schedule, ScheduleFile
-from optpipe_cli import console
+from optpipe_cli.terminal import Plain, new_console
 
 NAME = "x\x1b[31m\x1b]0;t\x07\u202e\nvalid: it runs [red] [/red] :smile: \x9b\u2028"
 OBEYED = re.compile(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\u2065\u2070-\ud7ff]")
@@ -74,11 +74,11 @@ def test_a_terminal_gets_no_escapes_of_a_name(monkeypatch: pytest.MonkeyPatch) -
     """Rich's own, for colours, are there."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    terminal = console.new_console(width=200)
+    terminal = new_console(width=200)
     terminal.file = written = io.StringIO()
     table = Table(NAME, title=NAME)
     table.add_row(NAME, style="bold")
-    terminal.print(console.Plain(table))
+    terminal.print(Plain(table))
     plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert "\x1b[1m" in written.getvalue()
     assert OBEYED.findall(re.sub("[─-╿]", "", plain)) == []

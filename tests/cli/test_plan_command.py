@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from support.commands import Run
 
-from optpipe import Problem, Schedule, anytime, check
+from optpipe import Problem, Schedule, check
 from optpipe.options import SearchOptions
 from optpipe.results import Result
 from optpipe.transformer.presets import GPUS
 from optpipe_cache import Cache
+from optpipe_cli import plan
 from optpipe_cli.plan import Here
 from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.systems import generate
@@ -62,7 +63,7 @@ def test_it_says_what_is_gained_over_what_runs_today(run: Run, model):
     assert f"      1f1b: {today['iteration_ms'] / 1000:.4g} s, needs {today['used_bytes'] / 1e9:.2f} GB of " in out
     assert "      by the plan: " in out
     _, _, error = run("plan", *model, "--today", "tp 1, pp 4")
-    assert re.match(r"error: --today = 'tp 1, pp 4': with tp 1, pp 4, .* a GPU holds [\d.]+ GB without any", error)
+    assert re.match(r"error: today = 'tp 1, pp 4': with tp 1, pp 4, .* a GPU holds [\d.]+ GB without any", error)
 
 
 def test_a_margin_of_memory_stays_free(run: Run, model):
@@ -76,46 +77,18 @@ def test_a_margin_of_memory_stays_free(run: Run, model):
     assert max(less["best"]["used_bytes"]) <= memory[0]  # with what is reserved
 
 
-def test_searches_start_from_the_cache_and_fill_it(monkeypatch, tmp_path):
+def test_searches_have_the_cache_a_start_and_one_thread(monkeypatch, tmp_path):
     problem = Problem.load(EXAMPLE)
-    first, better = generate("gis", problem), generate("po-f", problem)
-    asked = []
+    start, better = generate("gis", problem), generate("po-f", problem)
+    asked, cache = [], Cache(tmp_path / "cache.sqlite")
 
-    def searched(problem, warm_start=None, **options):
-        asked.append((warm_start, options["time_limit_s"], options["threads"]))
+    def searched(problem, options, start, cache):
+        asked.append((options.time_limit_s, options.threads, start, cache))
         return iter([Result.from_schedule(better, SearchOptions())])
 
-    monkeypatch.setattr(anytime, "improve", searched)
-    solve = Here(Cache(tmp_path / "cache.sqlite"), SearchOptions())
-    values = [solve(problem, first, 7.0).makespan_ms for _ in range(2)]
-    assert values == [min(first.makespan_ms, better.makespan_ms)] * 2
-    assert asked[0] == (first, 7.0, 1)
-    assert asked[1][0].makespan_ms == values[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("llama-2-7b", "--gpu", "H1000", *SIZE), "error: --gpu = H1000: neither a file nor a preset"),
-        (("llama-2-7b", "--gpus", "0", "--batch", "8"), "error: --gpus = 0"),
-        (("llama-2-7b", "--gpus", "37", "--batch", "8"), "error: --batch = 8: 37 GPUs make 37 replicas of llama-2-7b"),
-        (("llama", *SIZE), "error: model = llama: neither a file nor a preset"),
-        (("llama-3-405b", *SIZE), "error: --gpus = 4: no division fits: with tp 2, pp 2, dp 1,"),
-        (("llama-2-7b", *SIZE, "--margin", "1"), "error: --margin = 1.0: a share of 0 or more and less than 1"),
-        (
-            ("llama-2-7b", *SIZE, "--today", "pp four"),
-            "error: --today = 'pp four': 'pp four' is neither a number of tp",
-        ),
-        (("llama-2-7b", *SIZE, "--today", "pp 3"), "error: --today = 'pp 3': these GPUs, this batch"),
-        (("llama-2-7b", *SIZE, "--stack", "jax"), "error: --stack = 'jax'"),
-        (("llama-2-7b", *SIZE, "--host-memory-gb", "nan"), "error: --host-memory-gb = nan: a number of GB from 0 to 1"),
-    ],
-)
-def test_what_it_refuses(run: Run, words, said):
-    _, out, error = run("plan", *words)
-    assert out == ""
-    assert error.startswith(said)
-    assert error.count("\n") == 1
+    monkeypatch.setattr(plan, "search", searched)
+    assert Here(cache, SearchOptions())(problem, start, 7.0).schedule is better
+    assert asked == [(7.0, 1, start, cache)]
 
 
 @pytest.mark.parametrize("name", ["gpus.json", "gpus"])
@@ -130,7 +103,7 @@ def test_ctrl_c_prints_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch
     class Searched:
         """A search that goes on until it is cancelled."""
 
-        def __init__(self, problem, **_):
+        def __init__(self, *_):
             self.cancelled = threading.Event()
             if unpressed.acquire(blocking=False):  # two searches begin at once; Ctrl-C is pressed once
                 signal.raise_signal(signal.SIGINT)
@@ -143,7 +116,7 @@ def test_ctrl_c_prints_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch
             self.cancelled.set()
 
     unpressed = threading.Lock()
-    monkeypatch.setattr(anytime, "improve", Searched)
+    monkeypatch.setattr(plan, "search", Searched)
     monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
     before = signal.getsignal(signal.SIGINT)
     _, out, error = run("plan", *model, "--time-limit", "1000")

@@ -70,18 +70,6 @@ def test_an_error_of_one_rank_is_one_sentence(
     assert capfd.readouterr().err.splitlines()[-1].startswith("error: no-problem.json: ")
 
 
-def test_without_ranks_the_error_tells_how_to_start_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--model", "model:factory"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --ranks is missing: how many ranks to start here, such as 4; or start them by torchrun"
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "sizes", "sentence"),
     [

@@ -18,7 +18,7 @@ from optpipe import ScheduleFile, anytime
 from optpipe.options import SolveOptions
 from optpipe.results import Improvement, Result
 from optpipe_cache import storage
-from optpipe_cli.live import view
+from optpipe_cli.solve import view
 
 CLI = "from optpipe_cli.main import main; main()"
 

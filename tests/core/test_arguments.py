@@ -17,11 +17,11 @@ PROBLEM = chain()
     [
         ({"time_limit_s": 0}, "improve: time_limit_s = 0: input should be greater than 0"),
         ({"time_limit": 5}, "improve: time_limit is not an option; did you mean time_limit_s?"),
-        ({"color": 5}, "improve: color is not an option; expected objective, time_limit_s, "),
+        ({"color": 5}, "improve: color is not an option; expected time_limit_s, gap, "),
         ({"threads": 0}, "improve: threads = 0: input should be greater than or equal to 1"),
         (
             {"warm_start": "s.json"},
-            "improve: warm_start is of type str: a Schedule was expected (Schedule.load reads a file)",
+            "warm_start is of type str: a Schedule was expected (Schedule.load reads a file)",
         ),
     ],
 )

@@ -10,8 +10,8 @@ from support.problems import pipeline, stage
 from support.problems.chain import chain, gpipe, one_by_one
 
 import optpipe
-from optpipe import InputError, Problem, check, comparison, solvers
-from optpipe.options import CompareOptions
+from optpipe import InputError, Problem, Schedule, check, comparison, solvers
+from optpipe.options import CompareOptions, SolveOptions
 from optpipe.results import Result
 from optpipe_solver.compare import EVERY
 
@@ -126,11 +126,11 @@ def test_engines_run_where_they_are_named(monkeypatch):
     """Each search has the options; with all placements there are two of each."""
     asked = []
 
-    def solve(problem: Problem, **options: object) -> Result:
-        asked.append(options)
-        return Result.from_schedule(one_by_one(problem), CompareOptions(), 1.0)
+    def search(problem: Problem, options: SolveOptions, start: Schedule | None) -> list[Result]:
+        asked.append(options.arguments())
+        return [Result.from_schedule(one_by_one(problem), CompareOptions(), 1.0)]
 
-    monkeypatch.setattr(comparison, "solve", solve)
+    monkeypatch.setattr(comparison, "search", search)
     options = {"threads": 3, "seed": 4, "solver": "highs", "memory_mib": 512, "time_limit_s": 5.0}
     found = optpipe.compare(chain(m=3), ["milp", "auto"], **options)
     assert [(each["method"], each["placements"]) for each in asked] == [
@@ -143,17 +143,17 @@ def test_engines_run_where_they_are_named(monkeypatch):
 def test_a_search_ends_no_longer_than_what_it_starts_from(monkeypatch):
     asked = []
 
-    def solve(posed, *, warm_start=None, **options):
-        asked.append(warm_start)
-        return Result("unknown", reason="no time was left")
+    def search(posed, options, start):
+        asked.append(start)
+        return [Result("unknown", reason="no time was left")]
 
-    monkeypatch.setattr(comparison, "solve", solve)
+    monkeypatch.setattr(comparison, "search", search)
     short, long, too_large = gpipe(chain(m=2)), one_by_one(chain(m=2)), gpipe(chain(m=4))
-    found = comparison.solve_from([long, short, too_large], chain(memory=9, m=2), time_limit_s=1.0)
+    found = comparison.solve_from([long, short, too_large], chain(memory=9, m=2), SolveOptions())
     assert (found.status, found.makespan_ms) == ("feasible", short.makespan_ms)
     assert found.schedule is asked[0]
     assert found.schedule.problem == chain(memory=9, m=2)
-    assert comparison.solve_from([too_large], chain(m=2), time_limit_s=1.0).schedule is None
+    assert comparison.solve_from([too_large], chain(m=2), SolveOptions()).schedule is None
 
 
 def test_what_is_compared_is_the_objective():

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
 from support.problems.strategies import AMPLE, stages
-from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import _with_incumbent
@@ -283,7 +282,7 @@ def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tm
         ("slower.json", "p2p_ms = 1.0, in the file 0.0"),
         ("longer.json", "microbatches = 5, in the file 4"),
     ):
-        with pytest.raises(Exit):
+        with pytest.raises(SystemExit):
             check(tmp_path / name, tmp_path / "s.json")
         told = capsys.readouterr().out.splitlines()[0]
         assert told.startswith(

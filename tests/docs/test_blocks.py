@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from optpipe import Problem, export_schedule
-from optpipe_cli.app import app
+from optpipe_cli.app import optpipe
 from optpipe_solver.systems import generate
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def run_command(line: str, request: pytest.FixtureRequest) -> None:
     # Any schedule will do, so a search ends with its first one.
     program, *words = shlex.split(re.sub(r"--time-limit \d+", "--time-limit 100 --gap 1", line), comments=True)
     if program == "optpipe":
-        assert not app(words, prog_name="optpipe", standalone_mode=False), line
+        optpipe()(words)
     elif program == "torchrun":
         from support.ranks import scripts  # it loads torch
 

@@ -17,7 +17,19 @@ BEGINNING = 8  # pieces of a file by which a form is recognized: MB, of ASCII
 
 
 class RunFacts(NamedTuple):
-    """What a form may not say of the run that was measured; see `problem_from`."""
+    """What a form may not say of the run that was measured.
+
+    Attributes
+    ----------
+    microbatches
+        Micro-batches a step, which megatron-timers do not say.
+    devices
+        Devices of the pipeline in megatron-timers. Default: all ranks.
+    chunks
+        Stages a device in megatron-timers.
+    shape
+        How the stages of a device are placed: looped or v. Default: as the times of primus tell.
+    """
 
     microbatches: int | None = None
     devices: int | None = None

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from optpipe.anytime import Search, improve
+from optpipe.anytime import Search, search
 from optpipe.errors import InputError
 from optpipe.process import process_tree
 from optpipe.process.niceness import NICER
@@ -183,12 +183,14 @@ class Solve:
             self._memory_mib = within(claim.options.memory_mib, self._environment.memory_mib)
             self._began = time.monotonic()
             self.until = self._began + remaining_s + LATE_S
-            asked = claim.options.arguments()
-            asked["time_limit_s"] = remaining_s
-            asked["threads"] = self._threads
-            asked["memory_mib"] = solver_memory_mib(self._memory_mib)
-            asked["seed"] = (claim.options.seed + claim.attempt - 1) % 2**31
-            self._search = improve(claim.problem, warm_start=claim.best, admit=_yield_to_the_service, **asked)
+            changed = {
+                "time_limit_s": remaining_s,
+                "threads": self._threads,
+                "memory_mib": solver_memory_mib(self._memory_mib),
+                "seed": (claim.options.seed + claim.attempt - 1) % 2**31,
+            }
+            asked = claim.options.model_copy(update=changed)
+            self._search = search(claim.problem, asked, claim.best, admit=_yield_to_the_service)
             return self._search
 
     def _end_search(self) -> None:

@@ -6,10 +6,9 @@ import json
 
 import pytest
 from sqlalchemy import select
-from typer.testing import CliRunner
 
 from optpipe.errors import InputError
-from optpipe_cli.app import app
+from optpipe_cli.app import optpipe
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Caller, Keys
 from optpipe_server.database.tables import keys as table
@@ -93,16 +92,17 @@ def test_a_wrong_name_or_scope_is_refused(database: Database, name: str, scopes:
     assert not Keys(database).read().any
 
 
-def test_the_commands_work_beside_a_running_service(database: Database, database_url: str) -> None:
-    def optpipe(*arguments: str) -> str:
-        result = CliRunner().invoke(app, ["keys", *arguments, "--database", database_url])
-        assert result.exit_code == 0, result.exception
-        return result.stdout
+def test_the_commands_work_beside_a_running_service(
+    database: Database, database_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def keys(*words: str) -> str:
+        optpipe()(["keys", *words, "--database", database_url])
+        return capsys.readouterr().out
 
-    key = optpipe("create", "a", "--scope", "submit", "--scope", "read")
+    key = keys("create", "a", "--scope", "submit", "--scope", "read")
     assert Keys(database).read().check(key.strip()) == Caller("a", frozenset({"submit", "read"}))
     key_id = key.split("_")[1]
-    [shown] = json.loads(optpipe("list", "--json"))
+    [shown] = json.loads(keys("list", "--json"))
     assert (shown["id"], shown["scopes"]) == (key_id, ["submit", "read"])
-    assert optpipe("revoke", key_id) == f"{key_id} is revoked\n"
+    assert keys("revoke", key_id) == f"{key_id} is revoked\n"
     assert Keys(database).read().check(key.strip()) is None
