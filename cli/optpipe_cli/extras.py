@@ -8,7 +8,7 @@ from optpipe.errors import InputError
 
 NEEDS = {
     "runtime": ("torch", "httpx", "httpx_sse", "tenacity"),
-    "server": ("alembic", "fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
+    "server": ("fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
 }
 WITHOUT_CUDA = " (with CUDA, 5 GB; without: first torch from an index of torch for CPUs, as docs/start.md says)"
 

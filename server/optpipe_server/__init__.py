@@ -3,7 +3,7 @@
 from optpipe_server import Settings, create_app, serve
 serve(Settings(database="sqlite:///optpipe.db"), port=8000)  # or an ASGI server of your own: create_app(Settings(...))
 
-Rooms: `database` (jobs, incumbents, leases, keys), `http` (the API), `work` (claims jobs and runs solvers). The files
+Rooms: `database` (jobs, incumbents, keys), `http` (the API), `work` (takes jobs and runs solvers). The files
 beside them are what `http` and `work` share.
 """
 

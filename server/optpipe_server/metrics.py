@@ -31,8 +31,7 @@ SOLVES = Histogram(
 INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules that were stored", registry=REGISTRY)
 REJECTED = Counter("optpipe_rejected_schedules", "Invalid schedules and frames of solvers", registry=REGISTRY)
 CRASHES = Counter("optpipe_solver_crashes", "Solver processes that crashed", registry=REGISTRY)
-LOST = Counter("optpipe_lost_leases", "Jobs that this process lost to another worker", registry=REGISTRY)
-REAPED = Counter("optpipe_reaped_jobs", "Jobs of lost workers that were freed", registry=REGISTRY)
+LOST = Counter("optpipe_lost_workers", "Jobs taken from a worker that was lost", registry=REGISTRY)
 GAP = Histogram(
     "optpipe_gap",
     "Gap of jobs that ended in this process with a schedule",

@@ -9,7 +9,6 @@ from pathlib import Path
 from optpipe_cache import Retention, default_path
 from optpipe_cache.pack import PATH
 from optpipe_cache.storage import KEEP_ALL
-from optpipe_server.database.leases import LEASE_S
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class Settings:
         How long a submission waits for its first schedule.
     ping_s
         Time between two comments on a quiet event stream.
-    lease_s
-        A worker that has not renewed its leases for so long loses its jobs.
     heartbeat_s
-        Time between two renewals of the leases.
+        Time between two signs of life of a worker on PostgreSQL.
+    lost_s
+        A worker on PostgreSQL that has given none for so long loses its jobs.
     """
 
     database: str = "sqlite:///optpipe.db"
@@ -61,8 +60,8 @@ class Settings:
     streams: int = 1000
     first_schedule_s: float = 10.0
     ping_s: float = 15.0
-    lease_s: float = LEASE_S
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = 2.0
+    lost_s: float = 10.0
 
     @property
     def threads_per_solve(self) -> int:

@@ -28,7 +28,7 @@ log.info("nested", headers={"authorization": "Bearer SECRETsecret-1"}, lines="on
     long="x" * 100_000)
 logging.getLogger("uvicorn.error").error("cannot reach %s",
     "postgresql+psycopg://me:pa:ss@w@host/db, basic Zm9vOmJhcg==")
-logging.getLogger("alembic.runtime").info("not seen: a library's doings")
+logging.getLogger("procrastinate.worker").info("not seen: a library's doings")
 warnings.warn("an old thing")
 try:
     with create_engine("sqlite://").connect() as db:  # closed here, not by the garbage collector in some other thread

@@ -11,18 +11,13 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
 
-from sqlalchemy import URL, Connection, ExceptionContext, create_engine, event, make_url, select, update
+from sqlalchemy import URL, Connection, ExceptionContext, event, insert, make_url, select, text, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.pool import NullPool
-from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
-from optpipe_server.database.migrations import upgrade
 from optpipe_server.database.retry import first_line
 from optpipe_server.database.sqlite import SqliteFile
-from optpipe_server.database.tables import probes
+from optpipe_server.database.tables import metadata, probes
 
 PROBE_BYTES = 2**16  # written to see whether jobs can be stored
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
@@ -32,30 +27,13 @@ class AwayError(InputError):
     """The database cannot be reached now; it may be later."""
 
 
-class clock_s(FunctionElement[float]):  # noqa: N801 (an SQL function)
-    """Seconds since 1970 by the database's clock, which all processes share, whatever their own clocks say."""
-
-    type = Float()
-    inherit_cache = True
-
-
-@compiles(clock_s, "sqlite")
-def _sqlite_clock(_element: clock_s, _compiler: Any, **_options: Any) -> str:
-    return "((julianday('now') - 2440587.5) * 86400.0)"
-
-
-@compiles(clock_s, "postgresql")
-def _postgresql_clock(_element: clock_s, _compiler: Any, **_options: Any) -> str:
-    return "extract(epoch from clock_timestamp())::float8"
-
-
 def now() -> str:
     """Return the current time as ISO text."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 class Database:
-    """Connections to one database, usable from any thread. Its tables are brought up to date when it is opened.
+    """Connections to one database, usable from any thread. Its tables are created when it is first opened.
 
     A SQLite file belongs to one process that writes. Its lock is held until `close`, and threads write one at a time,
     so that none of them has to poll.
@@ -66,7 +44,7 @@ class Database:
         `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
     secondary
         For a command's few short writes: open the SQLite file even if another process has it. SQLite's own lock is then
-        enough, and the tables stay as that process made them.
+        enough.
 
     Raises
     ------
@@ -92,7 +70,7 @@ class Database:
             **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
         )
         try:
-            self._migrate(parsed)
+            self._create()
         except BaseException as error:
             self.close()
             if isinstance(error, SQLAlchemyError):
@@ -140,17 +118,19 @@ class Database:
         with self.read() as connection:
             connection.execute(select(probes.c.text)).scalar_one()
 
-    def _migrate(self, url: URL) -> None:
-        if self._file is not None:
-            with self.write() as connection:
-                upgrade(connection, only_check=not self._file.is_locked)
-            self._file.keep_log()
-            return
-        from optpipe_server.database.postgres import CONNECT_S
+    def _create(self) -> None:
+        """Create the tables that are missing; one process at a time."""
+        with self.write() as connection:
+            if not self.sqlite:
+                from optpipe_server.database.queue import create_queue
 
-        unlimited = create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S})
-        with unlimited.begin() as connection:  # a migration may take its time
-            upgrade(connection)
+                connection.execute(text("select pg_advisory_xact_lock(hashtextextended('optpipe: tables', 0))"))
+                create_queue(connection)
+            metadata.create_all(connection)
+            if connection.execute(select(probes)).first() is None:
+                connection.execute(insert(probes).values(number=1, text=""))
+        if self._file is not None:
+            self._file.keep_log()
 
 
 def _parsed(url: str) -> URL:
@@ -168,8 +148,8 @@ def _parsed(url: str) -> URL:
         if parsed.query or parsed.host:
             raise InputError(f"database = {_shown(parsed)!r}: expected sqlite:///FILE")
         return parsed.set(drivername="sqlite")
-    if find_spec("psycopg") is None:
-        raise InputError("database: psycopg is not installed: pip install 'optpipe[postgres]'")
+    if find_spec("procrastinate") is None:
+        raise InputError("database: procrastinate is not installed: pip install 'optpipe[postgres]'")
     return parsed.set(drivername="postgresql+psycopg")
 
 

@@ -1,6 +1,6 @@
 """Incumbents and bounds: append-only; among those of one problem each is better than the one before.
 
-`jobs` and `leases` use this.
+`jobs` and `searches` use this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe_server.database.engine import now
 from optpipe_server.database.refusals import NO_JOB, MissingError
-from optpipe_server.database.tables import Level, Source, State, bounds, incumbents, jobs, log, problems
+from optpipe_server.database.tables import Level, Source, State, bounds, incumbents, jobs, log
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
@@ -93,7 +93,7 @@ def update_job(db: Connection, job: Row[Any], **values: Any) -> None:
 
 def end_values(state: State, reason: str | None) -> dict[str, Any]:
     """Return the columns of a job that is over, which no worker has any more."""
-    return {"state": state, "reason": reason, "ended_at": now(), "worker": None, "lease_until": None}
+    return {"state": state, "reason": reason, "ended_at": now(), "worker": None}
 
 
 def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
@@ -115,11 +115,3 @@ def storable_text(text: str) -> str:
 
 def problem_text(problem: Problem) -> str:
     return json.dumps(problem.to_dict(), separators=(",", ":"))
-
-
-def problem_and_last_incumbent(db: Connection, job: Row[Any]) -> tuple[str, Row[Any] | None]:
-    """Return the text of the job's current problem, and its last incumbent with its programs."""
-    of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
-    last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
-    problem: str = db.execute(select(problems.c.problem).where(*of_problem)).scalar_one()
-    return problem, db.execute(select(incumbents).where(*last)).one_or_none()

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, text
+from sqlalchemy import Connection, Row, delete, func, insert, or_, select, text, tuple_
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
-from optpipe_server.database.engine import now
+from optpipe_cache import Retention
+from optpipe_server.database.engine import Database, now
 from optpipe_server.database.incumbents import (
     add_bound,
     add_log_line,
@@ -36,6 +37,8 @@ from optpipe_server.database.refusals import (
     TooManyOpenError,
 )
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, incumbents, jobs, problems
+
+PRUNED_AT_ONCE = 100  # jobs
 
 # Built once: that costs more than to run them.
 _LOCK = text("select pg_advisory_xact_lock(hashtextextended('optpipe: submissions', 0))")
@@ -123,6 +126,8 @@ class Jobs(JobQueries):
                 )
             if initial.best.lower_bound_ms is not None:
                 add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
+            if state == "queued":
+                self._enqueue(db, job_id, job.priority)
         return job_id, True
 
     def _one_at_a_time(self, db: Connection) -> None:
@@ -132,6 +137,12 @@ class Jobs(JobQueries):
         """
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
             db.execute(_LOCK)
+
+    def _enqueue(self, db: Connection, job_id: str, priority: int) -> None:
+        if not self._database.sqlite:  # there the table is the queue
+            from optpipe_server.database.queue import enqueue  # needs Procrastinate, which is optional
+
+            enqueue(db, job_id, priority)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
@@ -186,6 +197,7 @@ class Jobs(JobQueries):
                 state = "running"  # its worker learns of the new problem and goes on
             elif state == "queued" and job.state != "queued":
                 _check_open(db, job.key_name, most_open)
+                self._enqueue(db, job_id, job.priority)
             version, at = job.problem_version + 1, now()
             row = {"job": job_id, "version": version, "problem": text_of_problem, "sha256": problem.sha256}
             db.execute(insert(problems), row)
@@ -202,7 +214,7 @@ class Jobs(JobQueries):
                 crashes=0,
                 losses=0,
                 ended_at=None if state in OPEN else at,
-                **({} if state == "running" else {"worker": None, "lease_until": None}),
+                **({} if state == "running" else {"worker": None}),
                 value_ms=None,
                 **best_values(initial.best if first is None else Result("unknown")),
             )
@@ -229,7 +241,7 @@ class Jobs(JobQueries):
             add_log_line(db, job_id, job.attempt, f"incumbent {seq} was adopted at step {step}{measured}")
 
     def purge(self, job_id: str) -> None:
-        """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
+        """Delete the job and all that belongs to it. A worker that has it ends its search."""
         with self._database.write() as db:
             db.execute(delete(jobs).where(jobs.c.id == locked(db, job_id).id))
 
@@ -282,3 +294,17 @@ def _check_open(db: Connection, key_name: str | None, most: int) -> None:
     of_key = jobs.c.key_name.is_not_distinct_from(key_name), jobs.c.state.in_(OPEN)
     if db.execute(select(func.count()).select_from(jobs).where(*of_key)).scalar_one() >= most:
         raise TooManyOpenError(f"{most} jobs of {'this key' if key_name else 'yours'} wait or run already.")
+
+
+def prune(database: Database, kept: Retention) -> int:
+    """Delete jobs that are over and not kept; return how many were deleted, at most so many at once."""
+    last = func.row_number().over(order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
+    over = select(jobs.c.number, jobs.c.ended_at, last.label("place")).where(jobs.c.ended_at.is_not(None)).subquery()
+    not_kept = or_(over.c.place > kept.most, over.c.ended_at < kept.since)
+    with database.read() as db:
+        old = db.execute(select(over.c.number, over.c.ended_at).where(not_kept).limit(PRUNED_AT_ONCE)).all()
+    if not old:
+        return 0
+    with database.write() as db:  # not those that go on or have ended again meanwhile
+        unchanged = tuple_(jobs.c.number, jobs.c.ended_at).in_([tuple(row) for row in old])
+        return db.execute(delete(jobs).where(unchanged)).rowcount

@@ -9,13 +9,17 @@ import psycopg
 from sqlalchemy import URL, Engine, create_engine, event
 
 CONNECT_S = 3
-STATEMENT_MS = 10_000  # the longest statement, waiting for locks included
 ANSWER_S = 12.0  # a server that has not even reported a timeout by then hangs
-# Longest time between two statements of a transaction: a process that is stopped or cut off in one blocks its rows no
-# longer.
-IDLE_MS = 5_000
 SILENT_S = 10  # a connection whose other side acknowledges nothing for so long is broken
 CONNECTIONS = 20  # per process
+
+OPTIONS: dict[str, object] = {
+    "statement_timeout": 10_000,  # ms, waiting for locks included
+    "lock_timeout": 10_000,
+    # Between two statements of a transaction: a process that is stopped or cut off in one blocks its rows no longer.
+    "idle_in_transaction_session_timeout": 5_000,
+    "timezone": "UTC",
+}
 
 
 class DeadlineConnection(psycopg.Connection[Any]):
@@ -36,21 +40,20 @@ class DeadlineConnection(psycopg.Connection[Any]):
             raise psycopg.OperationalError(f"no answer within {ANSWER_S:g} s") from None
 
 
-def connections(url: URL) -> Engine:
-    """Return the pool of connections to this database."""
-    limits = {
-        "statement_timeout": STATEMENT_MS,
-        "lock_timeout": STATEMENT_MS,
-        "idle_in_transaction_session_timeout": IDLE_MS,
-    }
-    arguments = {
+def arguments() -> dict[str, Any]:
+    """Return what each connection is opened with, beside its URL."""
+    return {
         "connect_timeout": CONNECT_S,
         "tcp_user_timeout": SILENT_S * 1000,
         "keepalives_idle": SILENT_S,
         "keepalives_interval": 2,
-        "options": " ".join(f"-c {name}={value}" for name, value in (limits | {"timezone": "UTC"}).items()),
+        "options": " ".join(f"-c {name}={value}" for name, value in OPTIONS.items()),
         "application_name": "optpipe",
     }
+
+
+def connections(url: URL) -> Engine:
+    """Return the pool of connections to this database."""
     engine = create_engine(
         url,
         pool_size=CONNECTIONS,
@@ -58,7 +61,7 @@ def connections(url: URL) -> Engine:
         pool_timeout=CONNECT_S,
         pool_pre_ping=True,
         use_native_hstore=False,  # looking for it would be one more query per connection
-        connect_args=arguments,
+        connect_args=arguments(),
     )
     event.listen(
         engine, "do_connect", lambda _dialect, _record, given, named: DeadlineConnection.connect(*given, **named)

@@ -1,8 +1,4 @@
-"""The tables, for SQLite and PostgreSQL alike. `migrations/` makes them; a test compares the two.
-
-Times for people are ISO text in UTC. Leases are seconds of the database's clock (`engine.clock_s`), which all workers
-share.
-"""
+"""The tables, for SQLite and PostgreSQL alike. Times are ISO text in UTC."""
 
 from __future__ import annotations
 
@@ -65,9 +61,8 @@ jobs = Table(
     Column("gap", Float),
     Column("last_seq", Integer, nullable=False, default=0),  # number of the last incumbent
     # Its worker.
-    Column("attempt", Integer, nullable=False, default=0),  # fences every write of a worker: it grows with each one
+    Column("attempt", Integer, nullable=False, default=0),  # grows with each worker; what former ones write is refused
     Column("worker", String(128)),
-    Column("lease_until", Float),  # while running
     Column("spent_s", Float, nullable=False, default=0.0),  # of the time limit, on the current problem
     Column("crashes", Integer, nullable=False, default=0),  # of solver processes
     Column("losses", Integer, nullable=False, default=0),  # of workers

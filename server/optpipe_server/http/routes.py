@@ -159,7 +159,7 @@ async def follow(job: Job, context: Context, last_event_id: LastEventId = None) 
 def cancel(job: Job, context: Context) -> Response:
     """End a job with the best schedule that it has. A job that is over stays as it is."""
     context.service.jobs.cancel(job.id)
-    context.service.supervisor.nudge()
+    context.service.worker.nudge()
     return context.job_reply(job.id, 202)
 
 

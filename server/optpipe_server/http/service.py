@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio.to_thread
+import structlog
 from sqlalchemy import Row
-from sqlalchemy.exc import SQLAlchemyError
 
 from optpipe import solvers
 from optpipe.errors import InputError
@@ -24,10 +24,9 @@ from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
-from optpipe_server.database.jobs import is_cancelled, options_of
+from optpipe_server.database.jobs import is_cancelled, options_of, prune
 from optpipe_server.database.keys import Keys
 from optpipe_server.database.refusals import CANCELLED_DETAIL, ConflictError, StaleError
-from optpipe_server.database.retry import first_line
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule, is_large
 from optpipe_server.http.bodies import Submission, read_schedule
@@ -39,9 +38,10 @@ from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
 from optpipe_server.warm_process import WarmProcess
-from optpipe_server.work import Reaper, Supervisor, default_worker_name
+from optpipe_server.work import Rounds, default_worker_name, make_worker
 
 T = TypeVar("T")
+log = structlog.get_logger("optpipe.server")
 
 EXAMPLE = ScheduleFile.model_validate(SCHEDULE).schedule()
 QUERIES_AT_ONCE = 16
@@ -49,6 +49,8 @@ FIRST_SCHEDULES_AT_ONCE = 32
 MOST_LARGE = 4  # large problems that get a first schedule or wait for it
 OWN_PROCESSES = 2  # comparisons and diagnoses at a time
 TRIES = 5  # to change a problem while incumbents come in
+PRUNE_S = 2.0  # between two looks for jobs that are not kept
+STOPPING_S = 5.0  # for jobs to be given back
 PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
 
 
@@ -59,20 +61,9 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.database = Database(settings.database)
-        self._free_jobs_of_former_process()
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
         self.cache = ScheduleCache(settings, self.database)
         self.job_updates = JobUpdates(self.jobs, settings.streams)
-
-    def _free_jobs_of_former_process(self) -> None:
-        """A SQLite file has one process, so the jobs that run in it were lost. Raises `InputError` if they cannot be
-        read or written."""
-        try:
-            if self.database.sqlite:
-                Reaper(self.database).reap(everything=True)
-        except SQLAlchemyError as error:
-            self.database.close()
-            raise InputError(f"database: it cannot be used: {first_line(error)}") from None
 
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
@@ -87,10 +78,12 @@ class Service:
         self.first_schedules = FirstSchedules(self.settings, self.cache)
         compile_at_once()  # so that no submission waits for it
         assert not check(EXAMPLE.problem, EXAMPLE)
-        self.supervisor = Supervisor(self.settings, self.database, self.cache, default_worker_name())
-        self.reaper = Reaper(self.database, self.supervisor.held, kept=self.settings.kept)
-        self.reaper.start()
-        self.supervisor.start()
+        self.worker = make_worker(self.settings, self.database, self.cache, default_worker_name())
+        if self.settings.solves:
+            self.worker.start()
+        self._pruner = Rounds("prune", "old jobs cannot be deleted", PRUNE_S, self._prune)
+        if self.settings.kept.limited:
+            self._pruner.start()
         self._feeding = asyncio.create_task(self.job_updates.run())
 
     def closing(self) -> None:
@@ -98,8 +91,17 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            ends = (self.first_schedules.close, self.generator.close, self.supervisor.stop, self.reaper.stop)
+            ends = (self.first_schedules.close, self.generator.close, self._stop_worker, self._pruner.stop)
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
+
+    def _stop_worker(self) -> None:
+        if self.settings.solves:
+            self.worker.stop(STOPPING_S)
+
+    def _prune(self) -> None:
+        kept = self.settings.kept
+        if old := prune(self.database, kept):
+            log.info("deleted jobs that were over", jobs=old, keep=kept.keep, days=kept.days)
 
     async def close(self) -> None:
         self.closing()
@@ -171,7 +173,7 @@ class Service:
         if new:
             SUBMITTED.inc()
             INCUMBENTS.inc(initial.best.schedule is not None)
-            self.supervisor.nudge()
+            self.worker.nudge()
             if initial.best.status == "unknown":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
@@ -191,7 +193,7 @@ class Service:
         """
         for _ in range(TRIES):
             if await self._change_once(job_id, problem):
-                self.supervisor.nudge()
+                self.worker.nudge()
                 return
         raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
 

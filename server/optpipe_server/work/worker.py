@@ -1,4 +1,4 @@
-"""The process of `optpipe worker`: a supervisor on any machine that reaches the database."""
+"""The process of `optpipe worker`, on any machine that reaches the database."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, Supervisor
+from optpipe_server.work import Worker, make_worker
 
 log = structlog.get_logger("optpipe.work")
 
 RETRY_S = 2.0  # between attempts to reach a database that is not there at the start
 POLL_S = 0.1  # how soon a signal is seen
+STOPPING_S = 5.0  # for jobs to be given back
 
 Ended = Callable[[], bool]
 
@@ -52,24 +53,21 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
         )
     if settings.solves < 1:
         raise InputError(f"solves = {settings.solves}: must be 1 or more")
-    ended = _told_to_end()
+    ended = _ended_by_signal()
     database = _opened(settings.database, ended)
     if database is None:
         return
-    supervisor = Supervisor(settings, database, ScheduleCache(settings, database), name)
-    reaper = Reaper(database, supervisor.held)
-    with closing(database), _answering(supervisor, metrics_host, metrics_port):
-        reaper.start()
-        supervisor.start()
+    worker = make_worker(settings, database, ScheduleCache(settings, database), name)
+    with closing(database), _answering(worker, metrics_host, metrics_port):
+        worker.start()
         log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
         while not ended():
             time.sleep(POLL_S)
-        supervisor.stop()
-        reaper.stop()
+        worker.stop(STOPPING_S)
     log.info("ended", worker=name)
 
 
-def _told_to_end() -> Ended:
+def _ended_by_signal() -> Ended:
     """Tell whether a signal has come. An ignored one, such as SIGINT of a background job, stays ignored."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +101,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 @contextmanager
-def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[None]:
+def _answering(worker: Worker, host: str, port: int | None) -> Iterator[None]:
     """Answer `/metrics` and `/healthz` on that port, if there is one."""
     if port is None:
         yield
@@ -113,7 +111,7 @@ def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         if environ["PATH_INFO"] != "/healthz":
             return metrics(environ, start_response)
-        health = supervisor.health()
+        health = worker.health()
         start_response(
             "200 OK" if health["status"] == "ok" else "503 Service Unavailable", [("Content-Type", "application/json")]
         )

@@ -9,10 +9,10 @@ import threading
 import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from support.service.jobs import expire, row, submit
+from support.service.jobs import row, submit
 from support.service.postgres import Postgres
 
-from optpipe_server.database import Database, Leases, reap
+from optpipe_server.database import Database, Searches
 from optpipe_server.database import postgres as of_postgres
 from optpipe_server.database.tables import jobs
 
@@ -20,11 +20,9 @@ from optpipe_server.database.tables import jobs
 def test_a_process_stopped_in_a_transaction_does_not_block_its_job(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_postgres, "IDLE_MS", 3000)
+    monkeypatch.setitem(of_postgres.OPTIONS, "idle_in_transaction_session_timeout", 3000)
     stopped, other = Database(postgres_url), Database(postgres_url)
     job_id = submit(other)
-    Leases(stopped, "w").claim()
-    expire(other, job_id)
     holds, go_on = threading.Event(), threading.Event()
     failed: list[Exception] = []
 
@@ -42,21 +40,19 @@ def test_a_process_stopped_in_a_transaction_does_not_block_its_job(
     thread = threading.Thread(target=hold)
     thread.start()
     assert holds.wait(60)
-    assert reap(other) == [], "its row is held"
-    with other.write() as db:  # waits until the server has ended the other's transaction
-        db.execute(select(jobs).where(jobs.c.id == job_id).with_for_update())
-    assert reap(other) == [job_id]
+    claim = Searches(other, "w").begin(job_id)  # waits until the server has ended the other's transaction
     go_on.set()
     thread.join()
     assert len(failed) == 1, "and nothing of it was written"
-    assert (row(other, job_id).state, row(other, job_id).spent_s) == ("queued", 0.0)
+    assert claim
+    assert claim.spent_s == 0.0
     assert submit(stopped), "its next transaction has another connection"
     stopped.close()
     other.close()
 
 
 def test_a_statement_times_out(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_postgres, "STATEMENT_MS", 1000)
+    monkeypatch.setitem(of_postgres.OPTIONS, "statement_timeout", 1000)
     database = Database(postgres_url)
     with pytest.raises(OperationalError, match="statement timeout"), database.read() as db:
         db.execute(text("select pg_sleep(60)"))

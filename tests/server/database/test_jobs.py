@@ -8,7 +8,7 @@ from support.service.jobs import FAST, PROBLEM, SLOW, found, start, submit
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
-from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError
 
@@ -60,9 +60,9 @@ def test_the_problem_of_a_job_that_was_deleted_meanwhile_is_missing(jobs: Jobs, 
 
 def test_lines_of_the_log_can_be_stored(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
-    claim = Leases(database, "w").claim()
+    claim = Searches(database, "w").begin(job_id)
     assert claim is not None
-    Leases(database, "w").note(claim, "what\0is this \ud800" + "x" * 10**6, "warning")
+    Searches(database, "w").note(claim, "what\0is this \ud800" + "x" * 10**6, "warning")
     lines = jobs.log(job_id, 0, 100)
     assert [line.text[:12] for line in lines] == ["submitted: a", "taken by w", "what\ufffdis this"]
     assert len(lines[2].text) == 2000

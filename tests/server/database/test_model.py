@@ -1,4 +1,4 @@
-"""Jobs against a plain Python model, on both databases: clients, workers and reapers act in any order."""
+"""Jobs against a plain Python model, on both databases: clients and workers act in any order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import consumes, invariant, multiple, rule, run_state_machine_as_test
-from support.service.jobs import expire, row
+from support.service.jobs import row
 from support.service.known_job import Known
 from support.service.postgres import Postgres
 from support.service.worker_rules import BOUNDS, PROBLEMS, SCHEDULES, WorkerRules, result_of
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe_server.database import InitialResult, NewJob, reap
-from optpipe_server.database.leases import Claim
+from optpipe_server.database import InitialResult, NewJob
 from optpipe_server.database.refusals import CANCELLED, ConflictError, KeyReusedError, StaleError, TooManyOpenError
 from optpipe_server.database.tables import OPEN
 
@@ -28,7 +27,7 @@ STARTS = st.none() | st.tuples(st.integers(0, 1), BOUNDS)
 
 
 class Model(WorkerRules):
-    """What clients do, and what happens to workers."""
+    """What clients do."""
 
     def open(self, name: str) -> int:
         return sum(job.key_name == name and job.state in OPEN for job in self.known.values())
@@ -170,25 +169,6 @@ class Model(WorkerRules):
         else:
             self.jobs.purge(job_id)
             assert (self.jobs.incumbents(job_id), self.jobs.bounds(job_id), self.jobs.log(job_id, 0, 9)) == ([], [], [])
-
-    @rule(claim=WorkerRules.claims)
-    def worker_is_gone(self, claim: Claim) -> None:
-        """Its lease expires, and somebody reaps."""
-        job = self.known.get(claim.job_id)
-        if job is None or job.state != "running":
-            assert reap(self.database) == []
-            return
-        expire(self.database, claim.job_id)
-        assert reap(self.database) == [claim.job_id]
-        job.lose()
-
-    @rule()
-    def service_begins_anew(self) -> None:
-        """With one process on the database, every running job is abandoned."""
-        running = {job_id for job_id, job in self.known.items() if job.state == "running"}
-        assert {*reap(self.database, everything=True)} == running
-        for job_id in running:
-            self.known[job_id].lose()
 
     @invariant()
     def the_database_says_the_same(self) -> None:

@@ -1,4 +1,4 @@
-"""Opening, migrating and refusing databases of both kinds."""
+"""Opening and refusing databases of both kinds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy import text
 from support.service.jobs import row, submit
 from support.service.postgres import Postgres
 
 from optpipe.errors import InputError
-from optpipe_server.database import AwayError, Database, engine
-from optpipe_server.database import postgres as of_postgres
-from optpipe_server.database.tables import metadata
-
-
-def test_the_migrations_make_the_tables(database: Database) -> None:
-    with database.read() as db:
-        assert compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), metadata) == []
-        assert {*inspect(db).get_table_names()} == {*metadata.tables, "alembic_version"}
+from optpipe_server.database import AwayError, Database
 
 
 def test_sqlite_is_durable_and_locks_at_the_start_of_a_write(sqlite_url: str) -> None:
@@ -40,47 +30,14 @@ def test_sqlite_is_durable_and_locks_at_the_start_of_a_write(sqlite_url: str) ->
     database.close()
 
 
-def test_tables_of_a_newer_release_are_refused_and_unlocked(database_url: str) -> None:
-    database = Database(database_url)
-    with database.write() as db:
-        revision = db.execute(text("select version_num from alembic_version")).scalar_one()
-        db.execute(text("update alembic_version set version_num = '9999'"))
-    database.close()
-    with pytest.raises(InputError, match="revision '9999', which this release does not know"):
-        Database(database_url)
-    bare = create_engine(database_url.replace("postgresql:", "postgresql+psycopg:"))
-    with bare.begin() as db:
-        db.execute(text("update alembic_version set version_num = :revision"), {"revision": revision})
-    bare.dispose()
-    Database(database_url).close()  # nothing holds the file
-
-
 OPEN = "import sys; from optpipe_server.database import Database; Database(sys.argv[1]).close(); print('opened')"
 
 
-def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
+def test_processes_that_create_the_tables_at_once(postgres: Postgres) -> None:
     with postgres.database() as url:
         command = [sys.executable, "-c", OPEN, url]
         started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
         assert [process.communicate()[0].decode() for process in started] == ["opened\n"] * 2
-        database = Database(url)
-        with database.read() as db:
-            assert len(db.execute(text("select * from alembic_version")).all()) == 1
-        database.close()
-
-
-def test_a_migration_may_take_its_time(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[str] = []
-
-    def slowly(connection: Connection) -> None:
-        limits.append(connection.execute(text("show statement_timeout")).scalar_one())
-        connection.execute(text("select pg_sleep(4)"))
-
-    monkeypatch.setattr(engine, "upgrade", slowly)
-    monkeypatch.setattr(of_postgres, "ANSWER_S", 3.0)  # which all else takes less than, also on a busy machine
-    with postgres.database() as url:
-        Database(url).close()
-    assert limits == ["0"]
 
 
 def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
@@ -104,10 +61,6 @@ def test_a_secondary_opens_the_file_of_another_process(sqlite_url: str) -> None:
     beside.close()
     with pytest.raises(InputError, match="another process has it"):
         Database(sqlite_url)
-    with database.write() as db:
-        db.execute(text("delete from alembic_version"))
-    with pytest.raises(InputError, match="of an older release uses it; end that first"):
-        Database(sqlite_url, secondary=True)
     database.close()
 
 

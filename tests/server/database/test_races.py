@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service.jobs import PROBLEM, expire, found, row, start, submit
+from support.service.jobs import PROBLEM, found, start, submit
 
-from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches
 from optpipe_server.database.jobs import options_of
-from optpipe_server.database.leases import LostError
 from optpipe_server.database.refusals import ConflictError, StaleError, TooManyOpenError
+from optpipe_server.database.searches import Claim, LostError
 
 SLOWER = chain(scale=2.0)
 
@@ -39,19 +39,17 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
     return answers
 
 
-def claims(database: Database, worker: str) -> list[str]:
-    leases, taken = Leases(database, worker), []
-    while Jobs(database).count().get("queued"):
-        if claim := leases.claim():
-            taken.append(claim.job_id)
-    return taken
-
-
-def test_no_job_is_claimed_twice(database: Database) -> None:
-    ids = [submit(database) for _ in range(40)]
-    taken = at_once(*(partial(claims, database, f"w{k}") for k in range(8)))
-    assert sorted(job_id for each in taken for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
-    assert {row(database, job_id).attempt for job_id in ids} == {1}
+def test_a_job_begun_at_once_is_one_workers(database: Database) -> None:
+    job_id = submit(database)
+    workers = [Searches(database, f"w{k}") for k in range(5)]
+    claims = at_once(*(partial(worker.begin, job_id) for worker in workers))
+    assert sorted(claim.attempt for claim in claims if isinstance(claim, Claim)) == [1, 2, 3, 4, 5]
+    [last] = (k for k, claim in enumerate(claims) if isinstance(claim, Claim) and claim.attempt == 5)
+    for k, claim in enumerate(claims):
+        assert isinstance(claim, Claim)
+        with suppress(LostError):
+            workers[k].note(claim, "it is mine")
+            assert k == last
 
 
 def test_the_limit_of_open_jobs_holds_under_concurrency(database: Database) -> None:
@@ -76,7 +74,7 @@ def test_one_idempotency_key_makes_one_job(database: Database) -> None:
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.soak)])
 def test_everything_at_once(database: Database, rounds: int) -> None:
-    """Clients, workers and reapers on a few jobs: only allowed errors occur, and every job stays consistent."""
+    """Clients and workers on a few jobs: only allowed errors occur, and every job stays consistent."""
     jobs = Jobs(database)
     ids = [submit(database, time_limit_s=1.0) for _ in range(3)]
     refused = (ConflictError, StaleError, TooManyOpenError, LostError)
@@ -99,29 +97,27 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
                         jobs.add(NewJob(PROBLEM), start(), most_open=3)
 
     def worker(seed: int) -> None:
-        chance, leases = random.Random(seed), Leases(database, f"w{seed}")
+        chance, searches = random.Random(seed), Searches(database, f"w{seed}")
         for _ in range(rounds):
-            claim = leases.claim()
+            job_id = searches.first_open([] if chance.random() < 0.2 else ids)
+            claim = searches.begin(job_id) if job_id else None
             with suppress(*refused):
                 while claim:
-                    leases.renew([(claim, claim.spent_s + 0.1)])
-                    if not leases.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem))):
-                        claim = leases.reload(claim, 0.1)
+                    searches.store_spent(claim, claim.spent_s + 0.1)
+                    if not searches.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem))):
+                        claim = searches.reload(claim, 0.1)
+                        assert claim
                     match chance.randrange(4):
                         case 0:
-                            claim = leases.record_crash(claim, "signal 9", 0.1) or claim
+                            claim = searches.reload(claim, 0.1, "signal 9") or claim
                         case 1:
-                            leases.give_back(claim, 0.2)
+                            searches.give_back(claim, 0.2)
                         case 2:
-                            leases.finish(claim, "done", found(one_by_one(claim.problem)), 0.3)
+                            searches.finish(claim, "done", found(one_by_one(claim.problem)), 0.3)
                         case 3:
-                            expire(database, claim.job_id)
+                            claim = searches.begin(claim.job_id)
 
-    def reaper() -> None:
-        for _ in range(rounds):
-            reap(database)
-
-    calls = [partial(each, k) for each in (client, worker) for k in range(3)] + [reaper]
+    calls = [partial(each, k) for each in (client, worker) for k in range(3)]
     assert at_once(*calls) == [None] * len(calls)
     for job in jobs.page(None, None, 200):
         known = jobs.incumbents(job.id)

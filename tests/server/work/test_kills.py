@@ -12,18 +12,16 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select
-from support.problems.chain import gpipe
 from support.processes import over
 from support.service.work import Work, problem, sound
-from support.service.worker_process import LEASE_S, WorkerProcess, worker_process
+from support.service.worker_process import WorkerProcess, worker_process
 from support.until import until
 
-from optpipe import Result
 from optpipe.process import process_tree
-from optpipe_server.database import Database, Leases, reap
-from optpipe_server.database.tables import incumbents, jobs
+from optpipe_server.database import Database
+from optpipe_server.database.tables import jobs
 
-RECLAIMED_S = 60.0  # with leases of 15 s; these are shorter, and the machine may be busy
+RECLAIMED_S = 60.0  # the machine may be busy
 ORPHANED_S = 60.0
 OPEN = 8  # jobs at most that are not over when something is killed
 
@@ -53,7 +51,7 @@ def never_worse(work: Work) -> Iterator[None]:
 @rounds
 def test_a_killed_solver_loses_nothing(work: Work, rounds: int) -> None:
     dice = random.Random(1)
-    with work.supervisor():
+    with work.worker():
         for _ in range(rounds):
             job_id = work.submit("steps", problem(m=20))
             time.sleep(dice.uniform(0.0, 1.5))
@@ -113,41 +111,17 @@ def test_no_child_survives_its_worker(beside: Work, database_url: str, tmp_path:
         until(lambda: all(over(pid) for pid in children))
 
 
-def test_a_worker_stopped_for_longer_than_its_lease_cannot_write(
-    beside: Work, database_url: str, tmp_path: Path
-) -> None:
-    job_id = beside.submit("steps", problem(m=150))
-    with worker_process(database_url, "stopped", tmp_path / "cache") as worker:
-        beside.found(job_id, 3)
-        stop_outside_of_a_transaction(worker, beside.database)
-        until(lambda: reap(beside.database) == [job_id])
-        other = Leases(beside.database, "other", 60.0)
-        claim = other.claim()
-        assert claim is not None
-        assert (claim.job_id, claim.attempt, claim.best_version) == (job_id, 2, 1)
-        best = gpipe(claim.problem)
-        assert other.append(claim, Result("feasible", best))
-        before = rows(beside.database)
-        os.kill(worker.process.pid, signal.SIGCONT)
-        until(lambda: len(worker.children) <= 1)  # it has let go
-        time.sleep(LEASE_S)
-        assert rows(beside.database) == before
-        assert other.finish(claim, "done", Result("optimal", best, lower_bound_ms=best.makespan_ms), 1.0)
-    assert [row.attempt for row in sound(beside.database)[job_id]][-1] == 2
-
-
-def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> None:
-    """Stop the worker while it has no transaction open.
-
-    A process stopped in a transaction would keep SQLite's lock, so it is stopped while the test has that lock;
-    PostgreSQL ends such a transaction after a while.
-    """
-    with database.write() as db:
-        db.execute(select(jobs))
+def test_a_worker_that_was_stopped_leaves_its_job_to_the_next(postgres_url: str, tmp_path: Path) -> None:
+    work = Work(Database(postgres_url), tmp_path)
+    job_id = work.submit("steps", problem(m=150))
+    with worker_process(postgres_url, "stopped", tmp_path / "cache") as worker:
+        work.found(job_id, 3)
         os.kill(worker.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)  # until all threads have stopped
-
-
-def rows(database: Database) -> list[object]:
-    with database.read() as db:
-        return [*db.execute(select(jobs)), *db.execute(select(incumbents))]
+        with worker_process(postgres_url, "next", tmp_path / "cache"):
+            until(lambda: work.job(job_id).worker == "next")
+            os.kill(worker.process.pid, signal.SIGCONT)
+            until(lambda: len(worker.children) <= 1)  # it has let go
+            job = work.ended(job_id)
+    assert (job.state, job.status, job.attempt, job.losses) == ("done", "optimal", 2, 1)
+    assert [row.attempt for row in sound(work.database)[job_id]][-1] == 2
+    work.database.close()

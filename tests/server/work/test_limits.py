@@ -50,7 +50,7 @@ def test_a_search_ends_in_time(
     posed = Problem.load(FAR_FROM_PROVEN) if method == "auto" else problem()
     # With a schedule to start from, because a search on a busy machine may find none.
     job_id = local.submit(method, posed, time_limit_s=2.0, start=start(generate("naive", posed)))
-    with local.supervisor():
+    with local.worker():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
         assert process_tree.members(process_tree.OWN) == []
@@ -58,7 +58,7 @@ def test_a_search_ends_in_time(
 
 def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
     job_id, other = local.submit("bomb"), local.submit("prove")
-    with local.supervisor(memory_mib=256):
+    with local.worker(memory_mib=256):
         job = local.ended(job_id)
         assert (job.state, job.crashes, job.last_seq) == ("done", 2, 1)
         assert "memory_mib" in job.reason

@@ -22,7 +22,7 @@ from support.until import until
 from optpipe import InputError
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, worker
+from optpipe_server.work import worker
 
 OPTPIPE = [sys.executable, "-m", "optpipe_cli"]
 
@@ -39,7 +39,7 @@ def test_sqlite_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_an_unusable_address_is_refused(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_told_to_end", lambda: lambda: False)
+    monkeypatch.setattr(worker, "_ended_by_signal", lambda: lambda: False)
     with pytest.raises(InputError, match=r"metrics_host = '192.0.2.1', metrics_port = 1: "):
         worker.work(Settings(database=postgres_url), "worker", "192.0.2.1", 1)
 
@@ -104,25 +104,19 @@ def test_a_worker_waits_for_a_database_that_is_not_there_yet(postgres: Postgres)
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    ("lease_s", "how"), [(60.0, signal.SIGQUIT), (1.0, signal.SIGINT)], ids=["for a moment", "past the lease"]
-)
+@pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGINT], ids=["crash", "restart"])
 def test_a_database_outage_loses_nothing(
-    postgres: Postgres, postgres_url: str, tmp_path: Path, lease_s: float, how: signal.Signals
+    postgres: Postgres, postgres_url: str, tmp_path: Path, how: signal.Signals
 ) -> None:
     work = Work(Database(postgres_url), tmp_path)
-    reaper = Reaper(work.database, every_s=0.2)
-    reaper.start()
-    with work.supervisor(lease_s=lease_s) as supervisor:
-        job_id = work.submit("steps", problem(m=30))
+    with work.worker():
+        job_id, waiting = work.submit("steps", problem(m=30)), work.submit("prove", priority=-1)
         work.found(job_id, 3)
         before = sound(work.database)[job_id]
         with away(postgres, how):
             time.sleep(1.0)
-            assert len(supervisor.running()) == 1  # it has not ended, and nobody was told that it had
-        job = work.ended(job_id)
-        assert (job.state, job.status, job.crashes) == ("done", "optimal", 0)
-        assert job.attempt == 1 or lease_s < 60
+        for each in (job_id, waiting):
+            job = work.ended(each)
+            assert (job.state, job.status, job.crashes) == ("done", "optimal", 0)
     assert sound(work.database)[job_id][: len(before)] == before
-    reaper.stop()
     work.database.close()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
-from optpipe_server.database.engine import clock_s
 from optpipe_server.database.tables import jobs
 from support.problems.chain import chain, gpipe, one_by_one
 
@@ -36,12 +35,6 @@ def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) 
     job_id, new = Jobs(database).add(asked, start(schedule), most_open=100)
     assert new
     return job_id
-
-
-def expire(database: Database, *job_ids: str) -> None:
-    """Let these leases expire a moment ago."""
-    with database.write() as db:
-        db.execute(update(jobs).where(jobs.c.id.in_(job_ids)).values(lease_until=clock_s() - 0.5))
 
 
 def row(database: Database, job_id: str) -> Any:

@@ -9,10 +9,9 @@ from typing import Any
 from optpipe.model.problem import Problem
 from optpipe.results import Result
 from optpipe_server.database.jobs import options_of
-from optpipe_server.database.leases import Claim
 from optpipe_server.database.refusals import CANCELLED
+from optpipe_server.database.searches import MOST_LOSSES, Claim
 from optpipe_server.database.tables import OPEN
-from optpipe_server.database.upkeep import MOST_LOSSES
 
 
 @dataclass
@@ -72,12 +71,12 @@ class Known:
         self.changes += 1
 
     def lose(self) -> None:
-        """Its worker is gone."""
+        """Its worker is gone, as another one finds."""
         self.losses += 1
         if self.cancel:
             self.end("cancelled", CANCELLED)
         elif self.losses <= MOST_LOSSES:
-            self.wait()
+            self.changes += 1
         else:
             self.end("done" if self.best is not None else "failed", f"its worker was lost {self.losses} times")
 
@@ -111,7 +110,7 @@ class Known:
         )
         assert (job.spent_s, job.version) == (self.spent_s, self.changes + 1)
         assert options_of(job).time_limit_s == self.time_limit_s
-        assert (job.lease_until is None, job.ended_at is None) == (self.state != "running", self.state in OPEN)
+        assert (job.ended_at is None) == (self.state in OPEN)
         assert [(each.problem_version, each.makespan_ms) for each in incumbents] == self.incumbents
         assert job.value_ms == self.best
         assert [(each.problem_version, each.lower_bound_ms) for each in bounds] == self.bounds

@@ -43,6 +43,7 @@ EMPTY = """
 select pg_terminate_backend(pid, 1000) from pg_stat_activity
 where datname = current_database() and pid != pg_backend_pid();
 delete from jobs; delete from keys; delete from schedules;
+truncate procrastinate_jobs, procrastinate_workers, procrastinate_periodic_defers, procrastinate_events;
 alter sequence jobs_number_seq restart; alter sequence log_number_seq restart
 """
 

@@ -1,4 +1,4 @@
-"""Supervisors with a fake solver for tests, and what must hold in the database whatever happens to them."""
+"""Workers with a fake solver for tests, and what must hold in the database whatever happens to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.work import Supervisor
+from optpipe_server.work import Worker, make_worker
 from support.problems.chain import chain
 from support.until import until
 
@@ -30,24 +30,25 @@ def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
 
 
 class Work:
-    """One database with a client's view of it, and supervisors that come and go."""
+    """One database with a client's view of it, and workers that come and go."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self.database, self.jobs = database, Jobs(database)
         self.settings = Settings(
-            cache=folder / "cache.sqlite", pack=None, threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5
+            cache=folder / "cache.sqlite", pack=None, threads=2, solves=2, heartbeat_s=0.5, lost_s=3.0
         )
         self.cache = ScheduleCache(self.settings, database)
 
     @contextmanager
-    def supervisor(self, name: str = "worker", **settings: Any) -> Iterator[Supervisor]:
-        supervisor = Supervisor(replace(self.settings, **settings), self.database, self.cache, name)
-        supervisor.start()
+    def worker(self, name: str = "worker", **settings: Any) -> Iterator[Worker]:
+        url = self.database.engine.url.render_as_string(hide_password=False)
+        worker = make_worker(replace(self.settings, database=url, **settings), self.database, self.cache, name)
+        worker.start()
         try:
-            yield supervisor
+            yield worker
         finally:
-            supervisor.stop()
-            assert process_tree.members(process_tree.OWN) == [], "a child outlived its supervisor"
+            worker.stop(20.0)
+            assert process_tree.members(process_tree.OWN) == [], "a child outlived its worker"
 
     def submit(
         self,

@@ -21,10 +21,10 @@ from optpipe.process import process_tree
 from optpipe_server.database import Database
 from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, Supervisor, solve
+from optpipe_server.work import make_worker, solve
 from optpipe_server.work.worker import work
 
-LEASE_S, HEARTBEAT_S = 2.0, 0.3
+LOST_S, HEARTBEAT_S = 2.0, 0.3
 
 
 class WorkerProcess:
@@ -71,21 +71,19 @@ def main(url: str, name: str, cache: str) -> None:
     solve.NICER = 0  # see `not_nicer`
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings(
-        database=url, cache=Path(cache), pack=None, solves=2, threads=2, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S
+        database=url, cache=Path(cache), pack=None, solves=2, threads=2, heartbeat_s=HEARTBEAT_S, lost_s=LOST_S
     )
     if url.startswith("postgresql"):
         work(settings, name)
         return
     database = Database(url)
-    supervisor = Supervisor(settings, database, ScheduleCache(settings, database), name)
-    reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
+    worker = make_worker(settings, database, ScheduleCache(settings, database), name)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    reaper.start()
-    supervisor.start()
+    worker.start()
     while not told:
         time.sleep(0.02)
-    supervisor.stop()
+    worker.stop(5.0)
     os._exit(0)
 
 

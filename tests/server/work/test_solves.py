@@ -1,4 +1,4 @@
-"""What happens to a supervisor's jobs: solved, cancelled, changed, extended, crashed, given back, lost; the metrics."""
+"""What happens to a worker's jobs: solved, cancelled, changed, extended, crashed, given back, lost; the metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import update
 from support.patience import hold_timers
 from support.problems.chain import gpipe, one_by_one
 from support.processes import over
@@ -21,12 +19,11 @@ from support.until import until
 
 from optpipe import Result, anytime
 from optpipe.process.niceness import NICER
-from optpipe_server.database import InitialResult, Leases, reap
+from optpipe_server.database import InitialResult, Searches
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError, StaleError
-from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
-from optpipe_server.work import Reaper, rounds, solve
+from optpipe_server.work import Rounds, solve
 
 
 def counted(name: str, **labels: str) -> float:
@@ -35,8 +32,8 @@ def counted(name: str, **labels: str) -> float:
 
 def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
     proven, impossible, refused = work.submit("prove"), work.submit("infeasible"), work.submit("unknown", problem(2.0))
-    with work.supervisor() as supervisor:
-        supervisor.nudge()
+    with work.worker() as worker:
+        worker.nudge()
         job = work.ended(proven)
         assert (job.state, job.status, job.last_seq, job.gap, job.reason) == ("done", "optimal", 2, 0.0, None)
         assert 0 < job.spent_s < 60
@@ -59,15 +56,15 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
 
 def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) -> None:
     running, waiting = work.submit("hang"), work.submit("hang")
-    with work.supervisor(solves=1) as supervisor:
+    with work.worker(solves=1) as worker:
         work.found(running)
-        (search,) = supervisor.running()
+        (search,) = worker.solves.running()
         work.jobs.cancel(waiting)
         work.jobs.cancel(running)
         job = work.ended(running)
         assert (job.state, job.last_seq, job.reason) == ("cancelled", 1, "the job was cancelled")
         assert (work.job(waiting).state, work.job(waiting).attempt) == ("cancelled", 0)
-        until(lambda: not supervisor.running())
+        until(lambda: not worker.solves.running())
         proven = work.submit("prove")
         work.ended(proven)
         work.jobs.cancel(proven)
@@ -80,7 +77,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
     more = threading.Event()
     hold_timers(monkeypatch, lambda: more.wait(60))  # its first second is not over before it gets more
     drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=1.0)
-    with work.supervisor():
+    with work.worker():
         until(lambda: work.job(extended).state == "running")
         while options_of(work.job(extended)).time_limit_s < 40.0:
             with suppress(StaleError):  # where a schedule is found at that moment
@@ -113,12 +110,12 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
     near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
     reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=InitialResult(near))
     before = counted("gap_count"), counted("gap_sum")
-    with work.supervisor() as supervisor:
+    with work.worker() as worker:
         for job_id in (reached, given):
             job = work.ended(job_id)
             assert (job.state, job.status) == ("done", "feasible")
             assert 0 < job.gap < 0.1
-        until(lambda: not supervisor.running())
+        until(lambda: not worker.solves.running())
     assert work.job(given).last_seq == 1
     assert counted("gap_count") == before[0] + 2
     assert counted("gap_sum") == pytest.approx(before[1] + work.job(reached).gap + work.job(given).gap)
@@ -128,7 +125,7 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
 def test_a_bound_that_rises_is_told_while_the_search_goes_on(work: Work) -> None:
     length = gpipe(problem()).makespan_ms
     rising = work.submit("bounds")
-    with work.supervisor():
+    with work.worker():
         until(lambda: (work.job(rising).lower_bound_ms or 0.0) > 0.8 * length)
         assert work.job(rising).state == "running"
         work.jobs.cancel(rising)
@@ -142,11 +139,11 @@ def test_a_bound_that_rises_is_told_while_the_search_goes_on(work: Work) -> None
 def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     crashed, at_once = work.submit("crash later"), work.submit("crash")
     before = counted("solver_crashes_total")
-    with work.supervisor():
+    with work.worker():
         job = work.ended(crashed)
-        assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 2, 2, 1)
+        assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 1, 2, 1)
         job = work.ended(at_once)
-        assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 2, 2, 0)
+        assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 1, 2, 0)
         assert job.reason.endswith("ended with exit code 1: boom")
     assert sum("exit code -6" in line for line in work.lines(crashed)) == 3  # and why it ended
     assert counted("solver_crashes_total") == before + 4
@@ -156,7 +153,7 @@ def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> No
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = counted("rejected_schedules_total")
     ids = {method: local.submit(method) for method in methods}
-    with local.supervisor():
+    with local.worker():
         ends = {method: local.ended(job_id) for method, job_id in ids.items()}
     assert {method: (job.state, job.crashes) for method, job in ends.items()} == {
         "invalid": ("done", 0),
@@ -175,19 +172,19 @@ def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> No
     sound(local.database)
 
 
-def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
+def test_a_worker_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     hanging, steps = work.submit("hang"), work.submit("steps")
-    with work.supervisor("first") as supervisor:
+    with work.worker("first") as worker:
         work.found(hanging)
         work.found(steps, 2)
         began = time.monotonic()
-        supervisor.stop()
+        worker.stop(20.0)
         assert time.monotonic() - began < 20.0
     assert {work.job(hanging).state, work.job(steps).state} <= {"queued", "done"}
     job = work.job(hanging)
     assert (job.state, job.worker, job.last_seq, job.losses) == ("queued", None, 1, 0)
     assert job.spent_s > 0
-    with work.supervisor("second"):
+    with work.worker("second"):
         assert work.ended(steps).status == "optimal"
         until(lambda: work.job(hanging).worker == "second")
         work.jobs.cancel(hanging)
@@ -199,12 +196,12 @@ def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(solve, "NICER", 3)
     file = tmp_path / "pid"
     job_id = work.submit("pid", problem(name=str(file)))
-    with work.supervisor() as supervisor:
+    with work.worker() as worker:
         work.found(job_id)
         pid = int(file.read_text())
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
         work.jobs.purge(job_id)
-        until(lambda: not supervisor.running() and over(pid))
+        until(lambda: not worker.solves.running() and over(pid))
     with pytest.raises(MissingError):
         work.job(job_id)
 
@@ -214,7 +211,7 @@ def test_limits_reach_the_solver_and_a_job_has_no_more_than_its_worker(
 ) -> None:
     monkeypatch.setattr(solve, "NICER", NICER)
     less, more = (local.submit("tells", time_limit_s=20.0, threads=t, memory_mib=m) for t, m in ((2, 400), (64, 4000)))
-    with local.supervisor(solves=1, threads=8, memory_mib=800):
+    with local.worker(solves=1, threads=8, memory_mib=800):
         local.ended(less)
         local.ended(more)
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
@@ -239,58 +236,32 @@ def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeyp
 
     monkeypatch.setattr(threading.Thread, "start", sometimes)
     first = work.submit("prove")
-    with work.supervisor(solves=1):
+    with work.worker(solves=1):
         job = work.ended(first)
     assert (job.state, job.attempt, job.losses, len(refused)) == ("done", 2, 0, 1)
 
 
-def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:
-    lost, reaped = counted("lost_leases_total"), counted("reaped_jobs_total")
+def test_a_job_that_another_worker_has_is_left_to_it(work: Work) -> None:
+    lost = counted("lost_workers_total")
     held = work.submit("hang")
-    with work.supervisor():
+    with work.worker() as worker:
         work.found(held)
-        with work.database.write() as db:  # as another worker's claim, after this one's lease
-            db.execute(update(jobs).where(jobs.c.id == held).values(worker="another", attempt=jobs.c.attempt + 1))
-        until(lambda: counted("lost_leases_total") == lost + 1)
-    reaper = Reaper(work.database, every_s=0.05)
-    with work.database.write() as db:
-        db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
-    reaper.start()
-    until(lambda: counted("reaped_jobs_total") == reaped + 1)
-    reaper.stop()
+        claim = Searches(work.database, "another").begin(held)
+        assert claim is not None
+        assert claim.attempt == 2
+        assert counted("lost_workers_total") == lost + 1
+        until(lambda: [solve.claim.attempt for solve in worker.solves.running()] != [1])
 
 
-@on_sqlite
-def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its thread no job of a lost worker would go on."""
-    failures = [ValueError("unheard of")]
+def test_a_round_that_fails_is_not_the_last() -> None:
+    failures, rounds = [ValueError("unheard of")], []
 
-    def in_the_end(*asked: Any) -> list[str]:
+    def act() -> None:
+        rounds.append(1)
         if failures:
             raise failures.pop()
-        return reap(*asked)
 
-    reaper = Reaper(work.database, every_s=0.05)
-    reaper.start()
-    monkeypatch.setattr(rounds, "reap", in_the_end)
-    until(lambda: not failures)
-    lost = work.submit("hang")
-    assert Leases(work.database, "lost", 0.1).claim() is not None
-    until(lambda: work.job(lost).state == "queued")
-    reaper.stop()
-
-
-@on_sqlite
-def test_a_machine_that_slept_goes_on(work: Work) -> None:
-    """All leases have expired by then, and a process must not take its own jobs as abandoned."""
-    held = work.submit("hang")
-    with work.supervisor(heartbeat_s=60.0) as supervisor:
-        work.found(held)
-        with work.database.write() as db:
-            db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
-        reaper = Reaper(work.database, supervisor.held, 0.01)
-        reaper.start()
-        until(lambda: supervisor.held() == [held])
-        time.sleep(0.5)
-        reaper.stop()
-        assert (work.job(held).state, work.job(held).attempt, work.job(held).losses) == ("running", 1, 0)
+    thread = Rounds("test", "it cannot be done", 0.01, act)
+    thread.start()
+    until(lambda: len(rounds) > 2)
+    thread.stop()

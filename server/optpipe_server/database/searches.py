@@ -1,17 +1,18 @@
-"""`Leases`: what workers do with jobs.
+"""`Searches`: what a worker writes about the jobs that it solves.
 
-A claim is a lease with an attempt number. Every write of a worker is fenced by that number: it fails once another
-attempt has begun.
+Each taking of a job has a number, its attempt. A job whose worker is lost is taken again, and what the former worker
+writes from then on is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, select, update
+import structlog
+from sqlalchemy import Connection, Row, or_, select, update
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, length_ms, raises
@@ -20,7 +21,8 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe_server.database.engine import Database, clock_s, now
+from optpipe_server import metrics
+from optpipe_server.database.engine import Database, now
 from optpipe_server.database.incumbents import (
     add_bound,
     add_log_line,
@@ -28,43 +30,37 @@ from optpipe_server.database.incumbents import (
     end_values,
     incumbent_values,
     last_figures,
-    problem_and_last_incumbent,
+    locked,
     storable_text,
     update_best,
     update_job,
 )
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import CANCELLED
-from optpipe_server.database.tables import Level, State, jobs
+from optpipe_server.database.tables import OPEN, Level, State, incumbents, jobs, problems
 
-LEASE_S = 15.0
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
+MOST_LOSSES = 5  # of workers, after which a job goes on; one that crashes its worker each time has to end
+WITH_SCHEDULE = ("feasible", "optimal")  # the status of a job that has a schedule
 
-_ANY_WAITING = select(jobs.c.number).where(jobs.c.state == "queued").limit(1)
-_FIRST_WAITING = (
-    select(jobs)
-    .where(jobs.c.state == "queued")
-    .order_by(jobs.c.priority.desc(), jobs.c.number)
-    .limit(1)
-    .with_for_update(skip_locked=True)
-)
+log = structlog.get_logger("optpipe.work")
 
 
 class LostError(Exception):
-    """The lease is another worker's, or the job is over or purged. Nothing was written."""
+    """The job is over or purged, or another attempt has begun. Nothing was written."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that a worker has claimed, in the state in which the search goes on."""
+    """A job that a worker has taken, in the state in which the search goes on."""
 
     job_id: str
-    number: int
     attempt: int
     problem: Problem
     problem_version: int
     options: SolveOptions
     spent_s: float
+    crashes: int
     best: Schedule | None  # re-timed for `problem`; verified on it only if `best_version` is its version
     best_version: int  # version of the problem that `best` was found for
     lower_bound_ms: float | None  # of this problem
@@ -78,20 +74,30 @@ class RequestedChanges:
     problem_version: int
 
 
-class Leases:
-    """The leases of one worker, which other workers know by its name."""
+class Searches:
+    """The jobs of one worker, which the database and the logs call by its name."""
 
-    def __init__(self, database: Database, worker: str, lease_s: float = LEASE_S) -> None:
-        self._database, self._worker, self._lease_s = database, worker, lease_s
+    def __init__(self, database: Database, worker: str) -> None:
+        self._database, self._worker = database, worker
 
-    def claim(self) -> Claim | None:
-        """Claim the waiting job of the highest priority, among these the oldest; None if no job waits."""
+    def first_open(self, but: Collection[str]) -> str | None:
+        """Return the id of the open job of the highest priority, among these the oldest; None if there is none.
+
+        This is the queue of a service that is one process, which runs the jobs `but`: others that seem to run were left
+        by a former process.
+        """
+        waits = or_(jobs.c.state == "queued", (jobs.c.state == "running") & jobs.c.id.not_in(but))
+        first = select(jobs.c.id).where(waits).order_by(jobs.c.priority.desc(), jobs.c.number).limit(1)
         with self._database.read() as db:
-            if db.execute(_ANY_WAITING).first() is None:
-                return None
+            job_id: str | None = db.execute(first).scalar_one_or_none()
+        return job_id
+
+    def begin(self, job_id: str) -> Claim | None:
+        """Take a job that waits, or whose worker is lost; None if it is over or purged."""
         with self._database.write() as db:
-            job = db.execute(_FIRST_WAITING).one_or_none()
-            if job is None:
+            of_job = select(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(OPEN))
+            job = db.execute(of_job.with_for_update()).one_or_none()
+            if job is None or (job.state == "running" and not _freed(db, job)):
                 return None
             update_job(
                 db,
@@ -99,38 +105,31 @@ class Leases:
                 state="running",
                 attempt=job.attempt + 1,
                 worker=self._worker,
-                lease_until=clock_s() + self._lease_s,
                 started_at=job.started_at or now(),
             )
-            add_log_line(db, job.id, job.attempt + 1, f"taken by {self._worker}")
-            work = problem_and_last_incumbent(db, job)
-        return _claim(job, job.attempt + 1, *work)
+            add_log_line(db, job_id, job.attempt + 1, f"taken by {self._worker}")
+            return _claim(db, locked(db, job_id))
 
-    def renew(self, spent_s: Iterable[tuple[Claim, float]]) -> set[str]:
-        """Renew the leases of these claims and store the seconds spent; return the ids of jobs that this worker has
-        lost."""
-        lost = set()
-        for claim, spent in spent_s:
-            same = jobs.c.problem_version == claim.problem_version  # the time of another problem does not count
-            values = {"lease_until": clock_s() + self._lease_s, "spent_s": case((same, spent), else_=jobs.c.spent_s)}
-            with self._database.write() as db:
-                if db.execute(update(jobs).where(*_fence(claim)).values(values)).rowcount == 0:
-                    lost.add(claim.job_id)
-        return lost
-
-    def requested_changes(self, attempts: Mapping[str, int]) -> dict[str, RequestedChanges]:
-        """Return what is requested for these jobs (id -> attempt). Jobs that this worker has lost are missing."""
+    def changes(self, claims: Collection[Claim]) -> dict[str, RequestedChanges]:
+        """Return by id what is requested for these jobs. Jobs that this worker has lost are missing."""
         columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.problem_version
+        of_claims = jobs.c.id.in_([claim.job_id for claim in claims]), jobs.c.state == "running"
         with self._database.read() as db:
-            rows = db.execute(select(*columns).where(jobs.c.id.in_(list(attempts)), jobs.c.state == "running")).all()
+            rows = {(row.id, row.attempt): row for row in db.execute(select(*columns).where(*of_claims))}
         return {
-            row.id: RequestedChanges(row.cancel_requested, row.problem_version)
-            for row in rows
-            if row.attempt == attempts[row.id]
+            claim.job_id: RequestedChanges(row.cancel_requested, row.problem_version)
+            for claim in claims
+            if (row := rows.get((claim.job_id, claim.attempt)))
         }
 
+    def store_spent(self, claim: Claim, spent_s: float) -> None:
+        """Store the seconds spent on the claim's problem, in case that this worker is lost."""
+        with self._database.write() as db:
+            same = jobs.c.problem_version == claim.problem_version
+            db.execute(update(jobs).where(*_of_claim(claim), same).values(spent_s=spent_s))
+
     def append(self, claim: Claim, result: Result) -> bool:
-        """Commit a verified schedule, unless it is no better than the last one; safe to repeat.
+        """Commit the result's schedule if it is better than the last one; safe to repeat.
 
         Returns False if the job has another problem by now. Raises `LostError`.
         """
@@ -161,28 +160,21 @@ class Leases:
         with self._locked(claim) as (db, _job):
             add_log_line(db, claim.job_id, claim.attempt, text, level)
 
-    def reload(self, claim: Claim, spent_s: float) -> Claim:
+    def reload(self, claim: Claim, spent_s: float, crash: str | None = None) -> Claim | None:
         """Return the claim for the job as it is now: with another problem, more time, its best schedule. Raises
-        `LostError`."""
-        with self._locked(claim) as (db, job):
-            work = problem_and_last_incumbent(db, job)
-        return replace(_claim(job, claim.attempt, *work), spent_s=_spent(job, claim, spent_s))
+        `LostError`.
 
-    def record_crash(self, claim: Claim, why: str, spent_s: float) -> Claim | None:
-        """Record that a solver's process ended on its own.
-
-        Returns the claim of another attempt, which goes on from the best schedule, or None if there have been too many
-        crashes. Raises `LostError`.
+        With a `crash`, record that a solver's process ended on its own, and why; None if there have been too many.
         """
         with self._locked(claim) as (db, job):
-            add_log_line(db, claim.job_id, claim.attempt, why, "error")
-            again = job.crashes < MOST_CRASHES
-            spent = _spent(job, claim, spent_s)
-            update_job(
-                db, job, crashes=job.crashes + 1, spent_s=spent, **({"attempt": job.attempt + 1} if again else {})
-            )
-            work = problem_and_last_incumbent(db, job)
-        return replace(_claim(job, job.attempt + 1, *work), spent_s=spent) if again else None
+            spent_s = _spent(job, claim, spent_s)
+            crashes = job.crashes
+            if crash is not None:
+                crashes += 1
+                add_log_line(db, claim.job_id, claim.attempt, crash, "error")
+                update_job(db, job, crashes=crashes, spent_s=spent_s)
+            again = crash is None or crashes <= MOST_CRASHES
+            return replace(_claim(db, job), spent_s=spent_s, crashes=crashes) if again else None
 
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
         """End a job; return False if it goes on, with another problem or more time. Raises `LostError`.
@@ -221,21 +213,37 @@ class Leases:
             if job.cancel_requested:
                 update_job(db, job, **end_values("cancelled", CANCELLED))
             else:
-                update_job(db, job, state="queued", spent_s=_spent(job, claim, spent_s), worker=None, lease_until=None)
+                update_job(db, job, state="queued", spent_s=_spent(job, claim, spent_s), worker=None)
 
     @contextmanager
     def _locked(self, claim: Claim) -> Iterator[tuple[Connection, Row[Any]]]:
         with self._database.write() as db:
-            job = db.execute(
-                select(jobs).where(*_fence(claim), jobs.c.worker == self._worker).with_for_update()
-            ).one_or_none()
+            job = db.execute(select(jobs).where(*_of_claim(claim)).with_for_update()).one_or_none()
             if job is None:
                 raise LostError(claim.job_id)
             yield db, job
 
 
-def _fence(claim: Claim) -> tuple[Any, ...]:
+def _of_claim(claim: Claim) -> tuple[Any, ...]:
     return jobs.c.id == claim.job_id, jobs.c.attempt == claim.attempt, jobs.c.state == "running"
+
+
+def _freed(db: Connection, job: Row[Any]) -> bool:
+    """Record that the job's worker is gone; return whether the job goes on, or end it with what it has."""
+    metrics.LOST.inc()
+    log.warning("its worker is gone", job=job.id, worker=job.worker)
+    add_log_line(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
+    losses = job.losses + 1
+    if not job.cancel_requested and losses <= MOST_LOSSES:
+        update_job(db, job, losses=losses)
+        return True
+    if job.cancel_requested:
+        over = end_values("cancelled", CANCELLED)
+    else:
+        over = end_values("done" if job.status in WITH_SCHEDULE else "failed", f"its worker was lost {losses} times")
+        add_log_line(db, job.id, job.attempt, over["reason"], "error")
+    update_job(db, job, losses=losses, **over)
+    return False
 
 
 def _spent(job: Row[Any], claim: Claim, spent_s: float) -> float:
@@ -243,25 +251,24 @@ def _spent(job: Row[Any], claim: Claim, spent_s: float) -> float:
     return spent_s if job.problem_version == claim.problem_version else job.spent_s
 
 
-def _claim(job: Row[Any], attempt: int, problem_text: str, last: Row[Any] | None) -> Claim:
-    problem = Problem.model_validate_json(problem_text)
+def _claim(db: Connection, job: Row[Any]) -> Claim:
+    of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
+    problem = Problem.model_validate_json(db.execute(select(problems.c.problem).where(*of_problem)).scalar_one())
+    of_last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
+    last = db.execute(select(incumbents).where(*of_last)).one_or_none()
+    best = None
+    if last is not None:
+        with suppress(InputError):  # its ops do not exist in the current problem
+            best = Programs.model_validate_json(last.programs).schedule(problem, last.method)
     return Claim(
         job_id=job.id,
-        number=job.number,
-        attempt=attempt,
+        attempt=job.attempt,
         problem=problem,
         problem_version=job.problem_version,
         options=options_of(job),
         spent_s=job.spent_s,
-        best=_read(last, problem) if last else None,
+        crashes=job.crashes,
+        best=best,
         best_version=last.problem_version if last else 0,
         lower_bound_ms=job.lower_bound_ms,
     )
-
-
-def _read(incumbent: Row[Any], problem: Problem) -> Schedule | None:
-    """The incumbent's schedule for the problem; None if its ops do not exist in that problem."""
-    try:
-        return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)
-    except InputError:
-        return None
