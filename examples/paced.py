@@ -94,5 +94,5 @@ class PacedEngine:
 
 def slow_down_copies(pipe: Pipeline, ms: float) -> None:
     """From now on a copy over the pipeline's host link takes `ms`. Each activation of `SleepingStage` is one copy."""
-    link = pipe._rank.link
+    link = pipe.runner.rank.link
     link.out = link.back = PacedEngine(link.out, ms)

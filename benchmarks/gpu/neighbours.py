@@ -54,9 +54,9 @@ def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[
 
     The step uses the stage of that number of `pipe`, its host pool and its link. `pipe` must have run or profiled all
     stages on one rank; in `schedule` each has a device of its own."""
-    rank, layout = pipe._rank, Layout.from_problem(schedule.problem)
+    rank, layout = pipe.runner.rank, Layout.from_problem(schedule.problem)
     plan = prepare(schedule, device, layout)
-    pipe._schedules.reserve(plan)
+    pipe.runner.schedules.reserve(plan)
     messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))
     own = replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages, features=())
     executor = Executor(own)

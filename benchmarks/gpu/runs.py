@@ -149,7 +149,7 @@ class _Bench:
             spread, ahead = _spread(problem, setup.p2p_ms), list(range(setup.stages))[::-1]
             kept_stage, late_ms = self._emulated(pipe, kept(spread, ahead))
             halved_stage, later_ms = self._emulated(pipe, halved(spread, ahead))
-            part_bytes = tuple(pipe._rank.stages[0].part_bytes(PARTS))
+            part_bytes = tuple(pipe.runner.rank.stages[0].part_bytes(PARTS))
         return GpuMeasurements(
             problem=problem,
             inside=(kept_inside, halved_inside),

@@ -6,7 +6,7 @@ training runs.
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
-- `features`: what evictions, windows, optimizers on the host and post-validation add to a step;
+- `features`: kinds of op that may be left out: evictions, optimizers on the host;
 - `swap`: how a better schedule replaces the one that runs;
 - `measure`: times and bytes of the user's stages.
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.execute.batch import Microbatches
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
-    from optpipe_runtime.features.host_updates import HostOptimizer
+    from optpipe_runtime.features.host_optimizer import HostOptimizer
     from optpipe_runtime.in_torch import TorchSchedule, name_ranges, record_trace, torch_schedule
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Excess": "execute.report",
     "Follower": "service.follow",
-    "HostOptimizer": "features.host_updates",
+    "HostOptimizer": "features.host_optimizer",
     "Layout": "ranks.layout",
     "Microbatches": "execute.batch",
     "OpTime": "execute.report",

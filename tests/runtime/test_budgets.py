@@ -64,7 +64,7 @@ def profiled(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
             problem = pipe.profile(*data, repeats=1)
         pipe.load(Schedule.parse(problem, program))
         report = pipe.step(*data, trace=True)
-        rank = pipe._rank
+        rank = pipe.runner.rank
         found = [
             local(p.grad).untyped_storage()
             for module in modules.values()

@@ -33,7 +33,7 @@ def copies(
     """Profiles where a rank's copies take so long; when they ran, out and back."""
     rank = torch.distributed.get_rank()
     with Pipeline(own_stages(placement), placement, loss_fn, 2, full_duplex=full_duplex, links=links) as pipe:
-        link, back = pipe._rank.link, pipe._rank.link.back
+        link, back = pipe.runner.rank.link, pipe.runner.rank.link.back
         spans: list[list[Span]] = [[], []]
         link.out = link.back = Slow(link.out, lambda *span: spans[0].append(span), copy_s[rank])
         if full_duplex:

@@ -68,7 +68,7 @@ def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
     count: Counter[str] = Counter()
 
     def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
+        read, reduce = Replicas.reduction(pipe.runner.rank.replicas, s)
 
         def counted() -> None:
             with Collectives(count):
@@ -76,7 +76,7 @@ def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
 
         return read, counted
 
-    with Collectives(count), patch.multiple(pipe._rank.replicas, reduction=reduction):
+    with Collectives(count), patch.multiple(pipe.runner.rank.replicas, reduction=reduction):
         yield count
 
 

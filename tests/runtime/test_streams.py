@@ -18,7 +18,7 @@ from support.ranks import cases
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
-from optpipe_runtime.features.host_updates import HostOptimizer
+from optpipe_runtime.features.host_optimizer import HostOptimizer
 from optpipe_runtime.memory import link as link_module
 from optpipe_runtime.memory.engines import StreamEngine
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
@@ -163,7 +163,7 @@ class Immediate:
 class Impatient(HostOptimizer):
     """Forwards do not wait for the parameters."""
 
-    def wait_in(self) -> None:
+    def freshen(self) -> None:
         pass
 
 
@@ -191,7 +191,7 @@ def races_in_steps(
                 host.start_step()
                 host.parameters_in()
                 for j in range(2):
-                    host.wait_in()
+                    host.freshen()
                     stage.forward(j, (torch.randn(SHAPE),))
                 for j in range(2):
                     stage.backward(j, (torch.ones(SHAPE),), split=False)

@@ -65,7 +65,7 @@ def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int
             more = 2 if replica == 0 and step % 7 in (4, 5) else 1
             ran.losses.append(pipe.step(*batch(step, more, SEQUENCES, replica)).loss)
             ran.methods.append(pipe.schedule.method)
-            ran = ran._replace(windows=ran.windows + any(feature.is_fixed for feature in pipe._rank.features))
+            ran = ran._replace(windows=ran.windows + pipe.runner.rank.reductions.in_windows)
             if step == 6 and number == 1:
                 next(p for module in modules.values() for p in module.parameters()).grad.mul_(math.nan)  # type: ignore[union-attr]
             if attacked:

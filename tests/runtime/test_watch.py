@@ -96,7 +96,7 @@ def frozen(placement: Sequence[int], schedule: Schedule) -> str:
 def timeouts(placement: Sequence[int]) -> set[float]:
     """Of all groups that a pipeline makes, in seconds. Its own has torch's default."""
     with Pipeline(own_stages(placement), placement, loss_fn, 2, group=dist.new_group()) as pipe:
-        groups = [subgroup._open() for subgroup in pipe._rank.team._subgroups]
+        groups = [subgroup._open() for subgroup in pipe.runner.rank.team._subgroups]
         return {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups}
 
 

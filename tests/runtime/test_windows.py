@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.features.windows import windows as windows_of
+from optpipe_runtime.execute.gradients import windows as windows_of
 from optpipe_runtime.lowering.plan import WEIGHT
 from optpipe_solver.systems import generate
 

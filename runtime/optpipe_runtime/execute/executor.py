@@ -1,8 +1,9 @@
-"""`Executor`: runs one step of this rank, op by op in program order. What an op does is its handler's; what happens
-beside it is a feature's (`execute.handler`)."""
+"""`Executor`: runs one step of this rank, op by op in program order. What an op does is its handler's
+(`execute.handler`)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from optpipe.errors import OptPipeError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.byte_counts import ByteCounts
+from optpipe_runtime.execute.gradients import NO_WINDOWS
 from optpipe_runtime.execute.handler import Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
@@ -21,13 +22,14 @@ from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 
+log = logging.getLogger("optpipe.runtime")
+
 
 class Executor:
     """Runs plans on what this rank has."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rank, self._stages, self._messages, self._features = rank, rank.stages, rank.messages, rank.features
-        self._replicas, self._reductions = rank.replicas, rank.reductions
+        self._rank, self._stages, self._messages = rank, rank.stages, rank.messages
         self._clock = Clock(rank.device, rank.team.require_alive)
         self._bytes = ByteCounts(rank)
         self._handlers: dict[Kind, Handler] = StageOps(rank).handlers
@@ -39,8 +41,7 @@ class Executor:
     @property
     def idle(self) -> bool:
         """Whether nothing of a step is left. Only then another plan may run."""
-        features_idle = all(feature.idle for feature in self._features)
-        return self._messages.idle and features_idle and all(stage.idle for stage in self._stages.values())
+        return self._messages.idle and all(stage.idle for stage in self._stages.values())
 
     def run(
         self, plan: Plan, batch: Batch, evaluating: bool = False, will_count: Callable[[], bool] = lambda: False
@@ -48,8 +49,8 @@ class Executor:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         The batch's inputs are needed where a route begins, its targets where one ends. With `evaluating` only losses
-        are computed. `will_count` tells, when a backward has begun, whether it is certain that the step is not undone,
-        so that gradients may be reduced over the replicas beside it.
+        are computed. `will_count` is called when a backward has begun: whether it is certain that the step is not
+        undone, so that gradients may be reduced over the replicas beside it.
         """
         step = self._record(plan, batch, evaluating, will_count)
         self._prepare(plan, evaluating)
@@ -63,8 +64,8 @@ class Executor:
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
         try:
-            for feature in self._features:
-                feature.start_step(step)
+            for feature in self._rank.features:
+                feature.start(plan, evaluating)
             for action, certified in zip(actions, plan.certified_bytes, strict=False):
                 at = action.op
                 self._begin(action)
@@ -73,8 +74,8 @@ class Executor:
                 done += 1
                 self._end(step, action.op)
             at = "the end of the step"
-            for feature in self._features:
-                feature.end_step(step)
+            for feature in self._rank.features:
+                feature.end(plan, evaluating)
         except BaseException as error:
             error.add_note(self._where(step, at, error))
             self._unfinished = actions[done:]
@@ -91,13 +92,10 @@ class Executor:
     def skip(self, plan: Plan) -> None:
         """Instead of `run`: lets the other ranks run theirs, of which nothing will count."""
         self._prepare(plan, evaluating=False)
+        for feature in self._rank.features:
+            feature.start(plan, evaluating=False)
         self._unfinished, self._failed = plan.actions, None
         self.abandon()
-
-    def forget_sizes(self, learned: bool) -> None:
-        """The next micro-batches have other shapes than the last ones. If stages were `learned` anew for them, the
-        bytes of the next training step are counted."""
-        self._bytes.forget(learned)
 
     def abandon(self) -> None:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
@@ -124,6 +122,11 @@ class Executor:
         self._messages.abandon()
         self._unfinished = ()
 
+    def forget_sizes(self, learned: bool) -> None:
+        """The next micro-batches have other shapes than the last ones. If stages were `learned` anew for them, the
+        bytes of the next training step are counted."""
+        self._bytes.forget(learned)
+
     # Phases of a step
 
     def _record(self, plan: Plan, batch: Batch, evaluating: bool, will_count: Callable[[], bool]) -> StepRecord:
@@ -138,6 +141,7 @@ class Executor:
             counting=self._bytes.are_wanted(plan, batch, evaluating),
             mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
             will_count=will_count,
+            windows=NO_WINDOWS if evaluating else rank.reductions.windows(plan),
         )
 
     def _prepare(self, plan: Plan, evaluating: bool) -> None:
@@ -146,8 +150,6 @@ class Executor:
         self._messages.start_step()
         self._rank.pool.start_step()
         if not evaluating:
-            for feature in self._features:
-                feature.start_plan(plan)
             self._rank.link.start_step(plan.link_orders)
 
     # Phases of an op
@@ -157,29 +159,28 @@ class Executor:
         for message, source in action.post:
             self._messages.post(message, source, self._specs(message))
         for s in action.gathers:
-            for feature in self._features:
-                feature.before_gather(s)
-            self._replicas.gather(s)
+            if s in self._rank.freshen and self._rank.replicas.ranks(s):
+                self._rank.freshen[s]()  # the shards, before they are gathered
+            self._rank.replicas.gather(s)
 
     def _run(self, step: StepRecord, action: Action) -> None:
         """Runs one op. It takes what it needs before its time starts, and sends its result before its time ends."""
         op, handler = action.op, self._handlers[action.op.kind]
-        for feature in self._features:
-            feature.before_op(step, op)
+        if op in step.windows.room:
+            self._rank.reductions.let_go(step.windows.room[op])
         if op.kind == Kind.F and op.stage not in step.begun:
             self._begin_stage(step, op.stage)
         received = self._receive(step, action)
-        if op.kind == Kind.F:
-            for feature in self._features:
-                feature.before_forward(op.stage)
+        if op.kind == Kind.F and op.stage in self._rank.freshen:
+            self._rank.freshen[op.stage]()
         handler.wait(op)
         if action.to is not None:
             self._messages.make_room(action.to)
         start = step.mark()
-        made, copies = handler.run(step, op, received)
+        outputs, copies = handler.run(step, op, received)
         del received
         if action.sends is not None and action.to is not None:
-            self._messages.send(action.sends, made, action.to, self._sent_specs(op))
+            self._messages.send(action.sends, outputs, action.to, self._sent_specs(op))
         step.ops.append(OpRecord(op, start, step.mark(), copies))
 
     def _receive(self, step: StepRecord, action: Action) -> Tensors:
@@ -192,22 +193,27 @@ class Executor:
         return received
 
     def _end(self, step: StepRecord, op: Op) -> None:
-        """What may go on once the op was issued: the mean and the reduction of the stage's gradients, or what features
-        put off."""
+        """What may go on once the op was issued: the mean and the reduction of gradients, and what waits for one. No
+        stage begins its backwards before all ranks have begun the step, so `will_count` waits for no vote here."""
+        means, reductions = self._rank.means, self._rank.reductions
         if op in step.plan.completing:
-            self._rank.means.complete(op.stage)
-            if self._reductions.any and step.will_count():
-                self._reductions.complete(op.stage)
+            means.complete(op.stage)
+            if self._rank.replicas.reduced and step.will_count():
+                reductions.complete(op.stage)
+        elif op in step.windows.ends and step.will_count():
+            means.end_window(op.stage)
+            reductions.end_window(op.stage)
+        elif op in step.windows.ends:
+            self._rank.replicas.forget()
         elif step.evaluating and op in step.plan.closing:
-            self._replicas.shard(op.stage)
-        for feature in self._features:
-            feature.after_op(step, op)
+            self._rank.replicas.shard(op.stage)
+        reductions.resume()
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
-        """Before the first F of a stage: waits until its parameters are whole, and tells the stage which tensors are no
-        activations: its parameters and the batch."""
+        """Before the first F of a stage: waits until its parameters are whole, and names to the stage the tensors that
+        are no activations: its parameters and the batch."""
         step.begun.add(s)
-        self._replicas.wait(s)
+        self._rank.replicas.wait(s)
         layout = self._rank.layout
         inputs = step.inputs if s in layout.first else []
         targets = step.targets if s in layout.last else []
@@ -245,3 +251,72 @@ class Executor:
 def _name(op: Op) -> str:
     what = f"{op}: {op.kind.name} of stage {op.stage}"
     return what if op.kind in OPTIMIZER else f"{what}, micro-batch {op.microbatch}"
+
+
+class ByteCounts:
+    """What a rank holds after each op, by live storages, beside what the certificates allow: counted in traced steps,
+    in the first step by a plan, and after `forget`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._counted: Plan | None = None  # the last one whose bytes were counted
+        self._logged: set[str] = set()  # digests of the plans whose excess is in the log
+        self._certified: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # plan, evaluating, reduced
+
+    def are_wanted(self, plan: Plan, batch: Batch, evaluating: bool) -> bool:
+        """A `timed` step has a plan of its own, so that its bytes are counted only after `forget`."""
+        is_new = self._counted is None if batch.timed else plan is not self._counted
+        return not evaluating and (batch.trace or is_new)
+
+    def forget(self, learned: bool) -> None:
+        """The sizes of what passes between the stages have changed; some were `learned`."""
+        if learned:
+            self._counted = None
+        self._certified.clear()
+
+    def count(self, step: StepRecord, op: Op, handler: Handler, certified: int) -> None:
+        """After an op, in a step that is counted or traced."""
+        if step.counting or (step.tracing and step.evaluating):
+            step.gathered_bytes = max(step.gathered_bytes or 0, self._rank.replicas.held_bytes())
+        if step.counting:
+            step.count(op, None if handler.held_bytes is None else handler.held_bytes(op), certified)
+        if step.tracing:
+            step.allocated.append(self._allocated())
+
+    def end(self, step: StepRecord) -> dict[str, int | None]:
+        """After the last op: the peaks for the report, and what the plan allows. Logs once for each plan that
+        more was held than certified."""
+        rank, plan = self._rank, step.plan
+        if step.counting:
+            self._counted = plan
+        if step.excess is not None and plan.digest not in self._logged:
+            self._logged.add(plan.digest)
+            op, held, certified = step.excess
+            log.warning("rank %s holds %d bytes after %s, %d are certified", rank.team.name, held, op, certified)
+        messages, gathered = self._certified_peaks(step)
+        return {
+            "host_peak_bytes": rank.pool.peak_bytes,
+            "buffer_peak_bytes": rank.messages.peak_bytes,
+            "buffer_certified_bytes": messages,
+            "gathered_certified_bytes": gathered,
+            "cuda_peak_bytes": torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None,
+        }
+
+    def _certified_peaks(self, step: StepRecord) -> tuple[int, int]:
+        """Of messages, and of gathered parameters with their gradients. How large these are, a counted step finds."""
+        plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
+        reduced = step.windows.room
+        key = plan.digest, evaluating, bool(reduced)
+        if step.counting or key not in self._certified:
+            self._certified[key] = (
+                plan.message_peak(self._rank.message_bytes, evaluating),
+                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, reduced),
+            )
+        return self._certified[key]
+
+    def _allocated(self) -> int | None:
+        """`torch.cuda.memory_allocated`, which first makes a flat table of all statistics: that takes the host as long
+        as an op."""
+        if self._rank.device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_stats_as_nested_dict(self._rank.device)["allocated_bytes"]["all"]["current"])

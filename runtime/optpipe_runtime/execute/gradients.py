@@ -8,20 +8,31 @@ they are: they are multiplied by the number before.
 The reduction of a stage starts behind its last W: on CPU in a thread, on CUDA on a stream of its own, one at a time.
 Replicas may run different schedules, and communicate in one process group for all stages. So all start their reductions
 in the same order: the stage with the highest number first, because it is complete first in most schedules. A stage that
-is complete before its turn waits for it. Only replicas that have agreed on their schedule reduce in its order. A
-reduction is part of the other replicas' gradients, so none starts in a step that may still be undone.
+is complete before its turn waits for it. A reduction is part of the other replicas' gradients, so none starts in a
+step that may still be undone.
+
+Replicas that run one schedule for one problem reduce in the order of its program. Then stages that are sharded over
+them may be reduced several times a step (ZeRO-2), so that a rank holds few whole gradients (Lin et al. 2025,
+ChronosPipe, section 4.3). The first backward of one stage more than may be whole needs the room of the stage whose last
+backward or W lies longest ago: that one is reduced behind this op, at once, and waited for where its room is needed.
+Every wait is for an op that comes earlier in the common order of all ops (`lowering.actions`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optpipe_runtime.lowering.plan import Plan
+from optpipe.errors import InputError
+from optpipe.model.ops import Op
+from optpipe_runtime.lowering.plan import WEIGHT, Plan
 from optpipe_runtime.memory.engines import Handle, copy_engine
+from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
@@ -34,7 +45,7 @@ class GradientMeans:
     def __init__(self, stages: Mapping[int, StageRunner], replicas: Replicas, scales: bool) -> None:
         self._stages, self._replicas, self._scales = stages, replicas, scales
         self._divisor = 1
-        self._users: Counter[int] = Counter()  # by parameter, so many stages that still add to its gradient
+        self._users: Counter[int] = Counter()  # by parameter, the number of stages that still add to its gradient
 
     def start_step(self, plan: Plan) -> None:
         """Before the first op."""
@@ -85,49 +96,111 @@ class GradientMeans:
         yield from self._replicas.whole_gradients(s)
 
 
+class Windows(NamedTuple):
+    """Of one rank in one step. `ends`: the ops behind which the gradients of their stage leave, and before the stage's
+    last one. `room`: for each op that needs the room of another stage's gradients, that stage."""
+
+    ends: frozenset[Op]
+    room: Mapping[Op, int]
+
+
+NO_WINDOWS = Windows(frozenset(), {})
+
+
+def windows(ops: Iterable[Op], whole: int) -> Windows:
+    """The windows of a rank's ops, in program order, if it may hold `whole` stages' whole gradients."""
+    held: dict[int, Op] = {}  # by stage its last op that adds to them; the stage that was used last comes last
+    left: dict[int, Op] = {}  # the ops behind which stages left
+    ends: set[Op] = set()
+    room: dict[Op, int] = {}
+    for op in ops:
+        if op.kind not in WEIGHT:
+            continue
+        s = op.stage
+        if s in left:
+            ends.add(left.pop(s))
+        if s not in held and len(held) == whole:
+            oldest = next(iter(held))
+            left[oldest] = held.pop(oldest)
+            room[op] = oldest
+        held.pop(s, None)
+        held[s] = op
+    return Windows(frozenset(ends), room)
+
+
+@lru_cache(maxsize=1)
+def _windows_of(plan: Plan, whole: int) -> Windows:
+    return windows((action.op for action in plan.actions), whole)
+
+
+def require_windows(replicas: Replicas, whole: int | None) -> None:
+    """Raises `InputError` if the stages here cannot be reduced in windows, with `whole` of them whole at a time."""
+    if whole is None:
+        return
+    if not isinstance(whole, int) or whole < 1:
+        raise InputError(f"whole_gradients = {whole!r}: must be an integer, at least 1, or None for all stages")
+    for s, module in replicas.modules.items():
+        if any(p.requires_grad for p in module.parameters()) and not replicas.is_sharded(s):
+            raise InputError(
+                f"whole_gradients = {whole}: stage {s} is not sharded over replicas, so its gradients stay whole: use "
+                "fully_shard"
+            )
+        if len(replicas.sharing[s]) > 1:
+            raise InputError(
+                f"whole_gradients = {whole}: stages {sorted(replicas.sharing[s])} share a parameter, whose gradient is "
+                "whole until both are complete: leave out whole_gradients"
+            )
+    spans = sorted({tuple(sorted(ranks)) for s in replicas.modules if (ranks := replicas.ranks(s))})
+    if len(spans) > 1:
+        raise InputError(
+            f"whole_gradients = {whole}: a rank's stages must be sharded over the same ranks, these are over {spans}"
+        )
+
+
 # The gradients that a reduction reads, and the reduction.
 Reduction = tuple[list[Tensor], Callable[[], None]]
 
 
 class Reductions:
-    """Of one step after the other."""
+    """Of one step after the other.
 
-    def __init__(self, replicas: Replicas, device: torch.device) -> None:
-        self._replicas = replicas
+    Attributes
+    ----------
+    whole
+        Of how many stages gradients may be whole; None: of all.
+    in_windows
+        Whether this step runs in windows: those of one schedule, on which the replicas have agreed.
+    """
+
+    def __init__(self, replicas: Replicas, cpu_group: CpuGroup, device: torch.device, whole: int | None = None) -> None:
+        self.whole, self.in_windows = whole, False
+        self._replicas, self._cpu_group = replicas, cpu_group
         self._engine = copy_engine(device) if replicas.reduced else None
-        self._in_program_order = False
         self._complete: set[int] = set()
         self._last: dict[int, Handle] = {}  # the last reduction of each complete stage
         self._under_way: dict[int, Handle] = {}  # of stages whose gradients have not been let go
         self._read: dict[int, object] = {}  # the gradients that they read
+        self._waiting: dict[int, list[Callable[[], object]]] = {}  # by stage, what runs when its reduction has ended
 
-    @property
-    def any(self) -> bool:
-        """Whether a stage here has replicas."""
-        return bool(self._replicas.reduced)
-
-    def start_step(self, in_program_order: bool = False) -> None:
-        """`in_program_order`: all replicas run one schedule in this step, so each stage is reduced when it is
-        complete."""
-        self._in_program_order = in_program_order
+    def start_step(self, plan: Plan | None, on_trial: bool) -> None:
+        """Collective over the replicas, if there may be windows. `plan` is what runs in this step for certain, None if
+        that may change; `on_trial`: the step can be undone if a rank runs out of memory."""
         self._complete.clear()
         self._last.clear()
+        self._waiting.clear()
+        if self.whole is not None:
+            agreed = self._replicas.agree(0 if plan is None else plan.number ^ self.whole)
+            # On all ranks of the pipeline, where that decides whether the step can be undone.
+            self.in_windows = bool(self._cpu_group.minimum(agreed)[0]) if on_trial else agreed
 
-    def ended(self, s: int) -> bool:
-        """Whether the gradients of a stage here are those of this step over all replicas. Does not wait."""
-        if s not in self._replicas.reduced:
-            return True
-        end = self._last[s].end if s in self._last else None
-        if end is None or (isinstance(end, torch.cuda.Event) and not end.query()):  # type: ignore[no-untyped-call]
-            return False
-        with self._replicas.exchanging():
-            self._last[s].wait()
-        return True
+    def windows(self, plan: Plan) -> Windows:
+        """Of a training step by this plan."""
+        return _windows_of(plan, self.whole) if self.in_windows and self.whole is not None else NO_WINDOWS
 
     def complete(self, s: int) -> None:
         """In a step that counts, after the last W of a stage here: starts the reductions whose turn it is."""
         self._complete.add(s)
-        if self._in_program_order:
+        if self.in_windows:
             if s in self._replicas.reduced:
                 self._reduce_last(s)
             return
@@ -135,6 +208,13 @@ class Reductions:
             if not self._replicas.sharing[stage] <= self._complete:
                 return
             self._reduce_last(stage)
+
+    def _reduce_last(self, s: int) -> None:
+        self._last[s] = self.start(s, self._replicas.reduction)
+
+    def end_window(self, s: int) -> None:
+        """In a step that counts, behind the last op of a window: starts to reduce what it has added up."""
+        self.start(s, self._replicas.window)
 
     def start(self, s: int, reduction: Callable[[int], Reduction]) -> Handle:
         """Starts to reduce what a stage has added up. Nothing else may use these gradients from here on. On CUDA,
@@ -153,6 +233,28 @@ class Reductions:
             del self._read[s]
             self._replicas.end_window(s)
 
+    def when_ended(self, s: int, run: Callable[[], object]) -> None:
+        """Runs this once the gradients of a stage here are those of this step over all replicas: at once, in `resume`,
+        or at the end of the step. Never waits: replicas that run other schedules could wait for each other for ever."""
+        self._waiting.setdefault(s, []).append(run)
+        self.resume()
+
+    def resume(self) -> None:
+        """After an op: runs what waited for reductions that have ended."""
+        for s in [s for s in self._waiting if self._ended(s)]:
+            for run in self._waiting.pop(s):
+                run()
+
+    def _ended(self, s: int) -> bool:
+        if s not in self._replicas.reduced:
+            return True
+        end = self._last[s].end if s in self._last else None
+        if end is None or (isinstance(end, torch.cuda.Event) and not end.query()):  # type: ignore[no-untyped-call]
+            return False
+        with self._replicas.exchanging():
+            self._last[s].wait()
+        return True
+
     def finish(self) -> None:
         """Collective over the replicas, at the end of a step that counts: starts the reductions that are left, and
         waits for all. May be called twice."""
@@ -165,11 +267,11 @@ class Reductions:
         self._under_way.clear()
         self._read.clear()
         self._replicas.end_reductions()
+        while self._waiting:
+            for run in self._waiting.pop(next(iter(self._waiting))):
+                run()
 
     def close(self) -> None:
         """Ends the thread."""
         if self._engine is not None:
             self._engine.close()
-
-    def _reduce_last(self, s: int) -> None:
-        self._last[s] = self.start(s, self._replicas.reduction)

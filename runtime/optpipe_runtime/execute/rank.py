@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -47,9 +47,11 @@ class Rank:
     pool: HostPool
     link: Link
     levels: Mapping[str, Level]  # those by which activations may be recomputed, by name
-    features: Sequence[Feature] = ()  # what the rooms of `optpipe_runtime.features` add
+    features: Sequence[Feature] = ()  # kinds of op that may be left out
     # What the stages of all ranks get and give, by stage and form of micro-batch.
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
+    # By stage that is updated elsewhere: brings in its parameters after the last update.
+    freshen: dict[int, Callable[[], object]] = field(default_factory=dict)
     forms: tuple[int, ...] = ()  # of each micro-batch of the step: k * routes + r for one of shape k on route r
 
     def __post_init__(self) -> None:

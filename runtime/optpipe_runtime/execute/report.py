@@ -1,4 +1,4 @@
-"""What a step tells: losses, times, peak bytes, and on request a trace of its ops."""
+"""The report of a step: losses, times, peak bytes, and on request a trace of its ops."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optpipe.model.ops import Op
+from optpipe_runtime.execute.gradients import Windows
 from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
@@ -142,6 +143,7 @@ class StepRecord:
     counting: bool  # and bytes
     mark: Callable[[], Any]  # gives a mark of the clock, if the step is traced
     will_count: Callable[[], bool]  # see `Executor.run`
+    windows: Windows  # of gradients; none in an evaluation
 
     results: dict[int, Any] = field(default_factory=dict)  # what the last modules return, by micro-batch, if asked for
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -169,7 +171,7 @@ class StepRecord:
             self.excess = Excess(op, self._now, certified)
 
     def report(self, clock: Clock, begun: Any, ended: Any, peaks: Mapping[str, Any]) -> StepReport:
-        """The report of a step that ran between these two marks. `peaks` are its fields that `ByteCounts` knows."""
+        """The report of a step that ran between these two marks. `peaks` are its fields that `ByteCounts` has."""
         return StepReport(
             losses=[float(self.losses[j]) for j in sorted(self.losses)] if self.losses else None,
             step_ms=clock.ms(begun, ended),

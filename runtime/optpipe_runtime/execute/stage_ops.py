@@ -41,11 +41,11 @@ class StageOps:
         target = step.targets[j] if ends else ()
         kwargs = step.kwargs[s][j] if step.kwargs else {}
         if step.evaluating:
-            made = stage.evaluate(j, received, target, form, kwargs)
+            outputs = stage.evaluate(j, received, target, form, kwargs)
         else:
             plan = step.plan
             leaving = activation in plan.leaving
-            made = stage.forward(
+            outputs = stage.forward(
                 j,
                 received,
                 target,
@@ -56,8 +56,8 @@ class StageOps:
                 kwargs=kwargs,
             )
         if ends:
-            step.losses[j] = made[0]
-        return Done(made)
+            step.losses[j] = outputs[0]
+        return Done(outputs)
 
     def _recompute(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         self._stages[op.stage].recompute(op.microbatch)

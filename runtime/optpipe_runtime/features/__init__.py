@@ -1,7 +1,5 @@
-"""Kinds of op that may be left out, each added by one `Feature` (`execute.handler`), and other changes of a step.
+"""Kinds of op that may be left out, each added by one `Feature` (`execute.handler`).
 
 - `evictions`: activations wait on a peer (ops E, L, A, V);
-- `windows`: gradients are reduced several times a step (ZeRO-2);
-- `host_updates`: optimizers on the host (ops G, U, P);
-- `post_validation`: updates that do not wait for the norm of all gradients.
+- `host_updates`: optimizers on the host (ops G, U, P); `host_optimizer`: one of them.
 """

@@ -4,7 +4,7 @@ what must be equal."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe.errors import InputError
-from optpipe_runtime.features.host_updates import Factory
+from optpipe_runtime.execute.batch import ChunkSpecs
+from optpipe_runtime.features.host_optimizer import Factory
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
 from optpipe_runtime.torch_private.modules import compiled_call
@@ -40,6 +41,7 @@ class Options:
     inner: dist.ProcessGroup | DeviceMesh | None = None
     recompute: Sequence[str | Policy] = ("full",)
     scale_grads: bool = True
+    specs: ChunkSpecs = field(default_factory=ChunkSpecs)
 
 
 def require_valid_arguments(options: Options, rank: int, ranks: int) -> None:

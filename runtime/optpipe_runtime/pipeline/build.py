@@ -1,4 +1,4 @@
-"""Makes what one rank of a pipeline has, from the arguments of `Pipeline`."""
+"""From the arguments of `Pipeline` to what runs its steps on one rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.gradients import GradientMeans, Reductions
+from optpipe_runtime.execute.gradients import GradientMeans, Reductions, require_windows
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.evictions import Evictions
 from optpipe_runtime.features.host_updates import HostUpdates
-from optpipe_runtime.features.post_validation import PostValidations
-from optpipe_runtime.features.windows import GradientWindows
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link, channel_tokens, require_queues
@@ -28,6 +26,7 @@ from optpipe_runtime.pipeline.arguments import (
     require_no_cuda_graphs,
     require_valid_arguments,
 )
+from optpipe_runtime.pipeline.step_runner import StepRunner
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.grid import require_inner
 from optpipe_runtime.ranks.layout import Layout
@@ -44,7 +43,7 @@ class _Checked(NamedTuple):
     levels: Mapping[str, Level]
 
 
-def build(options: Options) -> Rank:
+def build(options: Options) -> StepRunner:
     """Collective. Raises `InputError` for arguments that are wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
         raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
@@ -82,20 +81,18 @@ def build(options: Options) -> Rank:
         device=device,
         stages=stages,
         replicas=replicas,
-        reductions=Reductions(replicas, device),
+        reductions=Reductions(replicas, cpu_group, device, options.whole_gradients),
         means=GradientMeans(stages, replicas, options.scale_grads),
         messages=Messages(team, layout, device),
         pool=pool,
         link=link,
         levels=checked.levels,
     )
-    rank.features = [
-        Evictions(rank),
-        GradientWindows(rank, options.whole_gradients),
-        HostUpdates(rank, options.host_optimizers or {}, options.clip_host_updates),
-        PostValidations(rank),
-    ]
-    return rank
+    evictions = Evictions(rank)
+    cpu_group.on_each_rank(lambda: require_windows(replicas, options.whole_gradients))
+    host_updates = HostUpdates(rank, options.host_optimizers or {}, options.clip_host_updates)
+    rank.features = [evictions, host_updates]
+    return StepRunner(rank, host_updates, options.specs)
 
 
 def _check(options: Options, team: Team) -> _Checked:

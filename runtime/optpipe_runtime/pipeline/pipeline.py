@@ -13,8 +13,7 @@ keep what they have and the log says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -27,17 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.batch import Batch, ChunkSpecs
-from optpipe_runtime.execute.handler import find_feature
+from optpipe_runtime.execute.batch import ChunkSpecs
+from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.features.host_updates import Factory, HostOptimizer, HostUpdates
-from optpipe_runtime.features.post_validation import PostValidations
+from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.pipeline.arguments import Options
 from optpipe_runtime.pipeline.build import build
-from optpipe_runtime.pipeline.step_runner import StepRunner
+from optpipe_runtime.pipeline.post_validation import PostValidation
 from optpipe_runtime.ranks.clipping import Counted, clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
@@ -53,7 +51,7 @@ def collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concat
 
     @wraps(method)
     def together(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
-        with self._call(method.__name__):
+        with self.runner.call(method.__name__):
             return method(self, *arguments, **options)
 
     return together
@@ -121,6 +119,8 @@ class Pipeline:
     ----------
     measured
         What `profile` found, with the spread of each measurement; None before.
+    runner
+        Runs the steps; for what is built on a pipeline, as `PlannedSteps`.
 
     Raises
     ------
@@ -168,30 +168,17 @@ class Pipeline:
             inner=inner,
             scale_grads=scale_grads,
             recompute=recompute,
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {}),
         )
-        self._rank = build(options)
-        self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})
-        self._step_runner = StepRunner(self._rank)
-        self._schedules = self._step_runner.schedules
-        self._ties = self._step_runner.ties
+        self.runner = build(options)
         self.measured: Measured | None = None
-        self._closed = False
         shared = shared_parameters(stages)
         for key in sorted({key for keys in self._rank.cpu_group.gather(list(shared)) for key in keys}):
             self._add_tie(shared.get(key))
 
-    @contextmanager
-    def _call(self, name: str) -> Iterator[None]:
-        """Wraps one call that all ranks make: if one fails, all fail; if another has called another method, all are
-        told."""
-        if self._closed:
-            raise InputError(f"{name} was called after close: this pipeline has ended, make a new one")
-        with self._rank.team.collective():
-            self._rank.cpu_group.enter(name)
-            if name != "step":  # which votes itself
-                self._rank.cpu_group.minimum()
-                self._step_runner.settle()
-            yield
+    @property
+    def _rank(self) -> Rank:
+        return self.runner.rank
 
     # Training
 
@@ -236,7 +223,9 @@ class Pipeline:
         StepReport
             Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
-        return self._step_runner.step(self._batch(inputs, targets, kwargs, trace, outputs, weights))
+        return self.runner.step(
+            self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
+        )
 
     @collective
     def evaluate(
@@ -253,19 +242,9 @@ class Pipeline:
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs, trace, outputs, weights))
-
-    def _batch(
-        self,
-        inputs: Any,
-        targets: Any,
-        kwargs: Mapping[Any, Any] | None,
-        trace: bool = False,
-        outputs: bool = False,
-        weights: Sequence[float] | None = None,
-        timed: bool = False,
-    ) -> Batch:
-        return Batch(inputs, targets, kwargs or {}, self._chunk_specs, trace, outputs, weights, timed)
+        return self.runner.evaluate(
+            self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
+        )
 
     @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -287,22 +266,19 @@ class Pipeline:
             between inner peers.
         """
         norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
-        for feature in self._rank.features:
-            feature.after_clipping()
+        self.runner.host_updates.after_clipping()
         return norm
 
     def _counted(self) -> Counted:
         """The parameters here, by name, and those of them that another rank counts in a norm. For those that are
         updated elsewhere, what has their gradients."""
-        elsewhere: dict[nn.Parameter, nn.Parameter] = {}
-        for feature in self._rank.features:
-            elsewhere |= feature.gradient_holders()
+        elsewhere = self.runner.host_updates.gradient_holders()
         parameters = {
             f"stage {s}: {name}": elsewhere.get(parameter, parameter)
             for s, stage in self._rank.stages.items()
             for name, parameter in stage.named_parameters().items()
         }
-        return parameters, (parameter for tie in self._ties for parameter in tie.uncounted)
+        return parameters, (parameter for tie in self.runner.ties for parameter in tie.uncounted)
 
     @collective
     def post_validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> None:
@@ -331,9 +307,13 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-        validations = find_feature(self._rank.features, PostValidations)
-        assert validations is not None
-        validations.add(optimizer, max_norm, self._counted)
+        validation = PostValidation(optimizer, max_norm, self._rank, self._counted)
+        if self.runner.host_updates.any:
+            raise InputError(
+                "post_validate: a step that updates stages on the host cannot be undone, so the ranks meet before each "
+                "step and gain nothing by updates ahead of the norm: use clip_grad_norm_"
+            )
+        self.runner.validations.append(validation)
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
@@ -342,15 +322,13 @@ class Pipeline:
         Call it before parameters are read, saved or changed, on any rank, when all have called `optimizer.step`.
         `evaluate` and all else that ranks do together, other than `step`, does so, too.
         """
-        for feature in self._rank.features:
-            feature.synchronize()
+        self.runner.synchronize()
 
     @property
     def host_optimizers(self) -> Mapping[int, HostOptimizer]:
         """The optimizers on the host of this rank's stages. Each has `optimizer`, for a scheduler of learning rates,
         `state_dict` and `load_state_dict`."""
-        updates = find_feature(self._rank.features, HostUpdates)
-        return {} if updates is None else updates.optimizers
+        return self.runner.host_updates.optimizers
 
     @collective
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
@@ -367,12 +345,11 @@ class Pipeline:
             without one.
         """
         tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
-        for feature in self._rank.features:
-            feature.require_tie(tied)
+        self.runner.host_updates.require_tie(tied)
         self._add_tie(copy)
 
     def _add_tie(self, copy: nn.Parameter | nn.Module | None) -> None:
-        self._ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
+        self.runner.ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
 
     @collective
     def gather(self, value: Any) -> list[Any]:
@@ -405,16 +382,16 @@ class Pipeline:
     def problem(self) -> Problem | None:
         """What `profile` measured; None before. From then on every schedule must be valid and fit for it. Set the same
         problem on every rank to change it."""
-        return self._schedules.problem
+        return self.runner.schedules.problem
 
     @problem.setter
     def problem(self, problem: Problem | None) -> None:
-        self._schedules.problem = problem
+        self.runner.schedules.problem = problem
 
     @property
     def plan(self) -> Plan | None:
         """What this rank runs now."""
-        return self._schedules.running.plan
+        return self.runner.schedules.loaded
 
     @property
     def schedule(self) -> Schedule | None:
@@ -424,12 +401,12 @@ class Pipeline:
     @property
     def version(self) -> int:
         """How many schedules have been swapped in."""
-        return self._schedules.running.version
+        return self.runner.schedules.version
 
     @property
     def preparing(self) -> bool:
         """Whether an offer is being prepared: between two steps the same on every rank."""
-        return self._schedules.offers.preparing
+        return self.runner.schedules.offers.preparing
 
     @collective
     def load(self, schedule: Schedule | None) -> None:
@@ -447,12 +424,12 @@ class Pipeline:
         ScheduleError
             If it cannot run here; one sentence says why.
         """
-        self._schedules.load(schedule)
+        self.runner.schedules.load(schedule)
 
     def offer(self, schedule: Schedule) -> None:
         """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread. Of inner peers
         the first one's counts."""
-        self._schedules.offer(schedule)
+        self.runner.schedules.offer(schedule)
 
     # Profile, end
 
@@ -488,15 +465,13 @@ class Pipeline:
         Problem
             The same on every rank.
         """
-        batch = self._batch(inputs, targets, kwargs)
-        self.measured = self._step_runner.profile(batch, activation_budget_bytes, offload_parts, repeats)
+        batch = self.runner.batch(inputs, targets, kwargs)
+        self.measured = self.runner.profile(batch, activation_budget_bytes, offload_parts, repeats)
         return self.measured.problem
 
     def close(self) -> None:
         """Ends the threads of this pipeline, which cannot be used any more."""
-        if not self._closed:
-            self._closed = True
-            self._step_runner.close()
+        self.runner.close()
 
     def __enter__(self) -> Pipeline:
         return self

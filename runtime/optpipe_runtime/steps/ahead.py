@@ -26,8 +26,7 @@ from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.steps.planner import StepAnnouncement, Unmeasured
-from optpipe_runtime.swap.schedules import share_schedule
-from optpipe_runtime.swap.trials import PlannedStep
+from optpipe_runtime.swap.schedules import PlannedStep, share_schedule
 
 log = logging.getLogger("optpipe.runtime")
 

@@ -38,7 +38,7 @@ from optpipe_runtime.steps.planner import (
     Unmeasured,
     measured_step,
 )
-from optpipe_runtime.swap.trials import PlannedStep
+from optpipe_runtime.swap.schedules import PlannedStep
 
 REPEATS = 3  # of each measurement of a profile
 
@@ -83,7 +83,7 @@ class PlannedSteps:
         offload_parts: int = 1,
         costs: CostModel | None = None,
     ) -> None:
-        rank, runner = pipe._rank, pipe._step_runner
+        rank, runner = pipe.runner.rank, pipe.runner
         if len(pipe.layout.routes) > 1:
             raise InputError(f"routes has {len(pipe.layout.routes)} entries: a schedule for every step needs one route")
         if set(rank.levels.values()) - {FULL}:
@@ -91,8 +91,11 @@ class PlannedSteps:
                 f"recompute = {tuple(rank.levels)}: with a schedule for every step a pipeline recomputes by level "
                 "'full' only"
             )
-        for feature in rank.features:
-            feature.require_own_schedules()
+        if rank.reductions.whole is not None:
+            raise InputError(
+                f"whole_gradients = {rank.reductions.whole}: all replicas must run one schedule then, so a step cannot "
+                "have its own: leave it out"
+            )
         stages = len(pipe.layout.placement)
 
         def require_arguments() -> None:
@@ -149,7 +152,7 @@ class PlannedSteps:
     def announce(self, inputs: Any = None, targets: Any = None, kwargs: Mapping[Any, Any] | None = None) -> None:
         """Announces the micro-batches of the step after those that were announced before, without waiting. Their
         tensors may still be filled, but keep their shapes."""
-        batch, features = self._pipe._batch(inputs, targets, kwargs), None
+        batch, features = self._runner.batch(inputs, targets, kwargs), None
         try:
             shapes: BatchShapes | InputError = self._runner.learner.describe(batch)
             if self._planner is not None:
@@ -185,7 +188,7 @@ class PlannedSteps:
         if not self._prepared:
             self.announce(inputs, targets, kwargs)
         announcement, prepared = self._prepared.popleft()
-        batch = self._pipe._batch(inputs, targets, kwargs, trace, outputs, weights, timed=True)
+        batch = self._runner.batch(inputs, targets, kwargs, trace=trace, outputs=outputs, weights=weights, timed=True)
         with self._rank.team.collective():
             planned = prepared.wait()
         with self._rank.team.local():
@@ -198,7 +201,7 @@ class PlannedSteps:
                 planned = self._prepare(announcement._replace(measured=())).wait()
             return planned
 
-        with self._pipe._call("step"):
+        with self._runner.call("step"):
             report = self._runner.step(batch, plan)
         assert isinstance(planned, PlannedStep)
         self.schedule = planned.plan.schedule

@@ -1,7 +1,7 @@
 """`Offers`: schedules that are offered on rank 0 while the training runs.
 
-Each is prepared on every rank beside the training. With each step the ranks tell each other how far they are, and
-before the first step after that in which all were ready, they swap. No step waits for one that is still being prepared.
+Each is prepared on every rank beside the training. With each step the ranks vote how far they are, and before the first
+step after that in which all were ready, they swap. No step waits for one that is still being prepared.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Offers:
     """Prepares one offer at a time. If a rank refuses it, all ranks keep what they have.
 
     `prepare` gets rank 0's schedule in a thread of its own on every rank, and may use collectives that the training
-    does not. `accept` raises `OptPipeError` if this rank cannot run the plan. `due` tells, on all ranks alike, that all
-    are ready to swap.
+    does not. `accept` raises `OptPipeError` if this rank cannot run the plan. `due`, on all ranks alike: all are ready
+    to swap.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Offers:
         return self._preparation is not None
 
     def votes(self) -> tuple[int, int]:
-        """What this rank tells with a step. `heard` wants the minimum of each over all ranks."""
+        """What this rank votes with a step. `count` takes the minimum of each over all ranks."""
         with self._lock:
             nothing_new = self._newest is None
         return READY if self._preparation is None else self._preparation.state, nothing_new
 
-    def heard(self, state: int, nothing_new: int) -> None:
-        """With the same step, on every rank: what all have told."""
+    def count(self, state: int, nothing_new: int) -> None:
+        """With the same step, on every rank: the votes of all."""
         if self._preparation is not None:
             self.due = state == READY
             if state == REFUSED:

@@ -1,19 +1,24 @@
-"""`Schedules`: prepares schedules for a pipeline, loads them, and swaps them in between two steps."""
+"""`Schedules`: which schedule a pipeline runs, what is prepared to replace it, and when to go back to the one before.
+
+A pipeline goes back if an offered schedule is measured to be slower (one that the user loads is meant to run), or if
+the first step by it runs out of memory: all ranks then undo that step and repeat it. A step may have a schedule of its
+own, for that step only; it may be undone, too, if it may hold more bytes than all such steps before.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from operator import gt
+from typing import Any
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.batch import Batch
-from optpipe_runtime.execute.executor import Executor
+from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
@@ -22,60 +27,72 @@ from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.subgroup import LostError
 from optpipe_runtime.swap.offers import Offers
-from optpipe_runtime.swap.running import RunningSchedule
-from optpipe_runtime.swap.trials import PlannedStep
+from optpipe_runtime.swap.step_times import StepTimes
 
 log = logging.getLogger("optpipe.runtime")
 
 
-def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:
-    """Collective: the schedule, or something else, that rank `source` makes, on every rank. Raises on all ranks the
-    `OptPipeError` that making it raises. A schedule travels without what was computed of it."""
-    made: Any = None
-    if cpu_group.rank == source:
-        try:
-            made = make()
-        except OptPipeError as error:
-            made = error
-    told = made
-    if isinstance(made, Schedule):
-        told = _Parts((made.problem, made.programs, dict(made.links), made.method, made.placement))
-    received = cpu_group.broadcast(told, source)
-    if isinstance(received, OptPipeError):
-        raise received
-    if isinstance(received, _Parts):
-        return made if cpu_group.rank == source else Schedule(*received.parts)
-    return received
+@dataclass
+class PlannedStep:
+    """A step with a schedule of its own, that all ranks have prepared."""
 
-
-class _Parts(NamedTuple):
-    """Of a schedule, as its constructor takes them."""
-
-    parts: tuple[Any, ...]
+    plan: Plan
+    shapes: Sequence[BatchShapes | InputError]  # of its micro-batches, by rank
+    one_at_a_time: Callable[[], Plan | None]  # makes the plan if memory runs out; None if this rank cannot run it
 
 
 class Schedules:
-    """The schedules of one rank. `problem` is what was measured here, None before the profile: every schedule must be
-    valid and fit for it."""
+    """The schedules of one rank. What is not of this rank's plan is the same on every rank.
 
-    def __init__(self, rank: Rank, learner: Learner, executor: Executor) -> None:
-        self._rank, self._learner, self._executor = rank, learner, executor
+    Attributes
+    ----------
+    problem
+        What was measured here, None before the profile: every schedule must be valid and fit for it.
+    loaded
+        The plan that was loaded or swapped in last.
+    version
+        How many were.
+    planned
+        This step, if it has a schedule of its own.
+    """
+
+    def __init__(self, rank: Rank, learner: Learner) -> None:
+        self._rank, self._learner = rank, learner
         self.problem: Problem | None = None
-        self.running = RunningSchedule(rank.cpu_group)
-        self.planned: PlannedStep | None = None  # this step, if it has a schedule of its own
-        self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
+        self.loaded: Plan | None = None
+        self.version = 0
+        self.planned: PlannedStep | None = None
         self.offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
+        self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
         self._batch = Batch()  # of this step
+        self._steps = 0
+        self._is_first = False  # the next step is the first by the loaded schedule
+        self._before: Plan | None = None  # to go back to from that one
+        self._back: tuple[Plan, str] | None = None  # the schedule to go back to before the next step, and why
+        self._refused: set[str] = set()  # digests of schedules that went wrong
+        self._step_times = StepTimes()
+        self._last_ms = 0.0  # of the last step here by the loaded schedule, until it is sent to the others
+        self._most_bytes: list[int] = []  # certified for each device, of all planned steps that have run
 
     @property
     def plan(self) -> Plan:
         """What runs. Raises `InputError` if nothing is loaded."""
-        plan = self.running.plan if self.planned is None else self.planned.plan
+        plan = self.loaded if self.planned is None else self.planned.plan
         if plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
         return plan
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether this step is to be undone if a rank runs out of memory."""
+        if self.planned is None:
+            return self._is_first
+        return not self._most_bytes or any(map(gt, _certified(self.planned.plan), self._most_bytes))
+
+    # Between two steps, from outside
+
     def offer(self, schedule: Schedule) -> None:
+        """From any thread of rank 0."""
         if self._rank.number != 0:
             raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
         if self._rank.cpu_group.rank == 0:  # of inner peers the first one's count
@@ -87,8 +104,7 @@ class Schedules:
         plan, complaint = None, None
         try:
             plan = self._prepare_shared(schedule, self._rank.cpu_group)
-            if self._same_microbatches(plan):
-                self.reserve(plan)
+            self._reserve_now(plan)
         except LostError:
             raise
         except OptPipeError as error:
@@ -101,69 +117,79 @@ class Schedules:
                 reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently"
             )
         assert plan is not None
-        self.swap(plan)
+        self._swap(plan)
 
-    def heard(self, votes: Sequence[int], step_ms: float | None, same_batch: bool) -> None:
-        """What all ranks have told with it: the minimum of their votes; and see `RunningSchedule.heard`."""
-        self.offers.heard(*votes)
-        self.running.heard(step_ms, same_batch)
+    # Around a step
+
+    def votes(self) -> tuple[int, int, int]:
+        """What this rank votes with a step: for the offer, and how long its last step took, in microseconds less than
+        0."""
+        microseconds, self._last_ms = round(1e3 * self._last_ms), 0.0
+        return *self.offers.votes(), -microseconds
+
+    def count(self, votes: Sequence[int], same_batch: bool) -> None:
+        """Takes the least of all ranks' `votes` for a step. `same_batch`: batch and model have the shapes of before."""
+        state, nothing_new, minus_microseconds = votes
+        self.offers.count(state, nothing_new)
+        slower = self._step_times.add(-minus_microseconds / 1e3) if minus_microseconds else None
+        if not same_batch:
+            self._step_times.forget()
+        elif slower is not None:
+            slow, before = slower
+            self._back = (
+                before.plan,
+                f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms",
+            )
 
     @property
     def swap_due(self) -> bool:
         """Whether the ranks have to meet before the next step."""
-        return self.offers.due or self.running.back is not None
+        return self.offers.due or self._back is not None
 
     def swap_if_due(self, batch: Batch) -> None:
         """Collective, before a step with this batch."""
         self._batch = batch
         if self.offers.due and (plan := self.offers.take()) is not None:
-            self.swap(plan, offered=True)
-        elif self.running.back is not None:
-            self.swap(*self.running.back)
+            self._swap(plan, offered=True)
+        elif self._back is not None:
+            self._swap(*self._back)
 
-    def swap(self, plan: Plan, going_back: str = "", offered: bool = False) -> None:
-        """Between two steps: runs `plan` from now on. Every rank must swap to the same one."""
-        if not self._executor.idle:
-            raise OptPipeError("a schedule can be swapped only between two steps")
-        if self._same_microbatches(plan):
-            self.reserve(plan)
+    def end_step(self, ms: float) -> None:
+        """A step counts, which took so long here."""
+        if self.planned is None:
+            self._steps, self._is_first, self._before, self._last_ms = self._steps + 1, False, None, ms
         else:
-            self._change_microbatches(plan)
-        self.running.swap(plan, offered, going_back)
+            peaks = _certified(self.planned.plan)
+            self._most_bytes = list(map(max, peaks, self._most_bytes or peaks))
 
-    def go_back(self, complaint: str) -> None:
-        """Collective, after a first step by a schedule that some rank could not finish: swaps to the one before."""
-        self.swap(*self.running.give_up(complaint))
-
-    def learn(self, batch: Batch) -> None:
-        """Collective: learns what passes between the stages, and reserves host memory for what it finds."""
-        varied, known = self._learner.varies, self._learner.done
-        learned = self._learn(batch)
-        if known and learned and self.problem is not None and not (varied or self._learner.varies):
-            log.warning(
-                "the batch or the stages differ from the profiled ones: the time and memory that the "
-                "schedule needs are not known"
+    def give_up(self, complaint: str) -> None:
+        """Collective, after a step on trial that some rank could not finish: the loaded schedule is that of before; a
+        step with a schedule of its own runs one micro-batch at a time. Raises `OptPipeError` if that is no way out."""
+        why = next(text for text in self._rank.cpu_group.gather(complaint) if text)
+        if self.planned is not None:
+            self._give_up_planned(self.planned, why)
+            return
+        if self._before is None:
+            raise OptPipeError(
+                f"{why}; the step is undone, and there is no schedule to go back to: load one that needs less memory"
             )
-        if self.running.plan is not None and self.planned is None:
-            with self._rank.team.local():
-                self.reserve(self.running.plan)
+        self._swap(self._before, f"ran out of memory: {why}")
 
-    def learn_first(self, batch: Batch) -> None:
-        """Collective: the same if nothing was learned yet, or for another number of micro-batches."""
-        while not self._learner.done:
-            plan, complaint = self.plan, ""
-            self._learn(batch)
-            try:
-                self.reserve(plan)
-            except OptPipeError as error:  # too little host memory
-                complaint = self._rank.team.describe(error)
-            if not self._rank.cpu_group.minimum(not complaint)[0]:
-                self.go_back(complaint)
-
-    def _learn(self, batch: Batch) -> bool:
-        learned = self._learner.learn(batch)
-        self._executor.forget_sizes(learned)
-        return learned
+    def _give_up_planned(self, step: PlannedStep, why: str) -> None:
+        plan = step.one_at_a_time()
+        if plan is not None and plan.digest == step.plan.digest:
+            plan = None
+        if not self._rank.cpu_group.all_equal(None if plan is None else plan.number):
+            raise OptPipeError(
+                f"{why}; the step is undone: leave it out or cut its largest micro-batch, and give a smaller "
+                "activation_budget_bytes"
+            )
+        assert plan is not None
+        if self._rank.cpu_group.rank == 0:
+            log.warning(
+                "%s; the step runs again, one micro-batch at a time: give a smaller activation_budget_bytes", why
+            )
+        step.plan = plan
 
     def reserve(self, plan: Plan) -> None:
         """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
@@ -176,17 +202,42 @@ class Schedules:
 
         pool.reserve(plan.host_peak(lambda s, j, part: sizes(s, plan.recomputed.get((s, j), ""))[part]))
 
-    def _same_microbatches(self, plan: Plan) -> bool:
-        return plan.problem.microbatches == self._rank.microbatches
+    # Swap
 
-    def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
-        """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
-        on its own problem: the costs measured here are of larger or smaller micro-batches."""
-        layout, scheduled = self._rank.whole_layout, Layout.from_problem(schedule.problem)
-        if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
-            return replace(layout, microbatch_routes=scheduled.microbatch_routes), None
-        profiled = self.problem if self.problem and self.problem.microbatches == layout.microbatches else None
-        return layout, profiled
+    def _swap(self, plan: Plan, going_back: str = "", offered: bool = False) -> None:
+        """Between two steps: runs `plan` from now on. Every rank must swap to the same one. `going_back` says what was
+        wrong with the schedule before, if it is that."""
+        if not self._reserve_now(plan):  # the next step learns its stages again
+            self._rank.microbatches = plan.problem.microbatches
+            routes = Layout.from_problem(plan.problem).microbatch_routes
+            self._rank.layout = replace(self._rank.layout, microbatch_routes=routes)
+            self._learner.forget()
+            if self.problem is not None:
+                self.problem = plan.problem
+        before = self.loaded
+        if self._rank.cpu_group.rank == 0:
+            text = f"step {self._steps + 1}: schedule {_name(plan)} (predicted {plan.schedule.makespan_ms:.1f} ms)"
+            text += f" replaces {_name(before)}" if before else ""
+            log.info("%s", f"{text}, which {going_back}" if going_back else text)
+        if going_back:
+            assert before is not None
+            self._refused.add(before.digest)
+        elif not offered:
+            self._refused.discard(plan.digest)  # loading it makes it welcome again
+        self._step_times.swapped(plan, comparable=offered)
+        self._before, self.loaded = None if going_back else before, plan
+        self._is_first, self._back, self._last_ms = True, None, 0.0
+        self.version += 1
+
+    def _reserve_now(self, plan: Plan) -> bool:
+        """Reserves host memory, unless the plan is for another number of micro-batches, whose sizes are learned first.
+        Returns whether it has."""
+        if plan.problem.microbatches != self._rank.microbatches:
+            return False
+        self.reserve(plan)
+        return True
+
+    # Preparation
 
     def _prepare_shared(self, schedule: Schedule | None, cpu_group: CpuGroup) -> Plan:
         """Collective: rank 0's schedule as this rank's plan. Rank 0 checks it, the others rely on that."""
@@ -203,18 +254,26 @@ class Schedules:
         layout, problem = self._context(shared)
         return lower(shared, self._rank.number, layout, problem)
 
+    def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
+        """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
+        on its own problem: the costs measured here are of larger or smaller micro-batches."""
+        layout, scheduled = self._rank.whole_layout, Layout.from_problem(schedule.problem)
+        if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
+            return replace(layout, microbatch_routes=scheduled.microbatch_routes), None
+        profiled = self.problem if self.problem and self.problem.microbatches == layout.microbatches else None
+        return layout, profiled
+
     def _prepare_offer(self, schedule: Schedule | None) -> Plan:
         plan = self._prepare_shared(schedule, self._beside)
-        self.running.require_not_refused(plan)
-        if self._same_microbatches(plan):
-            self.reserve(plan)  # here, because locking tens of GB takes many seconds
+        if plan.digest in self._refused:
+            raise ScheduleError(f"{_name(plan)} has run here before, and was slower than another or ran out of memory")
+        self._reserve_now(plan)  # here, because locking tens of GB takes many seconds
         _ = plan.schedule.makespan_ms  # computed here and kept, for the log of the swap
         return plan
 
     def _accept(self, plan: Plan) -> None:
         """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
-        if self._same_microbatches(plan):
-            self.reserve(plan)
+        if self._reserve_now(plan):
             return
         m = plan.problem.microbatches
         if self._rank.takes_inputs:
@@ -224,12 +283,29 @@ class Schedules:
         for s in self._rank.stages:
             self._batch.cut_kwargs(s, m)
 
-    def _change_microbatches(self, plan: Plan) -> None:
-        """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""
-        self._rank.microbatches = plan.problem.microbatches
-        self._rank.layout = replace(
-            self._rank.layout, microbatch_routes=Layout.from_problem(plan.problem).microbatch_routes
-        )
-        self._learner.forget()
-        if self.problem is not None:
-            self.problem = plan.problem
+
+def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:
+    """Collective: the schedule, or something else, that rank `source` makes, on every rank. Raises on all ranks the
+    `OptPipeError` that making it raises. A schedule travels without what was computed of it."""
+    result: Any = None
+    if cpu_group.rank == source:
+        try:
+            result = make()
+        except OptPipeError as error:
+            result = error
+    is_schedule, sent = isinstance(result, Schedule), result
+    if is_schedule:
+        sent = result.problem, result.programs, dict(result.links), result.method, result.placement
+    is_schedule, received = cpu_group.broadcast((is_schedule, sent), source)
+    if isinstance(received, OptPipeError):
+        raise received
+    return result if cpu_group.rank == source else Schedule(*received) if is_schedule else received
+
+
+def _certified(plan: Plan) -> list[int]:
+    """The most bytes that each device may hold."""
+    return [peak.bytes for peak in plan.certificate.device]
+
+
+def _name(plan: Plan) -> str:
+    return plan.schedule.method or plan.digest[:8]

@@ -128,7 +128,7 @@ def freed(schedule: Schedule) -> tuple[int, int, list[bool]]:
     stage_bytes: dict[str, int] = {}
     with cases.pipeline({0: module}, schedule, mse_loss) as pipe:
         report = [pipe.step(x, torch.zeros_like(x), trace=True) for _ in range(2)][-1]
-        locked = [page.is_pinned() for page in pipe._rank.pool.take(1)] if ON_CUDA else [True]
+        locked = [page.is_pinned() for page in pipe.runner.rank.pool.take(1)] if ON_CUDA else [True]
     for before, after in zip(report.trace, report.trace[1:], strict=False):
         kind = after.op.kind.name
         counted = (before.allocated_bytes, after.allocated_bytes) if ON_CUDA else (before.held_bytes, after.held_bytes)

@@ -75,7 +75,7 @@ def train(
 
     losses, gradients = [], []
     with mock.patch.object(runner, "OnHost", SlowOnHost), pipeline(modules, schedules[0]) as pipe:
-        for token, _ in pipe._rank.link._shared if alone else ():
+        for token, _ in pipe.runner.rank.link._shared if alone else ():
             token._pass = lambda transfer, other: None  # type: ignore[method-assign]
         for schedule in schedules:
             pipe.load(schedule)
@@ -93,7 +93,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
     layout = Layout.from_problem(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
-        pool, run = pipe._rank.pool, pipe._step_runner.executor.run
+        pool, run = pipe.runner.rank.pool, pipe.runner.executor.run
 
         def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal allocated
@@ -102,11 +102,13 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
             allocated += pool._allocated - before
             return report
 
-        pipe._step_runner.executor.run = counted  # type: ignore[method-assign]
+        pipe.runner.executor.run = counted  # type: ignore[method-assign]
         for step in range(steps):
             pipe.load(schedules[step % len(schedules)])
             used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)
-            sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(2)] for s, stage in pipe._rank.stages.items()}
+            sizes = {
+                s: [pool.size(nbytes) for nbytes in stage.part_bytes(2)] for s, stage in pipe.runner.rank.stages.items()
+            }
             reserved = max(reserved, pipe.plan.host_peak(lambda s, j, part, sizes=sizes: sizes[s][part]))  # type: ignore[misc]
     return allocated, used, reserved
 

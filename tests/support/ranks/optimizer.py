@@ -17,7 +17,7 @@ from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.features.host_updates import HostOptimizer
+from optpipe_runtime.features.host_optimizer import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, batches, loss_fn, make_stages, numbers, own_stages, plain_training, refusals
 from support.ranks.replicas import parameters, place
@@ -127,7 +127,7 @@ def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
     """Tells the events of `Replicated`."""
 
     def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
+        read, reduce = Replicas.reduction(pipe.runner.rank.replicas, s)
 
         def told() -> None:
             reduce()
@@ -143,7 +143,7 @@ def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
         return told
 
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple(pipe._rank.replicas, reduction=reduction))
+        stack.enter_context(patch.multiple(pipe.runner.rank.replicas, reduction=reduction))
         for s, host in pipe.host_optimizers.items():
             stack.enter_context(patch.multiple(host, gradients_out=out(s)))
         yield

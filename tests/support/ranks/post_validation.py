@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.features.post_validation import feature as post_validation
+from optpipe_runtime.pipeline import post_validation
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, own, pipeline
 from support.ranks.replicas import Place, mesh, parameters, place, whole, wrapped
@@ -193,7 +193,7 @@ def counted(pipe: Pipeline) -> Iterator[list[None]]:
 
         return counted_call
 
-    executor: Any = pipe._step_runner.executor
+    executor: Any = pipe.runner.executor
     executor.run, executor.skip = counting(executor.run), counting(executor.skip)
     yield runs
 

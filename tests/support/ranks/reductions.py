@@ -141,7 +141,7 @@ def _norm(stage: nn.Module) -> nn.Module:
 @contextmanager
 def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) -> Iterator[None]:
     """Tells the events of a step, of which some ops wait for others."""
-    replicas = pipe._rank.replicas
+    replicas = pipe.runner.rank.replicas
 
     def op(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(stage: StageRunner, j: int, *arguments: Any, **options: Any) -> Any:

@@ -185,7 +185,7 @@ def paced(
     modules, ran = own_stages(placement), []
     noise = np.random.default_rng(3 + dist.get_rank())
     with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:
-        real = pipe._step_runner.executor.run
+        real = pipe.runner.executor.run
 
         def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
             outlier = 40.0 if len(ran) % 4 == 3 else 0.0
@@ -193,7 +193,7 @@ def paced(
                 real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
             )
 
-        pipe._step_runner.executor.run = run  # type: ignore[method-assign]
+        pipe.runner.executor.run = run  # type: ignore[method-assign]
 
         def step(times: int = 1) -> None:
             for _ in range(times):

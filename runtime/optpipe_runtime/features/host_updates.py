@@ -1,8 +1,8 @@
-"""`HostUpdates`: what a step does with optimizers on the host, and what comes of it between two steps."""
+"""`HostUpdates`: optimizers on the host (Chronos-Offload) in a step, ops G, U and P, and between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
-from optpipe_runtime.features.host_updates.host_optimizer import Factory, HostOptimizer
+from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.rounds import together
 from optpipe_runtime.memory.clock import Clock
@@ -26,22 +26,24 @@ from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.timer import OpTimer, Spread
 from optpipe_runtime.stage.trial import Trials
 
-IRREVERSIBLE = "a step that updates stages on the host cannot be undone"
-
 
 class HostUpdates(Feature):
     """Making one is collective. `optimizers` are those of this rank's stages. Raises `InputError` if one cannot be on
     the host."""
 
     def __init__(self, rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> None:
-        self._rank, self._reductions, self._clipped = rank, rank.reductions, clipped
+        self._rank, self._clipped = rank, clipped
         self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(
             lambda: _on_host(rank, factories, clipped)
         )
         self._everywhere = {s for stages in rank.cpu_group.gather([*self.optimizers]) for s in stages}
-        self.irreversible = IRREVERSIBLE if self._everywhere else ""
-        self._put_off: dict[int, list[_PutOff]] = {}  # by stage: G and U that wait for its reduction
         self.handlers = dict.fromkeys((Kind.G, Kind.U, Kind.P), Handler(self._run))
+        rank.freshen |= {s: optimizer.freshen for s, optimizer in self.optimizers.items()}
+
+    @property
+    def any(self) -> bool:
+        """Whether a stage of any rank is updated on the host. Then no step can be undone."""
+        return bool(self._everywhere)
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
         require_optimizers(schedule, self._everywhere)
@@ -61,44 +63,22 @@ class HostUpdates(Feature):
 
     # Inside a step
 
-    def start_step(self, step: StepRecord) -> None:
+    def start(self, plan: Plan, evaluating: bool) -> None:
         """Brings in the parameters that the schedule does not bring in."""
-        self._put_off.clear()
-        updated = set() if step.evaluating else _updated(step.plan)
+        updated = set() if evaluating else _updated(plan)
         for s, optimizer in self.optimizers.items():
-            if not step.evaluating:
+            if not evaluating:
                 optimizer.start_step()
             if s not in updated:
                 optimizer.synchronize()
 
-    def before_gather(self, stage: int) -> None:
-        """The shards are those after the last update."""
-        if stage in self.optimizers and self._rank.replicas.ranks(stage):
-            self.optimizers[stage].parameters_in()
-            self.optimizers[stage].wait_in()
-
-    def before_forward(self, stage: int) -> None:
-        if stage in self.optimizers:
-            self.optimizers[stage].wait_in()
-
-    def after_op(self, step: StepRecord, op: Op) -> None:
-        self._let_leave()
-
-    def _let_leave(self) -> None:
-        """Runs the G and U that were put off, of stages whose reductions have ended. Waits for none: replicas that run
-        other schedules could wait for each other for ever."""
-        for s in [s for s in self._put_off if self._reductions.ended(s)]:
-            for run, copies in self._put_off.pop(s):
-                copies += run()
-
-    def end_step(self, step: StepRecord) -> None:
+    def end(self, plan: Plan, evaluating: bool) -> None:
         """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
         until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
-        if step.evaluating or not self.optimizers:
+        if evaluating or not self.optimizers:
             return
-        self._reductions.finish()
-        self._let_leave()
-        updated = _updated(step.plan)
+        self._rank.reductions.finish()
+        updated = _updated(plan)
         for s, optimizer in self.optimizers.items():
             if s not in updated:
                 optimizer.gradients_out()
@@ -109,22 +89,25 @@ class HostUpdates(Feature):
     def _run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         """Runs G, U or P. While the stage's gradients are being reduced over the replicas, its G and U are put off, and
         G passes the shared link on."""
-        optimizer, s = self.optimizers[op.stage], op.stage
+        optimizer = self.optimizers[op.stage]
         run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
+        copies: list[Handle] = []  # some come later
         with self._rank.link.in_order(op):
-            if op.kind == Kind.P or (s not in self._put_off and self._reductions.ended(s)):
-                return Done(copies=run())
-            copies: list[Handle] = []  # that come later
-            self._put_off.setdefault(s, []).append((run, copies))
-            return Done(copies=copies)
+            if op.kind == Kind.P:
+                copies += run()
+            else:
+                self._rank.reductions.when_ended(op.stage, lambda: copies.extend(run()))
+        return Done(copies=copies)
 
     # Between two steps
 
     def synchronize(self) -> None:
+        """Makes this rank's parameters those after the last update. Not collective."""
         for optimizer in self.optimizers.values():
             optimizer.synchronize()
 
     def require_tie(self, tied: Sequence[nn.Parameter]) -> None:
+        """Collective: raises `InputError` if these parameters cannot be tied."""
         tied_stages = [s for s, host in self.optimizers.items() if not host.parameters.isdisjoint(tied)]
         for stages in self._rank.cpu_group.gather(tied_stages):
             if stages:
@@ -134,7 +117,8 @@ class HostUpdates(Feature):
                 )
 
     def gradient_holders(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The copies on the host."""
+        """For parameters whose gradients are on the host, the copies there. Raises `InputError` on all ranks alike if
+        they are nowhere any more, and cannot be clipped."""
         if self._everywhere and not self._clipped:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
@@ -149,9 +133,6 @@ class HostUpdates(Feature):
     def close(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.close()
-
-
-_PutOff = tuple[Callable[[], Sequence[Handle]], list[Handle]]
 
 
 def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
