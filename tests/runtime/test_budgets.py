@@ -17,8 +17,9 @@ from support.ranks.worker import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, step_runner
+from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.messages import messages_reserve
+from optpipe_runtime.pipeline import step_runner
 from optpipe_runtime.ranks.parts import local
 
 FREE = 10**8

@@ -175,7 +175,7 @@ def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
             "config.expert_model_parallel_size = 2: it must be 1",
             "num_microbatches = 4: the schedule is for 6",
             "adjust_tensor_shapes_fn is given: shapes are learned from the stages, leave it out",
-            "data_iterator: 0 are given, one is needed for each of 1 chunks",
+            "data_iterator has 0 iterators: each of 1 chunks needs one",
         ]
 
 
@@ -192,7 +192,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(ranks: Ranks) -> None:
 def test_what_one_rank_refuses_in_a_later_step_ends_it_on_all(ranks: Ranks) -> None:
     schedule = systems.generate("1f1b", cases.problem((0, 1), megatron.MICROBATCHES))
     told, own = ranks(megatron.refused_later, schedule=schedule, rank=1)
-    assert own == "data_iterator: 2 are given, one is needed for each of 1 chunks"
+    assert own == "data_iterator has 2 iterators: each of 1 chunks needs one"
     assert own in told
     assert "rank 1" in told
 

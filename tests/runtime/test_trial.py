@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe_runtime.measure import budget
+from optpipe_runtime.measure import profiler
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.outside import Outside
@@ -82,9 +82,9 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
     messages = 2 * 40 + 2 * 40
-    assert budget.budget(rank, {}) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one has no gradient yet"
+    assert profiler.budget(rank, {}) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one has no gradient yet"
     found = {parameter: 600 for stage in stages.values() for parameter in stage.parameters()}
-    assert budget.budget(rank, found) == int(0.9 * (7_000 + 3_000 - 600 - 200 - 100 - messages)), "larger than there"
+    assert profiler.budget(rank, found) == int(0.9 * (7_000 + 3_000 - 600 - 200 - 100 - messages)), "larger than there"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
-    assert budget.budget(rank, {}) == 0
+    assert profiler.budget(rank, {}) == 0

@@ -83,52 +83,51 @@ class Batch:
     def only(self, chosen: Sequence[int], microbatches: int) -> Batch:
         """The batch of some of so many micro-batches."""
 
-        def pick(values: list[Any] | None) -> Microbatches | None:
-            return None if values is None else Microbatches([values[j] for j in chosen])
+        def pick(value: Any, name: str, specs: Any = FIRST) -> Microbatches:
+            chunks = _chunks(value, microbatches, name, specs)
+            return Microbatches([chunks[j] for j in chosen])
 
-        def named(name: str, value: Any) -> Microbatches | None:
-            return pick(_chunks(value, microbatches, name, self.specs.kwargs.get(name, FIRST)))
+        def named(kwargs: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {
+                key: named(each) if isinstance(key, int) else pick(each, key, self.specs.kwargs.get(key, FIRST))
+                for key, each in kwargs.items()
+            }
 
-        return replace(
-            self,
-            inputs=pick(None if self.inputs is None else self.cut_inputs(microbatches)),
-            targets=pick(None if self.targets is None else self.cut_targets(microbatches)),
-            kwargs={
-                key: {name: named(name, each) for name, each in value.items()}
-                if isinstance(key, int)
-                else named(key, value)
-                for key, value in self.kwargs.items()
-            },
-            weights=None,
+        inputs = None if self.inputs is None else cut(self.inputs, microbatches, "inputs", self.specs.args)
+        targets = None if self.targets is None else cut(self.targets, microbatches, "targets")
+        inputs, targets = (rows and Microbatches([rows[j] for j in chosen]) for rows in (inputs, targets))
+        return replace(self, inputs=inputs, targets=targets, kwargs=named(self.kwargs), weights=None)
+
+    def on(self, rank: Rank, microbatches: int) -> Cut:
+        """What a rank has of each micro-batch. Raises `InputError` if the batch is none."""
+        return Cut(
+            cut(self.inputs, microbatches, "inputs", self.specs.args) if rank.takes_inputs else [],
+            cut(self.targets, microbatches, "targets") if rank.takes_targets else [],
+            {s: self._cut_kwargs(s, microbatches) for s in rank.stages} if self.kwargs else {},
         )
 
-    def cut_inputs(self, microbatches: int) -> list[tuple[Any, ...]]:
-        return cut(self.inputs, microbatches, "inputs", self.specs.args)
-
-    def cut_targets(self, microbatches: int) -> list[tuple[Any, ...]]:
-        return cut(self.targets, microbatches, "targets")
-
-    def cut_kwargs(self, stage: int, microbatches: int) -> list[Kwargs]:
-        """Those of a stage here, by micro-batch."""
-        given = self.kwargs_of(stage)
-        specs = self.specs.kwargs
+    def _cut_kwargs(self, stage: int, microbatches: int) -> list[Kwargs]:
+        by_stage = all(isinstance(key, int) for key in self.kwargs)
         chunks = {
-            name: _chunks(value, microbatches, f"kwargs[{name!r}]", specs.get(name, FIRST))
-            for name, value in given.items()
+            name: _chunks(value, microbatches, f"kwargs[{name!r}]", self.specs.kwargs.get(name, FIRST))
+            for name, value in (self.kwargs.get(stage, {}) if by_stage else self.kwargs).items()
         }
         return [{name: chunk[j] for name, chunk in chunks.items()} for j in range(microbatches)]
 
-    def kwargs_of(self, stage: int) -> Kwargs:
-        by_stage = bool(self.kwargs) and all(isinstance(key, int) for key in self.kwargs)
-        return dict(self.kwargs.get(stage, {}) if by_stage else self.kwargs)
-
     def tensors(self) -> tuple[Tensor, ...]:
-        return tensors_in(_plain((self.inputs, self.targets, dict(self.kwargs))))
+        """All of them. Torch looks into plain lists only."""
+        return tensors_in(tree_map_only(Microbatches, list, (self.inputs, self.targets, dict(self.kwargs))))
 
 
-def _plain(value: Any) -> Any:
-    """The value with plain lists, into which torch looks, in place of `Microbatches`."""
-    return tree_map_only(Microbatches, list, value)
+class Cut(NamedTuple):
+    """What one rank has of a batch, by micro-batch; empty where it has nothing. `kwargs` also by stage."""
+
+    inputs: list[tuple[Any, ...]]
+    targets: list[tuple[Any, ...]]
+    kwargs: Mapping[int, list[Kwargs]]
+
+    def named(self, stage: int, microbatch: int) -> Kwargs:
+        return self.kwargs[stage][microbatch] if self.kwargs else {}
 
 
 def require_weights(weights: Sequence[float], microbatches: int) -> None:
@@ -146,37 +145,31 @@ def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None 
     """The micro-batches, each a tuple with one entry for each value. Raises `InputError` if the batch has no tensor or
     does not divide."""
     if isinstance(batch, Microbatches):
-        return [_values(entry, f"{name}[{j}]") for j, entry in enumerate(_counted(batch, microbatches, name))]
-    values = batch if isinstance(batch, tuple | list) else (batch,)
-    if not values:
-        raise InputError(f"{name} is empty: this rank needs a tensor, or a tuple of tensors, of the whole batch")
-    if not tensors_in(tuple(values)):
-        raise InputError(
-            f"{name} is {type(values[0]).__name__}: this rank needs a tensor, or a tuple of tensors, of the whole batch"
-        )
-    if specs is not None and len(specs) != len(values):
+        rows = [tuple(row) if isinstance(row, tuple | list) else (row,) for row in _counted(batch, microbatches, name)]
+        for j, row in enumerate(rows):
+            tensors = tensors_in(row)
+            if not tensors:
+                raise InputError(
+                    f"{name}[{j}] has no tensor: each micro-batch is a tensor, or a tuple of tensors and other values"
+                )
+            for tensor in tensors:
+                _require_no_gradient(tensor, f"{name}[{j}]")
+        return rows
+    values = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if not tensors_in(values):
+        what = type(values[0]).__name__ if values else "empty"
+        raise InputError(f"{name} is {what}: this rank needs a tensor, or a tuple of tensors, of the whole batch")
+    specs = specs or (FIRST,) * len(values)
+    if len(specs) != len(values):
         raise InputError(f"args_chunk_spec has {len(specs)} entries: {name} has {len(values)}, one entry each")
-    given = specs or (FIRST,) * len(values)
-    return list(
-        zip(*(_chunks(value, microbatches, name, spec) for value, spec in zip(values, given, strict=True)), strict=True)
-    )
+    columns = [_chunks(value, microbatches, name, spec) for value, spec in zip(values, specs, strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 def _counted(batch: Microbatches, microbatches: int, name: str) -> Microbatches:
     if len(batch) != microbatches:
         raise InputError(f"{name} has {len(batch)} micro-batches: this step has {microbatches}")
     return batch
-
-
-def _values(entry: Any, name: str) -> tuple[Any, ...]:
-    """One micro-batch that was cut already."""
-    values = tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-    tensors = tensors_in(values)
-    if not tensors:
-        raise InputError(f"{name} has no tensor: each micro-batch is a tensor, or a tuple of tensors and other values")
-    for tensor in tensors:
-        _require_no_gradient(tensor, name)
-    return values
 
 
 def _require_no_gradient(tensor: Tensor, name: str) -> None:
@@ -240,28 +233,25 @@ class BatchShapes(NamedTuple):
 def describe(rank: Rank, batch: Batch, modes: int) -> BatchShapes:
     """Raises `InputError` if the batch is none."""
     count = batch.count
-    m = count or rank.microbatches
-    columns: list[Sequence[Any]] = []
-    if rank.takes_inputs:
-        columns.append(batch.cut_inputs(m))
-    if rank.takes_targets:
-        columns.append(batch.cut_targets(m))
-    if batch.kwargs:
-        columns += [batch.cut_kwargs(s, m) for s in rank.stages]
+    inputs, targets, kwargs = batch.on(rank, count or rank.microbatches)
+    columns = [column for column in (inputs, targets, *kwargs.values()) if column]
     kind = rank.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    shapes = tuple(_shape(row) for row in zip(*columns, strict=True)) if columns else ()
+    shapes = tuple(_shape(row) for row in zip(*columns, strict=True))
     return BatchShapes(count, shapes if count else shapes[:1], autocast, modes)
 
 
 def _shape(values: Any) -> Shape:
     """Of what one rank has of a micro-batch."""
-    leaves = tree_leaves(values)
     kinds: list[Hashable] = [tuple(sorted(each)) for each in values if isinstance(each, Mapping)]
-    for leaf in leaves:
-        kinds.append((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf))  # type: ignore[arg-type]
-    sizes = tuple(size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
-    return Shape(tuple(kinds), sizes)
+    sizes: list[int] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            kinds.append((leaf.dtype, leaf.dim()))
+            sizes += leaf.shape
+        else:
+            kinds.append(type(leaf))  # type: ignore[arg-type]
+    return Shape(tuple(kinds), tuple(sizes))
 
 
 def together(by_rank: Sequence[BatchShapes], j: int) -> Shape:

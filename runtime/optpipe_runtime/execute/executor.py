@@ -17,7 +17,7 @@ from optpipe_runtime.execute.handler import Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
 from optpipe_runtime.execute.stage_ops import StageOps
-from optpipe_runtime.lowering.plan import Action, Message, Plan
+from optpipe_runtime.lowering.plan import Action, Plan
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
@@ -52,7 +52,16 @@ class Executor:
         are computed. `will_count` is called when a backward has begun: whether it is certain that the step is not
         undone, so that gradients may be reduced over the replicas beside it.
         """
-        step = self._record(plan, batch, evaluating, will_count)
+        step = StepRecord(
+            plan,
+            batch.on(self._rank, self._rank.layout.microbatches),
+            evaluating=evaluating,
+            tracing=batch.trace,
+            counting=self._bytes.are_wanted(plan, batch, evaluating),
+            mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
+            will_count=will_count,
+            windows=NO_WINDOWS if evaluating else self._rank.reductions.windows(plan),
+        )
         self._prepare(plan, evaluating)
         if self._rank.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._rank.device)
@@ -129,21 +138,6 @@ class Executor:
 
     # Phases of a step
 
-    def _record(self, plan: Plan, batch: Batch, evaluating: bool, will_count: Callable[[], bool]) -> StepRecord:
-        rank, m = self._rank, self._rank.layout.microbatches
-        return StepRecord(
-            plan,
-            inputs=batch.cut_inputs(m) if rank.takes_inputs else [],
-            targets=batch.cut_targets(m) if rank.takes_targets else [],
-            kwargs={s: batch.cut_kwargs(s, m) for s in self._stages} if batch.kwargs else {},
-            evaluating=evaluating,
-            tracing=batch.trace,
-            counting=self._bytes.are_wanted(plan, batch, evaluating),
-            mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
-            will_count=will_count,
-            windows=NO_WINDOWS if evaluating else rank.reductions.windows(plan),
-        )
-
     def _prepare(self, plan: Plan, evaluating: bool) -> None:
         if not self.idle:
             raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
@@ -157,7 +151,8 @@ class Executor:
     def _begin(self, action: Action) -> None:
         """What other ranks need to go on, before the op."""
         for message, source in action.post:
-            self._messages.post(message, source, self._specs(message))
+            io = self._io(message.stage, message.microbatch)
+            self._messages.post(message, source, io.inputs if message.kind == Kind.F else io.output_gradients)
         for s in action.gathers:
             if s in self._rank.freshen and self._rank.replicas.ranks(s):
                 self._rank.freshen[s]()  # the shards, before they are gathered
@@ -170,7 +165,11 @@ class Executor:
             self._rank.reductions.let_go(step.windows.room[op])
         if op.kind == Kind.F and op.stage not in step.begun:
             self._begin_stage(step, op.stage)
-        received = self._receive(step, action)
+        received: Tensors = step.batch.inputs[op.microbatch] if op.kind == Kind.F and action.receives is None else ()
+        if action.receives is not None:
+            step.awaited = action.receives
+            received = self._messages.take(action.receives)
+            step.awaited = None
         if op.kind == Kind.F and op.stage in self._rank.freshen:
             self._rank.freshen[op.stage]()
         handler.wait(op)
@@ -182,15 +181,6 @@ class Executor:
         if action.sends is not None and action.to is not None:
             self._messages.send(action.sends, outputs, action.to, self._sent_specs(op))
         step.ops.append(OpRecord(op, start, step.mark(), copies))
-
-    def _receive(self, step: StepRecord, action: Action) -> Tensors:
-        """Waits for the op's message; a forward without one gets the micro-batch's inputs."""
-        if action.receives is None:
-            return step.inputs[action.op.microbatch] if action.op.kind == Kind.F else ()
-        step.awaited = action.receives
-        received = self._messages.take(action.receives)
-        step.awaited = None
-        return received
 
     def _end(self, step: StepRecord, op: Op) -> None:
         """What may go on once the op was issued: the mean and the reduction of gradients, and what waits for one. No
@@ -215,9 +205,9 @@ class Executor:
         step.begun.add(s)
         self._rank.replicas.wait(s)
         layout = self._rank.layout
-        inputs = step.inputs if s in layout.first else []
-        targets = step.targets if s in layout.last else []
-        kwargs = step.kwargs[s] if step.kwargs else []
+        inputs = step.batch.inputs if s in layout.first else []
+        targets = step.batch.targets if s in layout.last else []
+        kwargs = step.batch.kwargs.get(s, [])
         parts = step.plan.problem.stages[s].offload_parts
         self._stages[s].start_step(tensors_in((inputs, targets, kwargs)), parts)
 
@@ -234,11 +224,6 @@ class Executor:
             if any(getattr(copy, "error", None) is error for copy in record.copies):
                 return f"{where}; what failed is {_name(record.op)}"
         return where
-
-    def _specs(self, message: Message) -> Sequence[Spec]:
-        """The tensors of a message to a stage here."""
-        io = self._io(message.stage, message.microbatch)
-        return io.inputs if message.kind == Kind.F else io.output_gradients
 
     def _sent_specs(self, op: Op) -> Sequence[Spec]:
         io = self._io(op.stage, op.microbatch)

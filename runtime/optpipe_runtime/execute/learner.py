@@ -41,15 +41,14 @@ class Learner:
     @property
     def varies(self) -> bool:
         """Whether the micro-batches that `io` is for were cut already, on any rank."""
-        return any(given.microbatches for given in self._current or ())
+        return any(shapes.microbatches for shapes in self._current or ())
 
-    def knows(self, batch: Batch) -> bool:
-        """Whether the batch, the modules' modes and what is trained are on this rank as they were."""
-        return self._current is not None and self._current[self._rank.cpu_group.rank] == self.describe(batch)
-
-    def knows_batch(self, batch: Batch) -> bool:
-        """Whether the batch is on this rank as it was."""
-        return self._current is not None and self._current[self._rank.cpu_group.rank][:-1] == self.describe(batch)[:-1]
+    def is_current(self, batch: Batch, modes: bool = True) -> bool:
+        """Whether the batch is on this rank as it was; with `modes` the modules' modes and what is trained, too."""
+        if self._current is None:
+            return False
+        before, now = self._current[self._rank.cpu_group.rank], self.describe(batch)
+        return before == (now if modes else now._replace(modes=before.modes))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -62,24 +61,29 @@ class Learner:
 
     def describe(self, batch: Batch) -> BatchShapes:
         """What this rank has of the batch. Raises `InputError` if it is none."""
-        return describe(self._rank, batch, self._modes())
+        stages = self._rank.stages.values()
+        modes = (
+            tuple(part.training for stage in stages for part in stage.modules()),
+            tuple(parameter.requires_grad for stage in stages for parameter in stage.parameters()),
+        )
+        return describe(self._rank, batch, self._mode_numbers.setdefault(modes, len(self._mode_numbers)))
 
     def learn(self, batch: Batch, evaluating: bool = False) -> bool:
         """Collective: makes the rank's `io` that of the batch's micro-batches, and learns the shapes that do not follow
-        from what is known. Returns whether it has learned any. Raises `InputError` on all ranks if a batch is none, or
+        from others. Returns whether it has learned any. Raises `InputError` on all ranks if a batch is none, or
         the ranks do not agree on the number of micro-batches."""
         self._current = None
         try:
-            given: BatchShapes | InputError = self.describe(batch)
+            shapes: BatchShapes | InputError = self.describe(batch)
         except InputError as error:
-            given = error
-        return self.take(self._rank.cpu_group.gather(given), batch, evaluating)
+            shapes = error
+        return self.take(self._rank.cpu_group.gather(shapes), batch, evaluating)
 
     def take(
         self, answers: Sequence[BatchShapes | InputError], batch: Batch | None = None, evaluating: bool = False
     ) -> bool:
-        """The same, where the ranks have told each other what they have. Collective if a shape must be learned, which
-        needs the batch."""
+        """The same, where the ranks have exchanged what they have. Collective if a shape must be learned, which needs
+        the batch."""
         self._current = None
         by_rank = []
         for answer in answers:
@@ -89,7 +93,7 @@ class Learner:
         count = self._common_count(by_rank)
         m = count or self._rank.microbatches
         self._rank.set_microbatches(m)
-        modes = tuple(given.modes for given in by_rank)
+        modes = tuple(each.modes for each in by_rank)
         shapes = [together(by_rank, j) for j in range(m)]
         anew = self._stage_modes is None or not (evaluating or self._stage_modes == modes)
         if anew:  # the stages themselves are learned with the first shape
@@ -100,8 +104,15 @@ class Learner:
         missing = self._missing(shapes, usable)
         if missing and batch is None:
             return True
-        if missing and batch is not None:
-            self._learn(missing, usable, batch, anew)
+        stages: set[int] = set()
+        if missing:
+            self._gather_all()
+        for r, shape, j in missing:
+            if self._find(usable, r, shape) is None:  # not even by what was learned meanwhile
+                assert batch is not None
+                fresh = {s for s in self._rank.layout.routes[r] if anew and s not in stages}
+                stages |= fresh
+                self._passings[modes, r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
         if anew:
             self._stage_modes = modes
         self._fill_in(shapes, usable, varies=count is not None)
@@ -110,7 +121,7 @@ class Learner:
 
     def _common_count(self, by_rank: Sequence[BatchShapes]) -> int | None:
         """How many micro-batches there are, if they are cut already. Raises `InputError` if ranks do not agree."""
-        counts = {n: given.microbatches for n, given in enumerate(by_rank) if given.microbatches}
+        counts = {n: each.microbatches for n, each in enumerate(by_rank) if each.microbatches}
         first = next(iter(counts), 0)
         for n, count in counts.items():
             if count != counts[first]:
@@ -137,18 +148,6 @@ class Learner:
             first = {shapes[j]: j for j in reversed(on_route) if self._find(usable, r, shapes[j]) is None}
             missing += [(r, shape, first[shape]) for shape in extremes_first(list(first))]
         return missing
-
-    def _learn(
-        self, missing: Sequence[tuple[int, Shape, int]], usable: Sequence[Modes], batch: Batch, anew: bool
-    ) -> None:
-        self._gather_all()
-        stages: set[int] = set()
-        for r, shape, j in missing:
-            if self._find(usable, r, shape) is None:  # not even by what was learned meanwhile
-                route = self._rank.layout.routes[r]
-                fresh = {s for s in route if anew and s not in stages}
-                stages |= fresh
-                self._passings[usable[0], r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
 
     def _fill_in(self, shapes: Sequence[Shape], usable: Sequence[Modes], varies: bool) -> None:
         """The rank's `io` and `forms`."""
@@ -205,15 +204,14 @@ class Learner:
 
     def _stage(self, r: int, s: int, j: int, specs: tuple[Spec, ...] | None, batch: Batch, fresh: bool) -> StageIO:
         rank = self._rank
-        m = rank.layout.microbatches
+        data = batch.on(rank, rank.layout.microbatches)
         if specs is None:
-            given = batch.cut_inputs(m)[j]
+            inputs = data.inputs[j]
         else:
-            given = tuple(spec.zeros(rank.device).requires_grad_(spec.requires_grad) for spec in specs)
-        ends = s == rank.layout.routes[r][-1]
-        target = batch.cut_targets(m)[j] if ends else None
+            inputs = tuple(spec.zeros(rank.device).requires_grad_(spec.requires_grad) for spec in specs)
+        target = data.targets[j] if s == rank.layout.routes[r][-1] else None
         stage = rank.stages[s]
-        io = learn(stage, given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[j], anew=fresh)
+        io = learn(stage, inputs, target, r, begins=specs is None, kwargs=data.named(s, j), anew=fresh)
         if stage.outside.reached and (s in rank.replicas.reduced or stage.outside.has_replicas):
             raise InputError(
                 f"{stage.outside.reached[0]} is trained with stage {s} and not in its module, so its gradient would "
@@ -221,12 +219,3 @@ class Learner:
                 "fully_shard"
             )
         return io
-
-    def _modes(self) -> int:
-        """The modes of modules, and what is trained, as a number."""
-        stages = self._rank.stages.values()
-        modes = (
-            tuple(part.training for stage in stages for part in stage.modules()),
-            tuple(parameter.requires_grad for stage in stages for parameter in stage.parameters()),
-        )
-        return self._mode_numbers.setdefault(modes, len(self._mode_numbers))

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optpipe.model.ops import Op
+from optpipe_runtime.execute.batch import Cut
 from optpipe_runtime.execute.gradients import Windows
 from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
-from optpipe_runtime.stage.io import Kwargs
 
 
 class OpTime(NamedTuple):
@@ -135,9 +135,7 @@ class StepRecord:
     """What one step gathers while it runs."""
 
     plan: Plan
-    inputs: list[tuple[Any, ...]]  # by micro-batch
-    targets: list[tuple[Any, ...]]
-    kwargs: Mapping[int, list[Kwargs]]  # by stage and micro-batch
+    batch: Cut
     evaluating: bool
     tracing: bool  # whether times of ops are noted
     counting: bool  # and bytes

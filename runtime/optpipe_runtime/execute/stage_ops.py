@@ -38,8 +38,8 @@ class StageOps:
         _, s, j, _ = op
         layout, stage, activation = self._rank.layout, self._stages[s], (s, j)
         ends, form = layout.after(s, j) is None, self._rank.forms[j]
-        target = step.targets[j] if ends else ()
-        kwargs = step.kwargs[s][j] if step.kwargs else {}
+        target = step.batch.targets[j] if ends else ()
+        kwargs = step.batch.named(s, j)
         if step.evaluating:
             outputs = stage.evaluate(j, received, target, form, kwargs)
         else:

@@ -35,7 +35,7 @@ from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan, StageMicrobatch
-from optpipe_runtime.measure.rounds import WARM_UP, routes
+from optpipe_runtime.measure.together import WARM_UP, routes
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_engine
 from optpipe_runtime.ranks.layout import Layout

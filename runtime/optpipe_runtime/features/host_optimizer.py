@@ -89,7 +89,7 @@ class HostOptimizer:
         """U: updates when the gradients are there, or, with clipping, only takes them."""
         self._updates.run(self._wait_for_gradients)  # a job of its own, so that waiting is no part of U's time
         self._clipping = self._clipped
-        self._updating = [self._updates.run(self._take if self._clipped else self._take_and_apply)]
+        self._updating = [self._updates.run(self._take)]
         return self._updating
 
     def gradients(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -132,14 +132,12 @@ class HostOptimizer:
             else:
                 handle.wait()
 
-    def _take_and_apply(self) -> None:
-        self._take()
-        self._apply()
-
     def _take(self) -> None:
         for entry in self._parameters:
             entry.master.grad = None if entry.leaving is None else entry.slot.to(entry.master.dtype, copy=True)
             entry.leaving = None
+        if not self._clipped:
+            self._apply()
 
     def _apply(self) -> None:
         self.optimizer.step()

@@ -18,7 +18,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.measure.rounds import together
+from optpipe_runtime.measure.together import together
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine
 from optpipe_runtime.ranks.layout import Layout
@@ -161,8 +161,13 @@ def _on_host(rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> dic
         if not 0 <= s < len(rank.layout.placement):
             raise InputError(f"host_optimizers[{s}]: there are {len(rank.layout.placement)} stages, numbered from 0")
     hosted = sorted(factories.keys() & stages.keys())
-    for s in hosted:
-        _require_complete(s, stages)
+    for s in hosted:  # gradients leave at G, inside the step: nothing may add to them later
+        names = {parameter: name for name, parameter in stages[s].named_parameters()}
+        for other, module in stages.items():
+            for parameter in names.keys() & set(module.parameters()) if other != s else ():
+                raise InputError(
+                    f"host_optimizers[{s}]: {names[parameter]} is in stage {other}, too, which adds to its gradient"
+                )
     if not hosted:
         return {}
     updates, require = _update_engine(rank.device), rank.team.require_alive
@@ -170,17 +175,6 @@ def _on_host(rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> dic
         s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
         for s in hosted
     }
-
-
-def _require_complete(s: int, stages: Mapping[int, nn.Module]) -> None:
-    """Gradients leave at G, inside the step. So nothing may add to them later."""
-    names = {parameter: name for name, parameter in stages[s].named_parameters()}
-    for other, module in stages.items():
-        shared = names.keys() & set(module.parameters()) if other != s else ()
-        for parameter in shared:
-            raise InputError(
-                f"host_optimizers[{s}]: {names[parameter]} is in stage {other}, too, which adds to its gradient"
-            )
 
 
 def _update_engine(device: torch.device) -> CopyEngine:

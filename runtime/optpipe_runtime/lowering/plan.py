@@ -149,7 +149,7 @@ class Plan:
         and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
         gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
         so only an evaluation lets parameters go earlier, behind the stage's last F. `reduced`:
-        the stage whose whole gradients have left before an op (`Feature.reduced_before`)."""
+        the stage whose whole gradients have left before an op (`Windows.room`)."""
         now = most = 0
         whole: set[int] = set()
         for action in self.forwards if evaluating else self.actions:

@@ -68,7 +68,7 @@ class Profiler:
         if window < 1:
             raise InputError(f"window = {window}: must be at least 1 step")
         self._pipe = pipe
-        self._seen: defaultdict[tuple[int, Kind, int], deque[float]] = defaultdict(lambda: deque(maxlen=window))
+        self._steps_ms: defaultdict[tuple[int, Kind, int], deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, report: StepReport) -> None:
         """Takes the trace of a step. Raises `InputError` if the step was not traced."""
@@ -82,23 +82,23 @@ class Profiler:
             if op.kind != Kind.F or level == NONE:
                 by_op[op.stage, op.kind, level if op.kind in OF_LEVEL else NONE].append(end_ms - start_ms)
         for key, times in by_op.items():
-            self._seen[key].append(median(times))
+            self._steps_ms[key].append(median(times))
 
     @property
-    def seen(self) -> OpTimes:
+    def times(self) -> OpTimes:
         """The medians of this rank's ops."""
-        return {key: median(steps) for key, steps in self._seen.items()}
+        return {key: median(steps) for key, steps in self._steps_ms.items()}
 
     def problem(self) -> Problem:
         """Collective: the pipeline's problem with the times of all ranks' last steps. Raises `InputError` if the
         pipeline has not been profiled."""
         if self._pipe.problem is None:
             raise InputError("problem was called before pipe.profile: steps show times, bytes are profiled")
-        return retimed(self._pipe.problem, self._pipe.gather(self.seen))
+        return retimed(self._pipe.problem, self._pipe.gather(self.times))
 
 
 def retimed(problem: Problem, by_rank: Sequence[OpTimes]) -> Problem:
-    """The problem with these times; `by_rank` is what each has seen. Of inner peers the slowest counts.
+    """The problem with these times; `by_rank`: what each has measured. Of inner peers the slowest counts.
 
     Raises InputError if micro-batches or pairs of devices differ: times are learnt by stage.
     """
@@ -127,20 +127,17 @@ def _fields(stage: Stage, times: Mapping[tuple[Kind, int], float]) -> dict[str, 
         new |= {Kind.B: share * ms[Kind.BW], Kind.W: (1 - share) * ms[Kind.BW]}
     fields: dict[str, Any] = {FIELDS[kind]: round(value, 4) for kind, value in new.items()}
     longer = ms[Kind.F] / old[Kind.F] if Kind.F in ms and old[Kind.F] else 1.0
-    levels = [_level(level, k, whole, longer) for k, level in enumerate(stage.all_levels)]
+    levels: list[Level] = []
+    for k, level in enumerate(stage.all_levels):
+        of_level = {OF_LEVEL[kind]: value for (kind, of), value in whole.items() if of == k}
+        if "recompute_ms" not in of_level and longer != 1.0:  # C has not run: it changes as F does
+            of_level["recompute_ms"] = longer * one_for_all(level.recompute_ms)
+        levels.append(level.model_copy(update={name: round(value, 4) for name, value in of_level.items()}))
     if stage.levels is not None:
         fields["levels"] = tuple(levels)
     elif levels:
         fields["recompute_ms"] = levels[0].recompute_ms
     return fields
-
-
-def _level(level: Level, k: int, ms: Mapping[tuple[Kind, int], float], longer: float) -> Level:
-    """With the times of its ops that have run; else C takes so many times as long as before, as F does."""
-    new = {OF_LEVEL[kind]: value for (kind, of), value in ms.items() if of == k}
-    if "recompute_ms" not in new and longer != 1.0:
-        new["recompute_ms"] = longer * one_for_all(level.recompute_ms)
-    return level.model_copy(update={name: round(value, 4) for name, value in new.items()})
 
 
 def drift(old: Problem, new: Problem) -> float:

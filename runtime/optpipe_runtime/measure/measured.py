@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
 from optpipe.steps.cost_model import ONCE
-from optpipe_runtime.measure.links import LinkTimes
+from optpipe_runtime.measure.together import LinkTimes
 from optpipe_runtime.memory import pci
 from optpipe_runtime.stage.timer import Spread
 
@@ -123,20 +124,25 @@ def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measure
         profiles[0],
         problem=problem,
         stages=tuple(
-            {name: max((spreads[name] for spreads in each if name in spreads), key=_iqr) for name in each[0]}
+            {
+                name: max((spreads[name] for spreads in each if name in spreads), key=attrgetter("iqr_ms"))
+                for name in each[0]
+            }
             for each in zip(*(profiled.stages for profiled in profiles), strict=True)
         ),
-        links={pair: max((profiled.links[pair] for profiled in profiles), key=_iqr) for pair in profiles[0].links},
+        links={
+            pair: max((profiled.links[pair] for profiled in profiles), key=attrgetter("iqr_ms"))
+            for pair in profiles[0].links
+        },
     )
 
 
 def _stage(by_form: Sequence[Stage], forms: Sequence[int]) -> Stage:
     figures: dict[str, Any] = {"device": by_form[0].device}
     figures |= {name: getattr(by_form[0], name) for name in ONCE}  # what micro-batches do not differ in
-    flat = [_flat(stage) for stage in by_form]
-    for name in dict.fromkeys(name for each in flat for name in each):
+    for name in dict.fromkeys(name for stage in by_form for name in _flat(stage)):
         if name not in figures:
-            figures[name] = _listed([_figure(*each, name) for each in zip(by_form, flat, strict=True)], forms)
+            figures[name] = _listed([figure_or_nothing(stage, name) for stage in by_form], forms)
     return Stage.model_validate(nested(figures))
 
 
@@ -147,12 +153,8 @@ def _listed(by_form: Sequence[Any], forms: Sequence[int]) -> Any:
 
 def figure_or_nothing(stage: Stage, name: str) -> Any:
     """A figure of a stage; of what it cannot do, what doing nothing takes."""
-    return _figure(stage, _flat(stage), name)
-
-
-def _figure(stage: Stage, flat: Mapping[str, Any], name: str) -> Any:
     nothing = {"recompute_ms": stage.forward_ms, "checkpoint_bytes": stage.activation_bytes}
-    return flat.get(name, nothing.get(field_name(name), 0))
+    return _flat(stage).get(name, nothing.get(field_name(name), 0))
 
 
 def _flat(stage: Stage) -> dict[str, Any]:
@@ -180,7 +182,3 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def field_name(name: str) -> str:
     """Without the level that may stand before it."""
     return name.rpartition(".")[2]
-
-
-def _iqr(spread: Spread) -> float:
-    return spread.iqr_ms

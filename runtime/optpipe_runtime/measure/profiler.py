@@ -18,22 +18,25 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.learner import Learner
+from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.measure.budget import budget, gradients_now
-from optpipe_runtime.measure.copies import try_transfers
-from optpipe_runtime.measure.links import Handover, LinkTimes, message_times
 from optpipe_runtime.measure.measured import LEAST, Figures, Measured, by_microbatch, field_name, nested, slowest
-from optpipe_runtime.measure.rounds import routes, together
+from optpipe_runtime.measure.together import message_times, routes, together, try_transfers
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.split import main_grad
 from optpipe_runtime.stage.timer import Spread
 from optpipe_runtime.stage.trial import Trial, Trials
 
@@ -61,69 +64,54 @@ def profile(rank: Rank, learner: Learner, batch: Batch, given_budget: int | None
 
 def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
     clock = Clock(rank.device, rank.team.require_alive)
-    trials = _trials(rank, batch, parts, clock)
-    in_turn = [trial for by_route in trials.values() for trial in by_route.values()]
-    with ExitStack() as stack:
-        for stage in rank.stages.values():
-            stack.enter_context(_unchanged(stage))
-        _try_compute(rank, in_turn, clock, repeats)
-        gradients = gradients_now(rank)
-        for level in (None, *_moved(rank)):
-            try_transfers(rank, in_turn, level, clock, repeats)
-        links, handover = message_times(rank, trials, clock, repeats)
-        times_of_features = [feature.profile(trials, clock, repeats) for feature in rank.features]
-    clock.settle()
-    budget_bytes = budget(rank, gradients) if given_budget is None else given_budget
-    figures = _figures(rank, trials, budget_bytes, links, handover, times_of_features)
-    by_peer = rank.cpu_group.gather_by_peer(figures)
-    host_links = pci.shared_links([[figures.place for figures in by_rank] for by_rank in by_peer])
-    return _measured(rank, [slowest(peers) for peers in zip(*by_peer, strict=True)], host_links)
-
-
-def _trials(rank: Rank, batch: Batch, parts: int, clock: Clock) -> Trials:
-    m = rank.layout.microbatches
+    data = batch.on(rank, rank.layout.microbatches)
     # Clones, because a stage or the loss may change them in place in every round.
-    inputs = clones(batch.cut_inputs(m)[0]) if rank.takes_inputs else ()
-    targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
-    named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
-    return {
+    inputs, targets = (clones(column[0]) if column else () for column in (data.inputs, data.targets))
+    trials: Trials = {
         s: {
-            r: Trial(stage, r, (inputs, targets, named[s]), parts, tuple(rank.levels.values()), clock)
+            r: Trial(stage, r, (inputs, targets, clones(data.named(s, 0))), parts, tuple(rank.levels.values()), clock)
             for r in routes(rank, s)
         }
         for s, stage in rank.stages.items()
     }
+    in_turn = [trial for by_route in trials.values() for trial in by_route.values()]
+
+    def compute() -> None:
+        for trial in in_turn:
+            trial.compute()
+
+    # All of these are collective. Inner peers do equally many rounds of what runs their modules.
+    with ExitStack() as stack:
+        for stage in rank.stages.values():
+            stack.enter_context(_unchanged(stage))
+        together(rank, compute, [trial.times for trial in in_turn], clock, repeats)
+        gradients = gradients_now(rank)
+        for level in (None, *_moved(rank)):
+            try_transfers(rank, in_turn, level, clock, repeats)
+        links, handover = message_times(rank, trials, clock, repeats)
+        of_features = [feature.profile(trials, clock, repeats) for feature in rank.features]
+    clock.settle()
+    times = _times(rank, trials)
+    for s, spreads in (item for by_stage in of_features for item in by_stage.items()):
+        times[s] |= spreads
+    for (s, name), ms in handover.items():
+        times[s][name] = times[s][name].longer(ms)
+    costs = {s: _costs(times[s], list(by_route.values())) for s, by_route in trials.items()}
+    device = {
+        "activation_budget_bytes": budget(rank, gradients) if given_budget is None else given_budget,
+        "host_memory_bytes": _host_budget(rank, trials, costs),
+        "peer": rank.layout.peer(rank.number),
+        "link": rank.layout.link(rank.number),
+    }
+    by_peer = rank.cpu_group.gather_by_peer(Figures(device, pci.place(rank.device), costs, times, links))
+    host_links = pci.shared_links([[figures.place for figures in by_rank] for by_rank in by_peer])
+    return _measured(rank, [slowest(peers) for peers in zip(*by_peer, strict=True)], host_links)
 
 
 def _moved(rank: Rank) -> Sequence[Level]:
     """The levels whose checkpoints are offloaded: where there is only the full one, only whole activations are."""
     levels = tuple(rank.levels.values())
     return () if levels == (FULL,) else levels
-
-
-def _figures(
-    rank: Rank,
-    trials: Trials,
-    budget_bytes: int,
-    links: LinkTimes,
-    handover: Handover,
-    times_of_features: Sequence[Mapping[int, Mapping[str, Spread]]],
-) -> Figures:
-    counts = Counter(rank.layout.microbatch_routes)
-    times = {s: _times(by_route, counts) for s, by_route in trials.items()}
-    for by_stage in times_of_features:
-        for s, spreads in by_stage.items():
-            times[s] |= spreads
-    for (s, name), ms in handover.items():
-        times[s][name] = times[s][name].longer(ms)
-    costs = {s: _costs(times[s], list(by_route.values())) for s, by_route in trials.items()}
-    device = {
-        "activation_budget_bytes": budget_bytes,
-        "host_memory_bytes": _host_budget(rank, trials, costs),
-        "peer": rank.layout.peer(rank.number),
-        "link": rank.layout.link(rank.number),
-    }
-    return Figures(device, pci.place(rank.device), costs, times, links)
 
 
 def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | None, ...]) -> Measured:
@@ -153,17 +141,6 @@ def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | No
     )
 
 
-# Measurements. All of these are collective. Inner peers do equally many rounds of what runs their modules.
-
-
-def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
-    def once() -> None:
-        for trial in trials:
-            trial.compute()
-
-    together(rank, once, [trial.times for trial in trials], clock, repeats)
-
-
 @contextmanager
 def _unchanged(stage: StageRunner) -> Iterator[None]:
     """After this context gradients, buffers and random numbers are what they were."""
@@ -177,16 +154,17 @@ def _unchanged(stage: StageRunner) -> Iterator[None]:
         parameter.grad = gradient
 
 
-# Results
-
-
-def _times(by_route: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str, Spread]:
-    """A stage's times: the mean of the medians over its routes, weighted by micro-batches, and the widest spread."""
-    weighed: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
-    for route, trial in by_route.items():
-        for name, spread in trial.times.spreads().items():
-            weighed[name].append((max(1, counts[route]), spread))
-    return {name: Spread.mean(spreads) for name, spreads in weighed.items()}
+def _times(rank: Rank, trials: Trials) -> dict[int, dict[str, Spread]]:
+    """Each stage's times: the mean of the medians over its routes, weighted by micro-batches, and the widest spread."""
+    counts = Counter(rank.layout.microbatch_routes)
+    times: dict[int, dict[str, Spread]] = {}
+    for s, by_route in trials.items():
+        weighed: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
+        for route, trial in by_route.items():
+            for name, spread in trial.times.spreads().items():
+                weighed[name].append((max(1, counts[route]), spread))
+        times[s] = {name: Spread.mean(spreads) for name, spreads in weighed.items()}
+    return times
 
 
 def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, Any]:
@@ -228,3 +206,37 @@ def _host_budget(rank: Rank, trials: Trials, costs: Mapping[int, Mapping[str, An
         if (offloaded := costs[s].get(trial.field_of(level, "offload_bytes")))
     ]
     return int(limit * min(shares, default=1.0))
+
+
+def gradients_now(rank: Rank) -> dict[nn.Parameter, int]:
+    """The bytes of gradients that backwards have left, which may be less spread over inner peers than their parameters
+    are. Those of gathered parameters are noted where these are (`Sharded.gradient_bytes`)."""
+    rank.replicas.held_bytes()
+    parameters = [parameter for stage in rank.stages.values() for parameter in stage.parameters()]
+    return {p: _gradient_bytes(p) for p in parameters if p.grad is not None and not p.grad.is_sparse}
+
+
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    """What its gradient takes. That of a sparse one depends on the batch, so it counts as if it was still to come."""
+    gradient = parameter.grad
+    return 0 if gradient is None or gradient.is_sparse else local(gradient).untyped_storage().nbytes()
+
+
+def require_budget(rank: Rank) -> None:
+    """Raises `InputError` on CPU, which has no `budget`."""
+    if rank.device.type != "cuda":
+        raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
+
+
+def budget(rank: Rank, gradients: Mapping[nn.Parameter, int]) -> int:
+    """The free memory of a GPU, less what else a step allocates: gradients, as large as they were found to be, casts of
+    weights, copies of buffers, and messages; less a tenth for workspace."""
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
+    still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
+    for s, stage in rank.stages.items():
+        still_to_come += stage.split.cast_bytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
+        for parameter in (*rank.replicas.parameters(s), *stage.outside.named_parameters().values()):
+            if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
+                still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
+    return max(0, int(0.9 * (free + cached - still_to_come)))

@@ -6,13 +6,16 @@ Each model chunk of Megatron's is a stage of a `Pipeline`, which has its own mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -22,15 +25,13 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.megatron.chunk import Chunk, Step
-from optpipe_runtime.megatron.gradients import finalize_gradients, main_grads_unchanged, without_sync
-from optpipe_runtime.megatron.groups import inner_group, process_groups
-from optpipe_runtime.megatron.supported import as_stages
+from optpipe_runtime.megatron.chunk import Chunk, Step, as_stages
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.cpu_group import on_each_rank
 from optpipe_runtime.ranks.grid import gather_from_everyone
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import user_timeout
+from optpipe_runtime.stage.split import main_grad
 
 
 def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = None) -> ForwardBackward:
@@ -186,7 +187,17 @@ class ForwardBackward:
                 raise InputError("adjust_tensor_shapes_fn is given: shapes are learned from the stages, leave it out")
             if [chunk.model for chunk in self._chunks] != chunks:
                 raise InputError("model has other chunks than in the first call: make a new forward_backward_func")
-            self._start_chunks(pipeline, step, data_iterator)
+            if step.microbatches != pipeline.layout.microbatches:
+                raise InputError(
+                    f"num_microbatches = {step.microbatches}: the schedule is for {pipeline.layout.microbatches}"
+                )
+            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+            if len(iterators) != len(self._chunks):
+                raise InputError(
+                    f"data_iterator has {len(iterators)} iterators: each of {len(self._chunks)} chunks needs one"
+                )
+            for chunk, iterator in zip(self._chunks, iterators, strict=True):
+                chunk.start_step(step, iterator)
         except InputError as error:
             pipeline.__exit__(type(error), error, error.__traceback__)
             raise
@@ -217,19 +228,6 @@ class ForwardBackward:
         self._pipeline = pipeline
         return pipeline
 
-    def _start_chunks(self, pipeline: Pipeline, step: Step, data_iterator: Any) -> None:
-        if step.microbatches != pipeline.layout.microbatches:
-            raise InputError(
-                f"num_microbatches = {step.microbatches}: the schedule is for {pipeline.layout.microbatches}"
-            )
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if len(iterators) != len(self._chunks):
-            raise InputError(
-                f"data_iterator: {len(iterators)} are given, one is needed for each of {len(self._chunks)} chunks"
-            )
-        for chunk, iterator in zip(self._chunks, iterators, strict=True):
-            chunk.start_step(step, iterator)
-
     def _places(self, step: Step, seq_length: int, micro_batch_size: int) -> Tensor | Microbatches:
         """The number of each micro-batch, in a shape that changes when the batch does; with `variable_seq_lengths`, in
         the shape of the micro-batch's own data."""
@@ -255,3 +253,68 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
+
+
+MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its buffer themselves
+
+
+@contextmanager
+def without_sync(config: Any) -> Iterator[None]:
+    """In the context that keeps Megatron's DistributedDataParallel from reducing gradients, of every chunk."""
+    given = config.no_sync_func
+    contexts = [] if given is None else given if isinstance(given, list) else [given]
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def finalize_gradients(config: Any, chunks: list[nn.Module], step: Step, groups: Any, force_all_reduce: bool) -> None:
+    """Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens."""
+    if config.finalize_model_grads_func is not None:
+        devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
+        tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=next(devices, "cpu")))
+        config.finalize_model_grads_func(
+            chunks,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+@contextmanager
+def main_grads_unchanged(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """After this context Megatron's gradient buffers and their marks are what they were. Meanwhile the host has a copy:
+    a device may have no room for a second one."""
+    buffers = {p: buffer for chunk in chunks for p in chunk.parameters() if (buffer := main_grad(p)) is not None}
+    before = [(p, buffer.to("cpu", copy=True), getattr(p, MARK, None)) for p, buffer in buffers.items()]
+    try:
+        yield
+    finally:
+        for parameter, gradient, mark in before:
+            buffers[parameter].copy_(gradient)
+            if mark is not None:
+                setattr(parameter, MARK, mark)
+
+
+def process_groups() -> Any:
+    """Megatron's process groups, as its own functions collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def inner_group(groups: Any) -> dist.ProcessGroup | None:
+    """The ranks that compute the same stages together."""
+    if groups.tp.size() == groups.cp.size() == 1:
+        return None
+    if 1 in (groups.tp.size(), groups.cp.size()):
+        group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
+        return group
+    both: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
+    return both

@@ -37,7 +37,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.prepare import forwards_in_order
 from optpipe_runtime.measure.measured import Measured
-from optpipe_runtime.measure.profiler import profile
+from optpipe_runtime.measure.profiler import profile, require_budget
 from optpipe_runtime.pipeline.arguments import require_bytes
 from optpipe_runtime.pipeline.post_validation import PostValidation
 from optpipe_runtime.ranks.subgroup import LostError
@@ -133,7 +133,7 @@ class StepRunner:
 
     def evaluate(self, batch: Batch) -> StepReport:
         with self.learner.aside(), self.rank.replicas.gathering():
-            if not self.rank.cpu_group.minimum(self.learner.knows_batch(batch))[0]:
+            if not self.rank.cpu_group.minimum(self.learner.is_current(batch, modes=False))[0]:
                 self.executor.forget_sizes(self.learner.learn(batch, evaluating=True))
             plan, layout = self.schedules.loaded, self.rank.layout
             if self.learner.varies and (plan is None or plan.problem.microbatches != layout.microbatches):
@@ -162,13 +162,11 @@ class StepRunner:
             if repeats < 1 or parts < 1:
                 raise InputError(f"repeats = {repeats}, offload_parts = {parts}: both must be at least 1")
             require_bytes("activation_budget_bytes", activation_budget_bytes)
-            if activation_budget_bytes is None and rank.device.type != "cuda":
-                raise InputError(
-                    "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
-                )
+            if activation_budget_bytes is None:
+                require_budget(rank)
 
         self.gather_all()
-        if not rank.cpu_group.minimum(self.learner.knows(batch))[0]:
+        if not rank.cpu_group.minimum(self.learner.is_current(batch))[0]:
             self.learn(batch)
         rank.cpu_group.on_each_rank(require_arguments)
         measured = profile(rank, self.learner, batch, activation_budget_bytes, parts, repeats)
@@ -302,7 +300,7 @@ class Attempt:
     def _vote(self) -> None:
         """Sends this rank's vote, without waiting: whether batch and modules are as they were, and what the schedules
         ask."""
-        as_before = self._runner.learner.knows(self._batch)
+        as_before = self._runner.learner.is_current(self._batch)
         self.state, self._all_as_before = State.VOTED, False
         self._votes = self._rank.cpu_group.share(as_before, *self._schedules.votes())
         # That waits for nobody, and names this method to inner peers that are in another one. This waits for them:

@@ -13,7 +13,7 @@ wrapper itself, with its buckets, types and hooks.
 
 Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.actions`,
 `execute.gradients`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
-stage several times (`features.windows`): `window` takes part of its gradients away.
+stage several times (`execute.gradients`): `window` takes part of its gradients away.
 """
 
 from __future__ import annotations

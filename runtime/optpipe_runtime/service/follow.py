@@ -185,7 +185,7 @@ class Follower:
 
     def _gather(self) -> None:
         """Collective: gathers what all ranks have measured since the last time."""
-        by_rank = self._pipe.gather((self._steps, self._profiler.seen))
+        by_rank = self._pipe.gather((self._steps, self._profiler.times))
         steps = zip(*(steps for steps, _ in by_rank), strict=True)
         self._adoptions.measured((ranks[0][0], max(ms for _, ms in ranks)) for ranks in steps)
         self._steps = []

@@ -221,9 +221,8 @@ class PlannedSteps:
             )
 
     def _features_of(self, batch: Batch) -> Features:
-        m, first = batch.count or self._rank.microbatches, self._pipe.layout.routes[0][0]
-        named = batch.cut_kwargs(first, m)
-        return [self._features(*values, **named[j]) for j, values in enumerate(batch.cut_inputs(m))]
+        data, first = batch.on(self._rank, batch.count or self._rank.microbatches), self._pipe.layout.routes[0][0]
+        return [self._features(*values, **data.named(first, j)) for j, values in enumerate(data.inputs)]
 
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
         """Profiles some micro-batches."""

@@ -273,15 +273,8 @@ class Schedules:
 
     def _accept(self, plan: Plan) -> None:
         """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
-        if self._reserve_now(plan):
-            return
-        m = plan.problem.microbatches
-        if self._rank.takes_inputs:
-            self._batch.cut_inputs(m)
-        if self._rank.takes_targets:
-            self._batch.cut_targets(m)
-        for s in self._rank.stages:
-            self._batch.cut_kwargs(s, m)
+        if not self._reserve_now(plan):
+            self._batch.on(self._rank, plan.problem.microbatches)
 
 
 def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:

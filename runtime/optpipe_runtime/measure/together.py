@@ -1,17 +1,111 @@
-"""Times of messages, and of handing them over."""
+"""Times that ranks measure together: all at the same time, and equally long on all; transfers beside compute, and
+messages."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress, pairwise
+from math import ceil
 from typing import NamedTuple
 
 from optpipe.model.ops import Kind
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
-from optpipe_runtime.measure.rounds import WARM_UP, routes
 from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.timer import OpTimer, Spread
 from optpipe_runtime.stage.trial import Trial, Trials
+
+WARM_UP = 2  # rounds
+MOST_ROUNDS = 1000
+
+
+def together(rank: Rank, once: Callable[[], object], timers: Sequence[OpTimer], clock: Clock, repeats: int) -> None:
+    """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest. What the
+    timers note in the warm-up does not count."""
+    rank.cpu_group.minimum(0)  # earlier measurements have ended on all ranks
+    round_s = 0.0
+    for timer in timers:
+        timer.recording = False
+    for _ in range(WARM_UP):
+        start = time.perf_counter()
+        once()
+        clock.settle()
+        round_s = time.perf_counter() - start
+    for timer in timers:
+        timer.recording = True
+    by_peer = rank.cpu_group.gather_by_peer(round_s)  # all ranks begin here
+    slowest_s = max(map(max, by_peer))
+    round_s = max(seconds[rank.number] for seconds in by_peer)  # inner peers do equally many rounds
+    for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest_s / round_s)))):
+        once()
+    clock.settle()
+
+
+def routes(rank: Rank, s: int) -> list[int]:
+    """The routes over a stage that micro-batches take; the first one if they take none."""
+    over = [r for r, route in enumerate(rank.layout.routes) if s in route]
+    return [r for r in over if r in rank.layout.microbatch_routes] or over[:1]
+
+
+def try_transfers(rank: Rank, trials: Sequence[Trial], level: Level | None, clock: Clock, repeats: int) -> None:
+    """Offloads and reloads the activations of all stages, or their checkpoints at a level, one after the other, each
+    while the stage computes; in full duplex one is reloaded while the next is offloaded."""
+    layout, limit = rank.layout, rank.pool.limit
+    fits = [[limit is None or n * trial.host_bytes(rank.pool, level) <= limit for n in (1, 2)] for trial in trials]
+    by_peer = rank.cpu_group.gather_by_peer(fits)
+    one_fits, two_fit = (
+        [all(ranks[rank.number][k][n] for ranks in by_peer) for k in range(len(trials))] for n in (0, 1)
+    )
+    fitting = list(compress(trials, one_fits))
+    both_ways = layout.full_duplex and bool(fitting) and all(compress(two_fit, one_fits))
+    moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
+    for trial, j in moving:
+        trial.moved = level
+        trial.forward(j)
+    sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
+    for turn in range(max(map(len, layout.shared_links.values()), default=1)):
+        own_turn = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
+        with _first_offloaded(own_turn if both_ways else []):
+            once = partial(_both_ways if both_ways else _one_way, own_turn)
+            together(rank, once, [trial.times for trial, _ in own_turn], clock, repeats)
+    for trial, j in moving:
+        trial.forget(j)
+        trial.moved = None
+
+
+def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
+    for trial, j in moving:
+        leaving = trial.start_out(j)
+        trial.beside()
+        trial.end_out(j, leaving)
+        returning = trial.start_back(j)
+        trial.beside()
+        trial.end_back(j, returning)
+
+
+def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
+    """The first activation is off the device before and after."""
+    for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
+        returning, leaving = trial.start_back(j), other.start_out(k)
+        other.beside()
+        other.end_out(k, leaving)
+        trial.end_back(j, returning)
+
+
+@contextmanager
+def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
+    for trial, j in moving[:1]:
+        trial.times.recording = False  # until all have warmed up
+        trial.end_out(j, trial.start_out(j))
+    yield
+    for trial, j in moving[:1]:
+        trial.reload(j)
+
 
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
 
