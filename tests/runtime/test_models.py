@@ -269,30 +269,27 @@ def test_an_argument_that_no_layer_takes_is_named() -> None:
 # Cutting
 
 
-BOTH: Any = SimpleNamespace(takes_inputs=True, takes_targets=False, stages=(0, 1))  # a rank with both stages
-
-
 def test_values_are_cut_as_their_specs_say() -> None:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
     x, turned = torch.arange(12).reshape(6, 2), torch.arange(12).reshape(2, 6)
     specs = ChunkSpecs((TensorChunkSpec(0), TensorChunkSpec(1), None), {"t": None})  # type: ignore[no-untyped-call]
     batch = Batch((x, {"a": turned, "b": 3}, x), None, {"t": x, "u": [x, None]}, specs)
-    cut, _, named_of = batch.on(BOTH, 3)
+    cut, _, named_of = batch.cut(3, True, False, (0, 1))
     assert [part[0].tolist() for part in cut] == [x[a : a + 2].tolist() for a in (0, 2, 4)]
     assert [part[1]["a"].tolist() for part in cut] == [turned[:, a : a + 2].tolist() for a in (0, 2, 4)]
     assert all(part[1]["b"] == 3 and part[2] is x for part in cut)
     named = named_of[0]
     assert all(part["t"] is x and part["u"][1] is None for part in named)
     assert torch.cat([part["u"][0] for part in named]).equal(x)
-    by_stage = Batch(x, None, {0: {"t": x}}).on(BOTH, 2).kwargs
+    by_stage = Batch(x, None, {0: {"t": x}}).cut(2, True, False, (0, 1)).kwargs
     assert by_stage[1] == [{}, {}]
     assert by_stage[0][1]["t"].equal(x[3:])
 
 
 def test_a_block_mask_is_cut_by_sequences() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv + b, 4, None, 256, 256, device="cpu", BLOCK_SIZE=128)
-    chunks = Batch(torch.zeros(4), None, {"mask": mask}).on(BOTH, 2).kwargs[0]
+    chunks = Batch(torch.zeros(4), None, {"mask": mask}).cut(2, True, False, (0, 1)).kwargs[0]
     dense = torch.cat([chunk["mask"].to_dense() for chunk in chunks])
     assert dense.equal(mask.to_dense())
 
@@ -313,4 +310,4 @@ def test_a_block_mask_is_cut_by_sequences() -> None:
 )
 def test_what_cannot_be_cut_into_microbatches(batch: Batch, sentence: str) -> None:
     with pytest.raises(InputError, match=rf"^{sentence}"):
-        batch.on(BOTH, 2)
+        batch.cut(2, True, False, (0, 1))

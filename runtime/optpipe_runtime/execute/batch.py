@@ -7,7 +7,7 @@ as it is. `Microbatches` are cut already, and may differ in shape.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Kwargs, tensors_in
 from optpipe_runtime.stage.shapes import Shape
 from optpipe_runtime.torch_private.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -98,12 +97,13 @@ class Batch:
         inputs, targets = (rows and Microbatches([rows[j] for j in chosen]) for rows in (inputs, targets))
         return replace(self, inputs=inputs, targets=targets, kwargs=named(self.kwargs), weights=None)
 
-    def on(self, rank: Rank, microbatches: int) -> Cut:
-        """What a rank has of each micro-batch. Raises `InputError` if the batch is none."""
+    def cut(self, microbatches: int, inputs: bool, targets: bool, stages: Iterable[int]) -> Cut:
+        """What a rank has of each micro-batch that takes inputs, targets, and named arguments for some stages. Raises
+        `InputError` if the batch is none."""
         return Cut(
-            cut(self.inputs, microbatches, "inputs", self.specs.args) if rank.takes_inputs else [],
-            cut(self.targets, microbatches, "targets") if rank.takes_targets else [],
-            {s: self._cut_kwargs(s, microbatches) for s in rank.stages} if self.kwargs else {},
+            cut(self.inputs, microbatches, "inputs", self.specs.args) if inputs else [],
+            cut(self.targets, microbatches, "targets") if targets else [],
+            {s: self._cut_kwargs(s, microbatches) for s in stages} if self.kwargs else {},
         )
 
     def _cut_kwargs(self, stage: int, microbatches: int) -> list[Kwargs]:
@@ -230,18 +230,7 @@ class BatchShapes(NamedTuple):
         return self.shapes[j if len(self.shapes) > 1 else 0] if self.shapes else None
 
 
-def describe(rank: Rank, batch: Batch, modes: int) -> BatchShapes:
-    """Raises `InputError` if the batch is none."""
-    count = batch.count
-    inputs, targets, kwargs = batch.on(rank, count or rank.microbatches)
-    columns = [column for column in (inputs, targets, *kwargs.values()) if column]
-    kind = rank.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    shapes = tuple(_shape(row) for row in zip(*columns, strict=True))
-    return BatchShapes(count, shapes if count else shapes[:1], autocast, modes)
-
-
-def _shape(values: Any) -> Shape:
+def shape_of(values: Any) -> Shape:
     """Of what one rank has of a micro-batch."""
     kinds: list[Hashable] = [tuple(sorted(each)) for each in values if isinstance(each, Mapping)]
     sizes: list[int] = []

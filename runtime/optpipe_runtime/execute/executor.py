@@ -54,7 +54,7 @@ class Executor:
         """
         step = StepRecord(
             plan,
-            batch.on(self._rank, self._rank.layout.microbatches),
+            self._rank.cut(batch, self._rank.layout.microbatches),
             evaluating=evaluating,
             tracing=batch.trace,
             counting=self._bytes.are_wanted(plan, batch, evaluating),

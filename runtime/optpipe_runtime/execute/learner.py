@@ -8,8 +8,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from optpipe.errors import InputError
-from optpipe_runtime.execute.batch import Batch, BatchShapes, describe, together
+from optpipe_runtime.execute.batch import Batch, BatchShapes, shape_of, together
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
@@ -66,7 +68,14 @@ class Learner:
             tuple(part.training for stage in stages for part in stage.modules()),
             tuple(parameter.requires_grad for stage in stages for parameter in stage.parameters()),
         )
-        return describe(self._rank, batch, self._mode_numbers.setdefault(modes, len(self._mode_numbers)))
+        count, rank = batch.count, self._rank
+        inputs, targets, kwargs = rank.cut(batch, count or rank.microbatches)
+        columns = [column for column in (inputs, targets, *kwargs.values()) if column]
+        shapes = tuple(shape_of(row) for row in zip(*columns, strict=True))
+        kind = rank.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        number = self._mode_numbers.setdefault(modes, len(self._mode_numbers))
+        return BatchShapes(count, shapes if count else shapes[:1], autocast, number)
 
     def learn(self, batch: Batch, evaluating: bool = False) -> bool:
         """Collective: makes the rank's `io` that of the batch's micro-batches, and learns the shapes that do not follow
@@ -204,7 +213,7 @@ class Learner:
 
     def _stage(self, r: int, s: int, j: int, specs: tuple[Spec, ...] | None, batch: Batch, fresh: bool) -> StageIO:
         rank = self._rank
-        data = batch.on(rank, rank.layout.microbatches)
+        data = rank.cut(batch, rank.layout.microbatches)
         if specs is None:
             inputs = data.inputs[j]
         else:

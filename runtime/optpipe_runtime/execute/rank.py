@@ -11,6 +11,7 @@ import torch
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
+from optpipe_runtime.execute.batch import Batch, Cut
 from optpipe_runtime.execute.gradients import GradientMeans, Reductions
 from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.messages import Messages
@@ -86,6 +87,10 @@ class Rank:
     def takes_targets(self) -> bool:
         """Whether a route ends here."""
         return not self.layout.last.isdisjoint(self.stages)
+
+    def cut(self, batch: Batch, microbatches: int) -> Cut:
+        """What this rank has of each micro-batch. Raises `InputError` if the batch is none."""
+        return batch.cut(microbatches, self.takes_inputs, self.takes_targets, self.stages)
 
     def message_bytes(self, message: Message) -> int:
         """The bytes of a message between any two ranks. Its stages must have been learned."""

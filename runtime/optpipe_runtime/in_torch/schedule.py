@@ -9,6 +9,7 @@ through this schedule.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,6 +36,8 @@ from optpipe_runtime.torch_private.pipelining import (
     stages_of_schedule,
 )
 from optpipe_runtime.torch_private.trees import tree_leaves
+
+MOVE = re.compile(r"\d+[ODR]")
 
 
 class Move(NamedTuple):
@@ -127,7 +130,13 @@ class TorchSchedule(ScheduleRuntime):
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
         self.set_rows(
-            [[_action(text) for text in row] for row in rows],
+            [
+                [
+                    Move(Op.parse(text)) if OP.fullmatch(text) and MOVE.match(text) else Action.from_str(text)
+                    for text in row
+                ]
+                for row in rows
+            ],
             {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload},
         )
         self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
@@ -181,7 +190,10 @@ class TorchSchedule(ScheduleRuntime):
     def _forward(
         self, stage: PipelineStage, forward: Callable[..., Any], microbatch: int, args: Any, kwargs: Any, **more: Any
     ) -> Any:
-        staying = [*stage.submod.parameters(), *stage.submod.buffers(), *_inputs(stage, microbatch, (args, kwargs))]
+        # What the stage gets, torch keeps anyway: the batch, or buffers of messages.
+        received = () if stage.is_first else (info.buffer for info in stage.args_recv_info[microbatch])
+        inputs = [leaf for leaf in (*tree_leaves((args, kwargs)), *received) if isinstance(leaf, Tensor)]
+        staying = [*stage.submod.parameters(), *stage.submod.buffers(), *inputs]
         excluded = self._targets.union(map(storage_key, staying))
         activation = Activation(self._device, excluded, self._shared[stage.stage_index])
         self._kept[stage.stage_index, microbatch] = activation
@@ -226,19 +238,6 @@ class TorchSchedule(ScheduleRuntime):
 
     def _count(self) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(activation.nbytes for activation in self._kept.values()))
-
-
-def _action(text: str) -> Action | Move:
-    if OP.fullmatch(text) and text.lstrip("0123456789")[0] in "ODR":
-        return Move(Op.parse(text))
-    action: Action = Action.from_str(text)
-    return action
-
-
-def _inputs(stage: PipelineStage, microbatch: int, given: Any) -> list[Tensor]:
-    """What the stage gets, which torch keeps anyway: the batch, or buffers of messages."""
-    received = () if stage.is_first else (info.buffer for info in stage.args_recv_info[microbatch])
-    return [leaf for leaf in (*tree_leaves(given), *received) if isinstance(leaf, Tensor)]
 
 
 def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None:

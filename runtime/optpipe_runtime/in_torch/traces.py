@@ -39,8 +39,8 @@ def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5,
 
     All ranks of the pipeline call it, once, before the steps. After the last recorded step each of them writes
     `folder/pipeline-N/rank-R.json.gz`, N the first rank of its pipeline, R its own, both of the whole run.
-    `optpipe diagnose folder` reads them, each pipeline as a replica. Ranks tell each other their clocks before and
-    after the recorded steps; within a step nothing waits. If the training ends before, there is no file.
+    `optpipe diagnose folder` reads them, each pipeline as a replica. Ranks compare their clocks before and after the
+    recorded steps; within a step nothing waits. If the training ends before, there is no file.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def compare_clocks(group: dist.ProcessGroup | None, device: torch.device) -> Ahe
 
 
 def _gather(times: list[float], group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
-    """The first rank's times, after all ranks have told theirs."""
+    """The first rank's times, after all ranks have sent theirs."""
     mine = torch.tensor(times, dtype=torch.float64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
@@ -155,22 +155,20 @@ class Recorder:
             self._first = self._meet()
         with ExitStack() as recording:
             if self._step in self._recorded:
-                for where, methods in self._timed_methods():
-                    recording.enter_context(replaced(where, methods))
+                mark = self._clock.marker()
+                for stage in self._stages:
+                    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+                    timed = {name: self._timed(getattr(stage, name), stage.stage_index, name, mark) for name in names}
+                    recording.enter_context(replaced(stage, timed))
+                if any(stage.is_last for stage in self._stages):
+                    with_loss = self._with_loss(getattr(self._schedule, COMPUTE_LOSS), mark)
+                    recording.enter_context(replaced(self._schedule, {COMPUTE_LOSS: with_loss}))
             result = self._run(*args, **options)
         self._step += 1
         if self._step == self._recorded.stop:
             del vars(self._schedule)["step"]
             self._write(self._meet())
         return result
-
-    def _timed_methods(self) -> Iterator[tuple[PipelineSchedule | StageBase, dict[str, Callable[..., Any]]]]:
-        mark = self._clock.marker()
-        for stage in self._stages:
-            methods = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-            yield stage, {name: self._timed(getattr(stage, name), stage.stage_index, name, mark) for name in methods}
-        if any(stage.is_last for stage in self._stages):
-            yield self._schedule, {COMPUTE_LOSS: self._with_loss(getattr(self._schedule, COMPUTE_LOSS), mark)}
 
     def _timed(self, run: Callable[..., Any], stage: int, name: str, mark: Mark) -> Callable[..., Any]:
         add, step = self._ops.append, self._step

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
 
 from optpipe.errors import ScheduleError
-from optpipe.model.ops import HOST_LINK, Kind, Op
+from optpipe.model.ops import HOST_LINK, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule, check
@@ -108,7 +108,9 @@ def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None
         digest=_digest(schedule, checked_on),
         actions=lower_ops(programs, rank, layout),
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
-        forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
+        forwards=lower_ops(
+            cache(lambda d: {op: place for op, place in programs(d).items() if op.kind == Kind.F}), rank, layout
+        ),
         recomputed={
             (op.stage, op.microbatch): checked_on.stages[op.stage].all_levels[op.part].name
             for op in ops
@@ -120,10 +122,6 @@ def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None
         closing=frozenset({op.stage: op for op in ops if op.kind == Kind.F}.values()),
         link_orders=link_orders(schedule, rank, layout),
     )
-
-
-def _forwards(program: Mapping[Op, int]) -> dict[Op, int]:
-    return {op: place for op, place in program.items() if op.kind == Kind.F}
 
 
 def _require_same_pipeline(scheduled: Layout, layout: Layout) -> None:

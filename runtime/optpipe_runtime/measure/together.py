@@ -71,29 +71,27 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], level: Level | None, cloc
     for turn in range(max(map(len, layout.shared_links.values()), default=1)):
         own_turn = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
         with _first_offloaded(own_turn if both_ways else []):
-            once = partial(_both_ways if both_ways else _one_way, own_turn)
-            together(rank, once, [trial.times for trial, _ in own_turn], clock, repeats)
+            together(rank, partial(_move, both_ways, own_turn), [trial.times for trial, _ in own_turn], clock, repeats)
     for trial, j in moving:
         trial.forget(j)
         trial.moved = None
 
 
-def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
+def _move(both_ways: bool, moving: Sequence[tuple[Trial, int]]) -> None:
+    """`both_ways`: the first activation is off the device before and after."""
+    if both_ways:
+        for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
+            returning, leaving = trial.start_back(j), other.start_out(k)
+            other.beside()
+            other.end_out(k, leaving)
+            trial.end_back(j, returning)
+        return
     for trial, j in moving:
         leaving = trial.start_out(j)
         trial.beside()
         trial.end_out(j, leaving)
         returning = trial.start_back(j)
         trial.beside()
-        trial.end_back(j, returning)
-
-
-def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
-    """The first activation is off the device before and after."""
-    for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
-        returning, leaving = trial.start_back(j), other.start_out(k)
-        other.beside()
-        other.end_out(k, leaving)
         trial.end_back(j, returning)
 
 
@@ -137,7 +135,10 @@ def message_times(rank: Rank, trials: Trials, clock: Clock, repeats: int) -> tup
         rank.cpu_group.minimum(0)  # all begin together
         link = next((link for link in at_once if rank.number in (placement[link.before], placement[link.after])), None)
         if link is None:
-            _compute_beside(trials, clock, rounds)
+            for by_route in list(trials.values())[:1]:  # a rank in no pair computes
+                for _ in range(rounds):
+                    by_route[min(by_route)].beside()
+            clock.settle()
             continue
         timer = OpTimer(clock)
         rank.messages.start_step()
@@ -180,14 +181,6 @@ def _answer(rank: Rank, link: Link, timer: OpTimer, rounds: int) -> None:
             if r + 1 < rounds:
                 rank.messages.post(Message(Kind.F, link.after, r + 1), other, specs)
             rank.messages.send(Message(Kind.B, link.before, r), received, other, specs)
-
-
-def _compute_beside(trials: Trials, clock: Clock, rounds: int) -> None:
-    """What a rank does that is in no pair."""
-    for by_route in list(trials.values())[:1]:
-        for _ in range(rounds):
-            by_route[min(by_route)].beside()
-    clock.settle()
 
 
 def _apart(rank: Rank) -> list[list[Link]]:

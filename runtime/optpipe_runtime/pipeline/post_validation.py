@@ -42,7 +42,15 @@ class PostValidation:
     def __init__(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, rank: Rank, counted: Callable[[], Counted]
     ) -> None:
-        rank.cpu_group.on_each_rank(lambda: _require_valid(optimizer, max_norm))
+        def require_valid() -> None:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer"
+                )
+            if max_norm is not None and not max_norm > 0:
+                raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
+
+        rank.cpu_group.on_each_rank(require_valid)
         rank.cpu_group.require_equal(max_norm=max_norm)
         self._optimizer, self._max_norm = optimizer, max_norm
         self._team, self._cpu_group, self._counted = rank.team, rank.cpu_group, counted
@@ -152,13 +160,6 @@ class PostValidation:
             log.warning("update %d: the norm of all gradients is %g, so %s", self._count, self.norm, what)
 
 
-def _require_valid(optimizer: object, max_norm: float | None) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer")
-    if max_norm is not None and not max_norm > 0:
-        raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
-
-
 Gradients = list[tuple[nn.Parameter, Tensor | None]]
 
 
@@ -172,7 +173,7 @@ class Update:
     """
 
     def __init__(self, cpu_group: CpuGroup, norm: float) -> None:
-        self._norms = cpu_group.share(_bits(norm), method="optimizer.step")
+        self._norms = cpu_group.share(*struct.unpack("<q", struct.pack("<d", norm)), method="optimizer.step")
         self.gradients: Gradients = []
         self._parameters: list[tuple[nn.Parameter, Tensor]] = []
         self._state: dict[Any, Any] = {}
@@ -182,7 +183,7 @@ class Update:
     @property
     def total(self) -> Tensor:
         """The norm of all gradients. Waits for those of all ranks."""
-        return total_norm([_number(row[0]) for row in self._norms.rows])
+        return total_norm([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in self._norms.rows])
 
     @property
     def norm(self) -> float:
@@ -253,11 +254,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
     return bool(a == b)
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

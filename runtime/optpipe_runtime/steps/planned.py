@@ -221,7 +221,7 @@ class PlannedSteps:
             )
 
     def _features_of(self, batch: Batch) -> Features:
-        data, first = batch.on(self._rank, batch.count or self._rank.microbatches), self._pipe.layout.routes[0][0]
+        data, first = self._rank.cut(batch, batch.count or self._rank.microbatches), self._pipe.layout.routes[0][0]
         return [self._features(*values, **data.named(first, j)) for j, values in enumerate(data.inputs)]
 
     def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:

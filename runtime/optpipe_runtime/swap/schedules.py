@@ -274,7 +274,7 @@ class Schedules:
     def _accept(self, plan: Plan) -> None:
         """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
         if not self._reserve_now(plan):
-            self._batch.on(self._rank, plan.problem.microbatches)
+            self._rank.cut(self._batch, plan.problem.microbatches)
 
 
 def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:
