@@ -3,7 +3,7 @@
 Each ordered pair has a process group of its own, so that the two directions never wait for each other (one NCCL
 communicator has one stream for both). At most `UNDER_WAY` messages to one rank are under way: before another is sent,
 the host waits for the end of an earlier one, on CUDA the compute stream, and its tensors are let go. That waits for no
-op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`).
+op that comes later (`lowering.actions`). So what messages hold is computed before the step (`Plan.message_peak`).
 The default budget of activations leaves room for some of them (`messages_reserve`).
 """
 
@@ -39,23 +39,23 @@ class Messages:
         }
         self._here: dict[Message, Tensors] = {}
         self._posted: dict[Message, _Transfers] = {}
-        self._known: set[Message] = set()  # posted in this step
+        self._begun: set[Message] = set()  # posted in this step
         self.peak_bytes = 0  # receive buffers and sends under way, since `start_step`
 
     def start_step(self) -> None:
         """Waits until the sends of the step before have ended: their receivers have asked for them in that step."""
         self.flush()
         self.peak_bytes = 0
-        self._known.clear()
+        self._begun.clear()
 
     def post(self, message: Message, source: int, specs: Sequence[Spec]) -> None:
         """Allocates the buffers of a message and starts to receive it, once a step."""
-        if message in self._known:
+        if message in self._begun:
             return
         buffers = tuple(spec.empty(self._device) for spec in specs)
         group = self._groups[source, self._rank]
         self._posted[message] = _Transfers([group.receive(buffer, source) for buffer in buffers], buffers)
-        self._known.add(message)
+        self._begun.add(message)
         self._count()
 
     def take(self, message: Message) -> Tensors:
@@ -136,11 +136,11 @@ def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], Sta
     """The bytes that are set aside for messages, whatever the schedule: two to each other rank and two from it, the
     largest ones. `Plan.message_peak` is what a schedule needs."""
     largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
-    for (stage, form), given in io.items():
+    for (stage, form), each in io.items():
         after = layout.neighbour_after(stage, form % len(layout.routes))
         if after is None:
             continue
         sender, receiver = layout.placement[stage], layout.placement[after]
-        for pair, specs in (((sender, receiver), given.outputs), ((receiver, sender), given.output_gradients)):
+        for pair, specs in (((sender, receiver), each.outputs), ((receiver, sender), each.output_gradients)):
             largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
     return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])

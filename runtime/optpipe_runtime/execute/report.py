@@ -89,7 +89,7 @@ class StepReport:
         If asked for, what the module at the end of the route returned, detached, by micro-batch; None where no route
         ends. They are no part of the activations that are counted.
     weights
-        How much each of the losses counts, as the step was given them; None: all the same.
+        How much each of the losses counts; None: all the same.
     grad_norm
         With `post_validate`, the norm of all gradients at the last optimizer step before this step: not finite if that
         was skipped. Else None.

@@ -159,7 +159,7 @@ class TorchSchedule(ScheduleRuntime):
     def before_step(self, microbatches: Mapping[str, Sequence[Any] | None]) -> None:
         """Raises `InputError` if micro-batches differ in shape: torch has one buffer for all."""
         for what, each in microbatches.items():
-            shapes = [[list(x.shape) for x in tree_leaves(given) if isinstance(x, Tensor)] for given in each or ()]
+            shapes = [[list(x.shape) for x in tree_leaves(one) if isinstance(x, Tensor)] for one in each or ()]
             for j, shape in enumerate(shapes):
                 if shape != shapes[0]:
                     raise InputError(
@@ -248,10 +248,10 @@ def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None
         raise InputError(
             f"the schedule is for {len(problem.devices)} ranks, the stages' group has {stages[0].group_size}"
         )
-    given, placed = sorted(stage.stage_index for stage in stages), problem.stages_on(rank)
-    if given != placed or stages[0].num_stages != len(problem.stages):
+    own, placed = sorted(stage.stage_index for stage in stages), problem.stages_on(rank)
+    if own != placed or stages[0].num_stages != len(problem.stages):
         raise InputError(
-            f"stages: rank {rank} has {given} of {stages[0].num_stages}; the schedule places {placed} of "
+            f"stages: rank {rank} has {own} of {stages[0].num_stages}; the schedule places {placed} of "
             f"{len(problem.stages)} there"
         )
     if sharded := [stage.stage_index for stage in stages if isinstance(stage.submod, FSDPModule)]:

@@ -1,7 +1,6 @@
 """From a schedule to what one rank does: checks against this pipeline, then ops with their messages. Pure functions.
 
-- `plan`: what one rank is given to run;
+- `plan`: what one rank runs, and the order of transfers on a host link that several ranks share;
 - `prepare`: from a schedule to a plan;
-- `actions`: the ops of a rank with the messages that they send and receive;
-- `link_order`: the order of transfers on a host link that several ranks share.
+- `actions`: the ops of a rank with the messages that they send and receive.
 """

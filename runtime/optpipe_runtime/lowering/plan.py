@@ -1,4 +1,4 @@
-"""`Plan`: what one rank is given to run."""
+"""`Plan`: what one rank runs."""
 
 from __future__ import annotations
 

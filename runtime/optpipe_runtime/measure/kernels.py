@@ -22,7 +22,7 @@ from optpipe_runtime.memory.clock import Clock
 
 MEASURED = ("matmul_fraction", "matmul_depth", "attention_fraction", "memory_fraction", "host_us")
 VAGUE = 10.0  # standard deviation of a logarithm: before it is measured, a parameter may be anything
-SLOW = 1e-4  # where a matmul's fraction begins: bytes decide of no kernel then, and all kernels tell of the fraction
+SLOW = 1e-4  # where a matmul's fraction begins: bytes decide of no kernel then, and all kernels depend on the fraction
 AT_LEAST = 0.05  # alone, kernels are up to so much faster or slower than in a training
 HEAD = 128  # width of an attention head
 SMALL = 64  # numbers of a tensor whose kernel takes less time than it takes to launch it

@@ -35,9 +35,9 @@ class Measured:
     links
         The spread of a message's time from one rank to another.
     places
-        Where the GPU of each rank is (of its first inner peer); None where the system does not tell.
+        Where the GPU of each rank is (of its first inner peer); None where the system does not report it.
     host_links
-        For each rank the host link that it shares with others, as the system tells; empty if none does.
+        For each rank the host link that it shares with others, as the system reports it; empty if it does not.
     """
 
     problem: Problem

@@ -27,14 +27,14 @@ from optpipe_runtime.torch_private.trees import tree_leaves
 
 @dataclass
 class Step:
-    """What a step's chunks are told, and what they find by micro-batch."""
+    """What a step's chunks get, and their results by micro-batch."""
 
     forward_step_func: Callable[..., Any]
     config: Any
     microbatches: int
     cp_size: int
     collect_non_loss_data: bool
-    is_first: Callable[[bool], bool]  # from "it is the chunk's first forward" to what Megatron tells the chunk
+    is_first: Callable[[bool], bool]  # from "it is the chunk's first forward" to what Megatron passes to the chunk
     results: dict[int, Any] = field(default_factory=dict)
     tokens: dict[int, Tensor] = field(default_factory=dict)
 

@@ -177,7 +177,7 @@ class ForwardBackward:
     def _start(
         self, chunks: list[nn.Module], groups: Any, step: Step, data_iterator: Any, adjust: Any = None
     ) -> Pipeline:
-        """The pipeline of these chunks, which are told of the step. Collective in the first call. What a rank refuses
+        """The pipeline of these chunks, which get the step. Collective in the first call. What a rank refuses
         later ends the pipeline, so that no other rank waits for it; these raise the same sentence."""
         first, pipeline = self._pipeline is None, self._pipeline or self._make_pipeline(chunks, step.config, groups)
         try:
@@ -261,8 +261,8 @@ MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its
 @contextmanager
 def without_sync(config: Any) -> Iterator[None]:
     """In the context that keeps Megatron's DistributedDataParallel from reducing gradients, of every chunk."""
-    given = config.no_sync_func
-    contexts = [] if given is None else given if isinstance(given, list) else [given]
+    functions = config.no_sync_func
+    contexts = [] if functions is None else functions if isinstance(functions, list) else [functions]
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,36 +35,33 @@ from optpipe_runtime.stage.levels import Level, as_levels
 from optpipe_runtime.stage.runner import StageRunner
 
 
-class _Checked(NamedTuple):
-    layout: Layout
-    device: torch.device | None  # None on a rank without parameters
-    replicas: Replicas
-    levels: Mapping[str, Level]
-
-
 def build(options: Options) -> StepRunner:
     """Collective. Raises `InputError` for arguments that are wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
         raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
     team = Team(options.group, options.inner)
     cpu_group = CpuGroup(team)
-    checked = cpu_group.on_each_rank(lambda: _check(options, team))
-    own_device, replicas = checked.device, checked.replicas
+    layout, own_device, replicas, levels = cpu_group.on_each_rank(lambda: _check(options, team))
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
     # On CPU each direction would take the other's share of the memory's bandwidth.
     full_duplex = device.type == "cuda" if options.full_duplex is None else options.full_duplex
-    layout = replace(checked.layout, full_duplex=full_duplex)
+    layout = replace(layout, full_duplex=full_duplex)
     places = cpu_group.gather_by_peer(pci.place(device))
     if options.links == "auto":
         layout = replace(layout, links=pci.shared_links(places))
-    cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
-    cpu_group.on_each_rank(lambda: require_no_cuda_graphs(options.stages, device))
+
+    def require() -> None:
+        require_queues(layout, team.number, device)
+        require_no_cuda_graphs(options.stages, device)
+        require_windows(replicas, options.whole_gradients)
+
+    cpu_group.on_each_rank(require)
     cpu_group.require_equal(
         microbatches=options.microbatches,
         clip_host_updates=options.clip_host_updates,
         whole_gradients=options.whole_gradients,
         scale_grads=options.scale_grads,
-        recompute=list(checked.levels),
+        recompute=list(levels),
         **asdict(layout),
     )
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
@@ -86,17 +82,16 @@ def build(options: Options) -> StepRunner:
         messages=Messages(team, layout, device),
         pool=pool,
         link=link,
-        levels=checked.levels,
+        levels=levels,
     )
     evictions = Evictions(rank)
-    cpu_group.on_each_rank(lambda: require_windows(replicas, options.whole_gradients))
     host_updates = HostUpdates(rank, options.host_optimizers or {}, options.clip_host_updates)
     rank.features = [evictions, host_updates]
     return StepRunner(rank, host_updates, options.specs)
 
 
-def _check(options: Options, team: Team) -> _Checked:
-    """This rank's arguments, alone. Raises `InputError`."""
+def _check(options: Options, team: Team) -> tuple[Layout, torch.device | None, Replicas, Mapping[str, Level]]:
+    """This rank's arguments, alone; no device on a rank without parameters. Raises `InputError`."""
     require_valid_arguments(options, team.number, team.size)
     require_bytes("host_memory_bytes", options.host_memory_bytes)
     layout = Layout.make(
@@ -115,4 +110,4 @@ def _check(options: Options, team: Team) -> _Checked:
     replicas = Replicas(options.stages, layout, team)
     for s, module in replicas.modules.items():
         require_inner(s, module, team.inner, replicas.ranks(s))
-    return _Checked(layout, device_of(options.stages), replicas, as_levels(options.recompute))
+    return layout, device_of(options.stages), replicas, as_levels(options.recompute)

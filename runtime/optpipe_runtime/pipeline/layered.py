@@ -67,9 +67,9 @@ def profile_layers(
 def on_all_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     """What rank 0 of the group gives, such as the schedule that it has found, on every rank. Collective. Raises
     `InputError` on all ranks if it is None."""
-    given: list[Any] = [value]
-    dist.broadcast_object_list(given, group=group, group_src=0)
-    value = given[0]
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    value = box[0]
     if value is None:
         raise InputError(
             "on_all_ranks was given None on rank 0; if a search found no schedule, its result has the reason"

@@ -86,13 +86,13 @@ class Pipeline:
         For each rank, the rank to which it may evict activations, or None.
     links
         For each rank, the name of the host link that it shares with others, or None. Ranks use a shared link in the
-        schedule's order. "auto": as the system tells, of GPUs below one PCIe switch.
+        schedule's order. "auto": by PCIe switches, as the system reports them.
     host_optimizers
         For stages of any rank, a function that makes an optimizer on the host, which updates them inside the step
         (docs/training.md).
     clip_host_updates
         Whether these wait for `clip_grad_norm_`, which the script then calls after every step. The norm of all
-        gradients is known only then.
+        gradients is computed only then.
     whole_gradients
         Of how many of its stages a rank may hold whole gradients, where stages are `fully_shard`ed over replicas. With
         fewer than it has, gradients are reduced several times a step (ZeRO-2), if all replicas run one schedule for one
