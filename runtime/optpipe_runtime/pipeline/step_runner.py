@@ -264,6 +264,7 @@ class Attempt:
         # Inner peers leave a step out together, but one that stops within an op would leave the others in a collective
         # of the user's.
         self._can_stop = len(runner.rank.team.inner) == 1
+        self.state = State.VOTED
         self._is_trial = False  # whether it is undone if a rank runs out of memory
         self.report: StepReport | None = None  # None if the step was left out here, or has failed
         self._restore: Callable[[], None] | None = None
@@ -301,7 +302,6 @@ class Attempt:
         """Sends this rank's vote, without waiting: whether batch and modules are as they were, and what the schedules
         ask."""
         as_before = self._runner.learner.is_current(self._batch)
-        self.state, self._all_as_before = State.VOTED, False
         self._votes = self._rank.cpu_group.share(as_before, *self._schedules.votes())
         # That waits for nobody, and names this method to inner peers that are in another one. This waits for them:
         self._as_before = self._rank.cpu_group.peers_agree(as_before) if self._can_undo else as_before
