@@ -193,10 +193,9 @@ class Jobs(JobQueries):
             if job.last_seq != seen:
                 raise StaleError
             state = initial.state(options_of(job))
-            if state == "queued" and job.state == "running":
-                state = "running"  # its worker learns of the new problem and goes on
-            elif state == "queued" and job.state != "queued":
+            if state == "queued" and job.state not in OPEN:
                 _check_open(db, job.key_name, most_open)
+            if state == "queued" and job.state != "queued":  # a worker that has it ends its search
                 self._enqueue(db, job_id, job.priority)
             version, at = job.problem_version + 1, now()
             row = {"job": job_id, "version": version, "problem": text_of_problem, "sha256": problem.sha256}
@@ -214,7 +213,7 @@ class Jobs(JobQueries):
                 crashes=0,
                 losses=0,
                 ended_at=None if state in OPEN else at,
-                **({} if state == "running" else {"worker": None}),
+                worker=None,
                 value_ms=None,
                 **best_values(initial.best if first is None else Result("unknown")),
             )

@@ -1,7 +1,7 @@
 """`Searches`: what a worker writes about the jobs that it solves.
 
-Each taking of a job has a number, its attempt. A job whose worker is lost is taken again, and what the former worker
-writes from then on is refused.
+Each taking of a job has a number, its attempt. A job whose worker is lost is taken again, a job with other costs waits
+again, and what the former worker writes from then on is refused.
 """
 
 from __future__ import annotations
@@ -60,18 +60,9 @@ class Claim:
     problem_version: int
     options: SolveOptions
     spent_s: float
-    crashes: int
     best: Schedule | None  # re-timed for `problem`; verified on it only if `best_version` is its version
     best_version: int  # version of the problem that `best` was found for
     lower_bound_ms: float | None  # of this problem
-
-
-@dataclass(frozen=True)
-class RequestedChanges:
-    """What the client has requested for a running job."""
-
-    cancelled: bool
-    problem_version: int
 
 
 class Searches:
@@ -110,86 +101,52 @@ class Searches:
             add_log_line(db, job_id, job.attempt + 1, f"taken by {self._worker}")
             return _claim(db, locked(db, job_id))
 
-    def changes(self, claims: Collection[Claim]) -> dict[str, RequestedChanges]:
-        """Return by id what is requested for these jobs. Jobs that this worker has lost are missing."""
-        columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.problem_version
+    def cancel_requests(self, claims: Collection[Claim]) -> dict[str, bool]:
+        """Return by id whether the jobs are to be cancelled. Jobs that this worker has lost are missing, and so are those
+        that have other costs now."""
+        columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested
         of_claims = jobs.c.id.in_([claim.job_id for claim in claims]), jobs.c.state == "running"
+        held = {(claim.job_id, claim.attempt) for claim in claims}
         with self._database.read() as db:
-            rows = {(row.id, row.attempt): row for row in db.execute(select(*columns).where(*of_claims))}
-        return {
-            claim.job_id: RequestedChanges(row.cancel_requested, row.problem_version)
-            for claim in claims
-            if (row := rows.get((claim.job_id, claim.attempt)))
-        }
+            rows = db.execute(select(*columns).where(*of_claims)).all()
+        return {row.id: row.cancel_requested for row in rows if (row.id, row.attempt) in held}
 
     def store_spent(self, claim: Claim, spent_s: float) -> None:
-        """Store the seconds spent on the claim's problem, in case that this worker is lost."""
+        """Store the seconds spent, in case that this worker is lost."""
         with self._database.write() as db:
-            same = jobs.c.problem_version == claim.problem_version
-            db.execute(update(jobs).where(*_of_claim(claim), same).values(spent_s=spent_s))
+            db.execute(update(jobs).where(*_of_claim(claim)).values(spent_s=spent_s))
 
-    def append(self, claim: Claim, result: Result) -> bool:
-        """Commit the result's schedule if it is better than the last one; safe to repeat.
-
-        Returns False if the job has another problem by now. Raises `LostError`.
-        """
+    def append(self, claim: Claim, result: Result) -> None:
+        """Commit the result's schedule if it is better than the last one; safe to repeat. Raises `LostError`."""
         row = incumbent_values(result, "solver")
         with self._locked(claim) as (db, job):
-            if job.problem_version != claim.problem_version:
-                return False
             append(db, job, result, row, claim.attempt)
-            return True
 
-    def raise_bound(self, claim: Claim, lower_bound_ms: float) -> bool:
-        """Commit a bound, if it is higher than the last one; safe to repeat.
-
-        Returns False if the job has another problem by now. Raises `LostError`.
-        """
+    def raise_bound(self, claim: Claim, lower_bound_ms: float) -> None:
+        """Commit a bound, if it is higher than the last one; safe to repeat. Raises `LostError`."""
         with self._locked(claim) as (db, job):
-            if job.problem_version != claim.problem_version:
-                return False
             if job.lower_bound_ms is None or raises(lower_bound_ms, job.lower_bound_ms):
                 last = last_figures(db, job)
                 length = length_ms(last, claim.options.objective) if last else None
                 update_job(db, job, lower_bound_ms=lower_bound_ms, gap=gap(length, lower_bound_ms))
                 add_bound(db, job.id, job.problem_version, lower_bound_ms, now())
-            return True
 
     def note(self, claim: Claim, text: str, level: Level = "info") -> None:
         """Add a line to the job's log. Raises `LostError`."""
         with self._locked(claim) as (db, _job):
             add_log_line(db, claim.job_id, claim.attempt, text, level)
 
-    def reload(self, claim: Claim, spent_s: float, crash: str | None = None) -> Claim | None:
-        """Return the claim for the job as it is now: with another problem, more time, its best schedule. Raises
-        `LostError`.
-
-        With a `crash`, record that a solver's process ended on its own, and why; None if there have been too many.
-        """
-        with self._locked(claim) as (db, job):
-            spent_s = _spent(job, claim, spent_s)
-            crashes = job.crashes
-            if crash is not None:
-                crashes += 1
-                add_log_line(db, claim.job_id, claim.attempt, crash, "error")
-                update_job(db, job, crashes=crashes, spent_s=spent_s)
-            again = crash is None or crashes <= MOST_CRASHES
-            return replace(_claim(db, job), spent_s=spent_s, crashes=crashes) if again else None
-
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
-        """End a job; return False if it goes on, with another problem or more time. Raises `LostError`.
+        """End a job; return False if it has more time by now and waits again. Raises `LostError`.
 
         A job that has a schedule for its problem is `done` unless it was cancelled, and what is stored of it never gets
         worse. More time matters only if the time limit ended the search: for a job that is `done` without a proof, or
         failed without a schedule.
         """
         with self._locked(claim) as (db, job):
-            more_time = (
-                options_of(job).time_limit_s > claim.options.time_limit_s
-                and state in ("done", "failed")
-                and result.status != "optimal"
-            )
-            if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
+            more_time = options_of(job).time_limit_s > claim.options.time_limit_s
+            if more_time and state in ("done", "failed") and result.status != "optimal" and not job.cancel_requested:
+                update_job(db, job, state="queued", spent_s=spent_s, worker=None)
                 return False
             last = last_figures(db, job)
             best = last and last.value_ms
@@ -206,14 +163,23 @@ class Searches:
             add_log_line(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
             return True
 
-    def give_back(self, claim: Claim, spent_s: float) -> None:
-        """Let the job wait again, for another worker or for the next start of this one. Raises `LostError`."""
+    def give_back(self, claim: Claim, spent_s: float, crash: str | None = None) -> bool:
+        """Let the job wait again, for any worker. Raises `LostError`.
+
+        With a `crash`, record that a solver's process ended on its own, and why; False if there have been too many.
+        """
         with self._locked(claim) as (db, job):
-            add_log_line(db, claim.job_id, claim.attempt, f"given back by {self._worker}")
-            if job.cancel_requested:
-                update_job(db, job, **end_values("cancelled", CANCELLED))
+            add_log_line(
+                db, claim.job_id, claim.attempt, crash or f"given back by {self._worker}", "error" if crash else "info"
+            )
+            crashes = job.crashes + bool(crash)
+            again = not crash or crashes <= MOST_CRASHES
+            if again and job.cancel_requested:
+                update_job(db, job, crashes=crashes, **end_values("cancelled", CANCELLED))
             else:
-                update_job(db, job, state="queued", spent_s=_spent(job, claim, spent_s), worker=None)
+                waits = {"state": "queued", "worker": None} if again else {}
+                update_job(db, job, crashes=crashes, spent_s=spent_s, **waits)
+            return again
 
     @contextmanager
     def _locked(self, claim: Claim) -> Iterator[tuple[Connection, Row[Any]]]:
@@ -246,11 +212,6 @@ def _freed(db: Connection, job: Row[Any]) -> bool:
     return False
 
 
-def _spent(job: Row[Any], claim: Claim, spent_s: float) -> float:
-    """Seconds spent on the job's current problem: those spent on another one do not count."""
-    return spent_s if job.problem_version == claim.problem_version else job.spent_s
-
-
 def _claim(db: Connection, job: Row[Any]) -> Claim:
     of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
     problem = Problem.model_validate_json(db.execute(select(problems.c.problem).where(*of_problem)).scalar_one())
@@ -267,7 +228,6 @@ def _claim(db: Connection, job: Row[Any]) -> Claim:
         problem_version=job.problem_version,
         options=options_of(job),
         spent_s=job.spent_s,
-        crashes=job.crashes,
         best=best,
         best_version=last.problem_version if last else 0,
         lower_bound_ms=job.lower_bound_ms,

@@ -79,7 +79,7 @@ class Solves:
         return solve
 
     def run(self, solve: Solve) -> bool:
-        """Work on a job that was begun; False if it was given back."""
+        """Work on a job that was begun; False if it waits again."""
         try:
             return solve.run()
         finally:
@@ -111,17 +111,21 @@ class Solves:
         self._kill_on_exit.cancel()
 
     def _apply_changes(self) -> None:
-        began, running = time.monotonic(), {solve: solve.claim for solve in self.running()}
-        changes = self.searches.changes(running.values())
+        began, running = time.monotonic(), self.running()
+        cancelled = self.searches.cancel_requests([solve.claim for solve in running])
         self._last_answer = time.monotonic()
-        for solve, claim in running.items():
-            solve.apply_changes(claim, changes.get(claim.job_id))
+        for solve in running:
+            request = cancelled.get(solve.claim.job_id)
+            if request is None:
+                solve.end("lost")
+            elif request:
+                solve.end("cancelled")
         if began - self._stored >= SPENT_S:
             self._stored = began
-            for solve, claim in running.items():
-                self.searches.store_spent(claim, solve.spent_s)
-        for solve, claim in running.items():
-            solve.send_bound(claim)
+            for solve in running:
+                self.searches.store_spent(solve.claim, solve.spent_s)
+        for solve in running:
+            solve.send_bound()
 
     def _watch(self) -> None:
         for solve in self.running():

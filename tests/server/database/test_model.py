@@ -137,8 +137,7 @@ class Model(WorkerRules):
         assert not (job.cancel and job.state in OPEN)
         job.cancel = False
         assert first_state != "queued" or job.state in OPEN or self.open(job.key_name) < MOST_OPEN
-        job.state = "running" if first_state == "queued" and job.state == "running" else first_state
-        job.worker = job.worker if job.state == "running" else None
+        job.state, job.worker = first_state, None
         job.problem, job.version, job.reason, job.bound = problem, job.version + 1, None, None
         job.spent_s, job.crashes, job.losses = 0.0, 0, 0
         job.learn(start.best)

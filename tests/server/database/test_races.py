@@ -104,12 +104,10 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
             with suppress(*refused):
                 while claim:
                     searches.store_spent(claim, claim.spent_s + 0.1)
-                    if not searches.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem))):
-                        claim = searches.reload(claim, 0.1)
-                        assert claim
+                    searches.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem)))
                     match chance.randrange(4):
                         case 0:
-                            claim = searches.reload(claim, 0.1, "signal 9") or claim
+                            searches.give_back(claim, 0.1, "signal 9")
                         case 1:
                             searches.give_back(claim, 0.2)
                         case 2:

@@ -98,7 +98,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
             problem(3.0).sha256,
         )
         until(lambda: work.job(extended).spent_s > first_s + 2.0)
-        assert (work.job(extended).state, work.job(extended).attempt) == ("running", 1)
+        assert work.job(extended).state == "running"
     rows = sound(work.database)[drifting]
     assert rows[-1].makespan_ms == gpipe(problem(3.0)).makespan_ms
     assert {row.problem_version for row in rows} == {1, 2}
@@ -141,9 +141,9 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     before = counted("solver_crashes_total")
     with work.worker():
         job = work.ended(crashed)
-        assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 1, 2, 1)
+        assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 2, 2, 1)
         job = work.ended(at_once)
-        assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 1, 2, 0)
+        assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 2, 2, 0)
         assert job.reason.endswith("ended with exit code 1: boom")
     assert sum("exit code -6" in line for line in work.lines(crashed)) == 3  # and why it ended
     assert counted("solver_crashes_total") == before + 4

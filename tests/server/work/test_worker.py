@@ -32,7 +32,7 @@ def test_sqlite_is_refused_in_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run([*OPTPIPE, "worker", "--database", url], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(
-        f"error: --database = '{url}': a worker shares it with other processes"
+        f"error: database = '{url}': a worker shares it with other processes"
     )
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

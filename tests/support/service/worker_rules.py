@@ -97,64 +97,46 @@ class WorkerRules(RuleBasedStateMachine):
     @rule(claim=claims, worker=WORKERS, spent=st.floats(0, 9))
     def look(self, claim: Claim, worker: str, spent: float) -> None:
         job = self.holds(claim)
-        changes = self.workers[worker].changes([claim])
+        requests = self.workers[worker].cancel_requests([claim])
         self.workers[worker].store_spent(claim, spent)
-        assert {*changes} == ({claim.job_id} if job else set())
+        assert requests == ({claim.job_id: job.cancel} if job else {})
         if job:
-            requested = changes[claim.job_id]
-            assert (requested.cancelled, requested.problem_version) == (job.cancel, job.version)
-            job.spent_s = spent if claim.problem_version == job.version else job.spent_s
+            job.spent_s = spent
 
     @rule(claim=claims, worker=WORKERS, which=st.integers(0, 1), bound=BOUNDS)
     def append(self, claim: Claim, worker: str, which: int, bound: float) -> None:
         result = result_of(SCHEDULES[claim.problem.sha256][which], bound)
-        job, kept = self.write(claim, worker, lambda searches: searches.append(claim, result))
-        if job is None:
-            return
-        assert kept == (job.version == claim.problem_version)
-        if kept:
+        job, _ = self.write(claim, worker, lambda searches: searches.append(claim, result))
+        if job:
             job.add(result)
 
     @rule(claim=claims, worker=WORKERS, bound=BOUNDS)
     def raise_bound(self, claim: Claim, worker: str, bound: float) -> None:
-        told_ms = bound * min(schedule.makespan_ms for schedule in SCHEDULES[claim.problem.sha256])
-        job, kept = self.write(claim, worker, lambda searches: searches.raise_bound(claim, told_ms))
-        if job is None:
-            return
-        assert kept == (job.version == claim.problem_version)
-        if kept and (job.bound is None or told_ms > job.bound):
-            job.learn_bound(told_ms)
+        bound_ms = bound * min(schedule.makespan_ms for schedule in SCHEDULES[claim.problem.sha256])
+        job, _ = self.write(claim, worker, lambda searches: searches.raise_bound(claim, bound_ms))
+        if job and (job.bound is None or bound_ms > job.bound):
+            job.learn_bound(bound_ms)
             job.changes += 1
 
     @rule(claim=claims, worker=WORKERS)
     def note(self, claim: Claim, worker: str) -> None:
         self.write(claim, worker, lambda searches: searches.note(claim, "still here"))
 
-    @rule(target=claims, claim=claims, worker=WORKERS, spent=st.floats(0, 9), crash=st.sampled_from([None, "signal 9"]))
-    def reload(self, claim: Claim, worker: str, spent: float, crash: str | None) -> object:
-        job, new = self.write(claim, worker, lambda searches: searches.reload(claim, spent, crash))
-        if job is None:
-            return multiple()
-        spent = spent if claim.problem_version == job.version else job.spent_s
-        if crash:
-            job.spent_s, job.crashes, job.changes = spent, job.crashes + 1, job.changes + 1
-        assert (new is None) == bool(crash and job.crashes > MOST_CRASHES)
-        if new is None:
-            return multiple()
-        assert (new.spent_s, new.crashes) == (spent, job.crashes)
-        job.is_that_of(replace(new, spent_s=job.spent_s))
-        return new
-
-    @rule(claim=claims, worker=WORKERS, spent=st.floats(0, 9))
-    def give_back(self, claim: Claim, worker: str, spent: float) -> None:
-        job, _ = self.write(claim, worker, lambda searches: searches.give_back(claim, spent))
+    @rule(claim=claims, worker=WORKERS, spent=st.floats(0, 9), crash=st.sampled_from([None, "signal 9"]))
+    def give_back(self, claim: Claim, worker: str, spent: float, crash: str | None) -> None:
+        job, again = self.write(claim, worker, lambda searches: searches.give_back(claim, spent, crash))
         if job is None:
             return
-        if job.cancel:
+        job.crashes += bool(crash)
+        assert again == (not crash or job.crashes <= MOST_CRASHES)
+        if again and job.cancel:
             job.end("cancelled", CANCELLED)
-        else:
-            job.spent_s = spent if claim.problem_version == job.version else job.spent_s
+            return
+        job.spent_s = spent
+        if again:
             job.wait()
+        else:
+            job.changes += 1
 
     @rule(
         claim=claims,
@@ -177,8 +159,10 @@ class WorkerRules(RuleBasedStateMachine):
             and told.status != "optimal"
             and not job.cancel
         )
-        assert ended == (job.version == claim.problem_version and not more)
+        assert ended == (not more)
         if not ended:
+            job.spent_s = spent
+            job.wait()
             return
         job.spent_s = spent
         if job.best is None:
