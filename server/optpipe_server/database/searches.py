@@ -102,8 +102,7 @@ class Searches:
             return _claim(db, locked(db, job_id))
 
     def cancel_requests(self, claims: Collection[Claim]) -> dict[str, bool]:
-        """Return by id whether the jobs are to be cancelled. Jobs that this worker has lost are missing, and so are those
-        that have other costs now."""
+        """Return by id whether the jobs are to be cancelled. Lost jobs are missing, also those with other costs now."""
         columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested
         of_claims = jobs.c.id.in_([claim.job_id for claim in claims]), jobs.c.state == "running"
         held = {(claim.job_id, claim.attempt) for claim in claims}
