@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe_solver.clock import Clock
 from optpipe_solver.exact import serial_ms
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.milp.backend import minimize
+from optpipe_solver.milp.backends import Task, minimize
 from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.start import assignment
-from optpipe_solver.milp.switches import ALL, PLAIN, Switches
-from optpipe_solver.milp.task import Limits, Task
+from optpipe_solver.milp.search import assignment
+from optpipe_solver.milp.variables import ALL, PLAIN, Switches
 
 SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
 STEPS = {
@@ -83,22 +82,24 @@ def solved(problem: Problem, switches: Switches, solver: str, time_limit: float)
     size.
     """
     warm = next(STREAMS["adaoffload"](problem, "makespan")) if switches.warm_start else None
-    began = time.monotonic()
+    clock = Clock(time_limit)
     model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
     lengths, bounds = [math.inf], [0.0]
     _, outcome = minimize(
         solver,
         Task(
             model.rows,
-            model.C,
+            model.variables.length,
             assignment(model.variables, warm) if warm else {},
-            Limits(began + time_limit, threads=1, seed=0),
-            lambda x: lengths.append(float(x[model.C]) / model.scale),
-            lambda bound: bounds.append(bound / model.scale),
+            clock,
+            threads=1,
+            seed=0,
+            on_solution=lambda x: lengths.append(float(x[model.variables.length]) / model.scale),
+            on_bound=lambda bound: bounds.append(bound / model.scale),
         ),
         lambda text: print(text, file=sys.stderr),
     )
-    seconds = time.monotonic() - began
+    seconds = clock.passed_s
     best, bound = min(lengths), max(bounds)
     return {
         "solver": outcome.solver,

@@ -43,7 +43,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
     Parameters
     ----------
     state
-        Changed: afterwards `start` and `moved` say when ops and transfers start.
+        Changed: afterwards `start` and `moved` have when ops and transfers start.
     stop_ms
         No compute op may end later. If what a device has still to do would, the rest is not listed.
 
@@ -71,7 +71,11 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             continue
         d = at - links
         if state.running[d]:
-            _end_op(state, d)
+            state.running[d] = False
+            state.held[d] -= state.frees[d]
+            state.hosted[d] -= state.frees_on_host[d]
+            state.frees[d] = 0
+            state.frees_on_host[d] = 0
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
                 for way in range(2):
                     link = figures.links[way, d]
@@ -119,15 +123,6 @@ def listed_ms(figures: Figures, state: State, span: bool) -> float:
 
 
 # What a device does next: of the ops that are ready and fit, the one of the lowest rank.
-
-
-@compiled_part
-def _end_op(state: State, d: int) -> None:
-    state.running[d] = False
-    state.held[d] -= state.frees[d]
-    state.hosted[d] -= state.frees_on_host[d]
-    state.frees[d] = 0
-    state.frees_on_host[d] = 0
 
 
 @compiled_part

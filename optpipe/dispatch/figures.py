@@ -28,7 +28,7 @@ class Figures(NamedTuple):
     """The problem for `clock.list_ops`. S stages stand in `stage_order`.
 
     The last axis of figures has one column a class of equal micro-batches (`Costs.class_of`). The first axis of what
-    depends on it says what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
+    depends on it is what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
     is (V = 1 + the most levels of a stage).
 
     Attributes
@@ -84,7 +84,7 @@ class Figures(NamedTuple):
     def from_problem(cls, problem: Problem) -> Figures:
         order, costs, effects = stage_order(problem), problem.costs, Effects(problem)
         device = costs.device[order]
-        # An op that takes no time gets an instant, so that the order of starts says what came first.
+        # An op that takes no time gets an instant, so that the order of starts shows what came first.
         examples = costs.representatives
         compute, timed = np.ix_(np.array(COMPUTE), order), np.ix_(np.array((*COMPUTE, *TRANSFERS)), order)
         levels = range(costs.levels.recompute_ms.shape[0])
@@ -98,6 +98,8 @@ class Figures(NamedTuple):
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         links = np.array([ways * costs.link, ways * costs.link + ways - 1])
         place, next_stage, offset_ms = _along_routes(problem, order, ms[0], message_ms)
+        work_ms = np.zeros((len(problem.devices), len(examples)))
+        np.add.at(work_ms, device, (ms[0] * (place != NONE))[: len(COMPUTE) - 1].sum(axis=0))
         return in_rows(
             Figures(
                 ms=ms,
@@ -113,7 +115,7 @@ class Figures(NamedTuple):
                 part_bytes=part_bytes,
                 links=links,
                 stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
-                work_ms=_work_ms(ms[0] * (place != NONE), device, len(problem.devices)),
+                work_ms=work_ms,
                 offset_ms=offset_ms,
                 class_of=costs.class_of,
             )
@@ -121,7 +123,7 @@ class Figures(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What rules may say of each stage.
+    """What rules may set for each stage.
 
     Attributes
     ----------
@@ -174,7 +176,7 @@ def carry_ms(costs: Costs, route: Ints) -> Floats:
 
 
 def instant_ms(problem: Problem) -> float:
-    """What an op lasts that takes no time: long enough that `lift` can tell it from its neighbours."""
+    """What an op lasts that takes no time: long enough that `lift` can order it among its neighbours."""
     return 10 * grain(np.array([problem.costs.ms.sum() + problem.costs.levels.recompute_ms.sum()]))
 
 
@@ -182,12 +184,6 @@ def in_rows(arrays: T) -> T:
     """The tuple with all arrays in row-major order: code is compiled anew for arrays of another layout."""
     values: Any = (np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value for value in arrays)
     return type(arrays)(*values)
-
-
-def _work_ms(ms: Floats, device: Ints, devices: int) -> Floats:
-    work = np.zeros((devices, ms.shape[-1]))
-    np.add.at(work, device, ms[: len(COMPUTE) - 1].sum(axis=0))
-    return work
 
 
 def _along_routes(problem: Problem, order: Ints, ms: Floats, message_ms: Floats) -> tuple[Ints, Ints, Floats]:

@@ -150,7 +150,10 @@ def followed_rules(schedule: Schedule) -> Rules:
     relief = StageRelief.none(len(stages), schedule.problem.microbatches)
     now_in_flight, in_flight = np.zeros(len(stages), dtype=np.int64), np.ones(len(stages), dtype=np.int64)
     place = {s: k for k, s in enumerate(stages.tolist())}
-    order = _entry_order(schedule)
+    first = np.array([schedule.problem.route(j)[0] for j in range(schedule.problem.microbatches)])
+    rows, start = schedule.timeline.rows, schedule.timeline.start
+    entering = rows.of_kinds(Kind.F) & (rows.stage == first[rows.microbatch])
+    order: Ints = rows.microbatch[entering][np.argsort(start[entering], kind="stable")].astype(np.int64)
     enters = np.argsort(order)
     for program in schedule.programs:
         for op in program.ops():
@@ -166,16 +169,6 @@ def followed_rules(schedule: Schedule) -> Rules:
             elif op.kind == Kind.C:
                 relief.level[k, enters[op.microbatch]] = op.part
     return Rules(in_flight, np.zeros((2, len(stages))), *relief, carry_ms(costs, stages), order)
-
-
-def _entry_order(schedule: Schedule) -> Ints:
-    """(m,) the micro-batches in the order in which their first forwards start."""
-    problem, timeline = schedule.problem, schedule.timeline
-    first = np.array([problem.route(j)[0] for j in range(problem.microbatches)])
-    rows = timeline.rows
-    entering = rows.of_kinds(Kind.F) & (rows.stage == first[rows.microbatch])
-    order: Ints = rows.microbatch[entering][np.argsort(timeline.start[entering], kind="stable")].astype(np.int64)
-    return order
 
 
 def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules | None:

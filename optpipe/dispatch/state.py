@@ -26,7 +26,7 @@ class State(NamedTuple):
     moved
         (2, S, m, parts) when each transfer of a part has started; infinity if it has not.
     input_ready
-        (4, S, m) when the input of an op is there; infinity if that is not known.
+        (4, S, m) when the input of an op is there; infinity if that is open.
     activation_ready
         (S, m) when all of an activation, or of its checkpoint, is on the device; infinity while it is away.
     computed_again

@@ -17,8 +17,9 @@ Parts = Annotated[int, Field(strict=True, ge=0, le=MOST_PARTS)]
 
 
 class Rules(NamedTuple):
-    """What tells one run of the list scheduler from another. In rows of (S, m) micro-batches stand in the order in
-    which they enter.
+    """What distinguishes one run of the list scheduler from another.
+
+    In rows of (S, m) micro-batches stand in the order in which they enter.
 
     Attributes
     ----------

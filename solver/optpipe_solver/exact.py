@@ -1,4 +1,4 @@
-"""The times of a problem as exact fractions: what the file says, not its nearest floats."""
+"""The times of a problem as exact fractions: the file's decimals, not their nearest floats."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import grid as grids
-from optpipe_solver.cpsat import whole_problem
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.anonymous import AnonymousModel
+from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.cpsat.model import WindowModel
+from optpipe_solver.cpsat.search import FINE, number_by_entry
 from optpipe_solver.cpsat.variables import Window
-from optpipe_solver.cpsat.whole_problem import FINE, number_by_entry
 from optpipe_solver.heuristics import STREAMS
 
 ALL = EXHAUSTIVE | RICHER
@@ -98,7 +97,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
         grid,
         known,
         window,
-        data.draw(st.sampled_from(["stages", "entry"])),
+        data.draw(st.booleans()),
         data.draw(st.sampled_from(["makespan", "ends"])),
     )
     answer = model.solve(Clock(0.3, counts=True), 1, 0)
@@ -181,11 +180,11 @@ def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_m
 
 
 def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FINE) -> bool | None:
-    """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to
+    """Whether anonymous micro-batches can end so soon, on a grid that is no finer; None where time was too short to
     say."""
     grid = Grid.for_problem(problem, finest).relaxed
     known = place_on_grid(grid, number_by_entry(split_dispensable(schedule)))
-    model = WindowModel(grid, known, Window.of_all(known), "ranks")
+    model = AnonymousModel(grid, known)
     assert model.is_bound
     model.model.add(model.end <= floor(end_ms / float(grid.tick) * (1 + 1e-12)))
     answer = model.solve(Clock(20.0, counts=True), 1, 0, any_will_do=True)
@@ -194,7 +193,7 @@ def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FI
 
 @pytest.mark.parametrize("finest", [FINE, 3])
 @pytest.mark.parametrize("name", ALL)
-def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: str, finest: int) -> None:
+def test_anonymous_micro_batches_can_do_what_the_best_of_all_programs_does(name: str, finest: int) -> None:
     problem = ALL[name]
     best, _ = best_of_all(problem, "makespan")
     naive = next(STREAMS["naive"](problem, "makespan"))
@@ -209,7 +208,7 @@ def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: 
     sizes=st.sampled_from([6, 10**6 + 3]),
     chance=st.randoms(use_true_random=True),
 )
-def test_nameless_micro_batches_can_do_what_any_schedule_does(
+def test_anonymous_micro_batches_can_do_what_any_schedule_does(
     problem: Problem, name: str, finest: int, sizes: int, chance: random.Random
 ) -> None:
     """Also where times and sizes are rounded down."""
@@ -280,7 +279,7 @@ def test_times_of_many_decimals_and_sizes_of_many_digits(
     """What is found is as good as the best of all programs, nothing is proven that is not so, and on the grid that fits
     all is proven."""
     if coarse:
-        monkeypatch.setattr(whole_problem, "FINE", 40)
+        monkeypatch.setattr("optpipe_solver.cpsat.search.FINE", 40)
         monkeypatch.setattr(grids, "LONGEST", 2000)
     problem = odd(ALL[name], 10**6 + 3, random.Random(name))
     best, _ = best_of_all(problem, "makespan")

@@ -20,7 +20,7 @@ from optpipe_cache.features import structure
 from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.cpsat.grid_schedule import is_expressible
+from optpipe_solver.cpsat.grid import is_expressible
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.schedule_facts import allocation_times, has_only_known_ops, tails
 

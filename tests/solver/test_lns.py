@@ -11,8 +11,7 @@ from optpipe import Problem, Schedule, check
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe_solver import lns
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice
 from optpipe_solver.schedule_facts import deliveries, tails

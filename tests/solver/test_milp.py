@@ -21,8 +21,8 @@ from optpipe.lift import lift
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.start import assignment
-from optpipe_solver.milp.switches import PLAIN, Switches
+from optpipe_solver.milp.search import assignment
+from optpipe_solver.milp.variables import PLAIN, Switches
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: S
     assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
     x[list(given)] = list(given.values())
     x = model.rows.earliest(x)
-    x[model.C] = schedule.makespan_ms * model.scale
+    x[model.variables.length] = schedule.makespan_ms * model.scale
     begins, index, value = model.rows.matrix()
     sums = [value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)]
     assert (np.array(sums) >= np.array(model.rows.at_least) - 1e-9).all()

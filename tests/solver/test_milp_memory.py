@@ -1,5 +1,4 @@
-"""The MILP's rows of memory hold to the byte, at any size: alone, against all assignments, and in whole models, against
-every program there is."""
+"""The MILP counts bytes in units: what fits in units fits, and no bound is above a schedule that fits to the byte."""
 
 from __future__ import annotations
 
@@ -14,14 +13,15 @@ from support.examples import examples
 from support.oracles.enumeration import best_of_all, problem_of, stage
 from support.oracles.milp import Solver, solver_process
 
-from optpipe import Problem, check
-from optpipe.process.protocol import Bound, Incumbent, Note
+from optpipe import Problem
+from optpipe.process.protocol import Note
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.milp.capacity import sizes_fit
+from optpipe_solver.milp.backends import TOLERANCE
+from optpipe_solver.milp.memory import MIB, Units, sizes_fit
 from optpipe_solver.milp.rows import Literal, Rows
-from optpipe_solver.milp.task import TOLERANCE
 
 BYTES = st.one_of(st.integers(1, 30), st.integers(1, 2**46), st.integers(10**10 - 3, 10**10 + 3))
+SIZES = st.integers(1, 2**18)  # in units
 LEAST = 5 * TOLERANCE  # a solver may be off by one TOLERANCE in a row, and by one in each binary
 
 
@@ -31,57 +31,54 @@ def solver() -> Iterator[Solver]:
         yield running
 
 
-def corner(draw: st.DrawFn, sizes: list[int]) -> int:
-    """The sum of some of the sizes, a byte more or a byte less."""
-    return sum(draw(st.lists(st.sampled_from(sizes), max_size=len(sizes)))) + draw(st.integers(-1, 1))
-
-
 @st.composite
 def capacities(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], int]:
-    """Up to eight sizes, some of them alike or negative, of literals or their negations; and a limit."""
-    kinds = draw(st.lists(BYTES, min_size=1, max_size=4))
+    """Up to eight sizes, some of them equal or negative, of literals or their negations; and a limit: the sum of some
+    of them, one more or one less."""
+    kinds = draw(st.lists(SIZES, min_size=1, max_size=4))
     sizes = [draw(st.sampled_from(kinds)) * draw(st.sampled_from([1, 1, -1])) for _ in range(draw(st.integers(1, 8)))]
-    return [(size, draw(st.booleans())) for size in sizes], corner(draw, sizes)
+    limit = sum(draw(st.lists(st.sampled_from(sizes), max_size=len(sizes)))) + draw(st.integers(-1, 1))
+    return [(size, draw(st.booleans())) for size in sizes], limit
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(capacities())
-def test_rows_hold_exactly_where_the_bytes_fit(capacity: tuple[list[tuple[int, bool]], int]) -> None:
+def test_rows_hold_exactly_where_the_sizes_fit(capacity: tuple[list[tuple[int, bool]], int]) -> None:
     sizes, limit = capacity
     rows = Rows()
     literals = [rows.new_literal() for _ in sizes]
     sizes_fit(rows, [(size, Literal(x.var, sign)) for (size, sign), x in zip(sizes, literals, strict=True)], limit)
     begins, index, value = rows.matrix()
     for values in product((0.0, 1.0), repeat=len(sizes)):
-        x = np.zeros(len(rows.lower))
-        x[: len(sizes)] = values
-        x = rows.earliest(x)
+        x = np.array(values)
         held = sum(size for (size, sign), truth in zip(sizes, values, strict=True) if sign == bool(truth))
         missing = [
             at_least - value[a:b] @ x[index[a:b]]
             for (a, b), at_least in zip(pairwise(begins), rows.at_least, strict=True)
         ]
         leaks = [LEAST * (1 + np.abs(value[a:b]).sum()) for a, b in pairwise(begins)]
-        assert (x <= np.array(rows.upper)).all() or held > limit
         assert (max(missing, default=0.0) <= 1e-9) == (held <= limit)
-        if held > limit:
-            carried = all(x <= np.array(rows.upper))
-            assert not carried or any(m > leak for m, leak in zip(missing, leaks, strict=True))
+        assert held <= limit or any(m > leak for m, leak in zip(missing, leaks, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["highs", "gurobi"])
-def test_a_byte_less_than_three_activations_holds_two(solver: Solver, backend: str) -> None:
-    """Three of slowlink-8x16's stages. In floats the rows leaked some 300 bytes: all that was found was rejected."""
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_byte_less_than_three_activations_holds_two(solver: Solver, backend: str, odd: int) -> None:
+    """Three of slowlink-8x16's stages. With an odd byte sizes are rounded, and 3 may seem to fit, or not to fit."""
     if backend == "gurobi":
         pytest.importorskip("gurobipy")
-    size = 10_000_000_000
+    size = 10_000_000_000 + odd
     costs = [stage(d, (12, 12, 11), size, 4_000_000_000, (40, 40, size)) for d in range(3)]
-    for limit in (3 * size - 1, 3 * size - 10**6):
+    for limit in (3 * size - 1, 3 * size - 4 * MIB, 3 * size):
         problem = problem_of(costs, [limit] * 3, 3)
+        assert Units(problem).lossless == (not odd)
         values, bound = solver.solve(problem, solver=backend)
-        assert values[-1] == bound == 163.0
-    values, _ = solver.solve(problem_of(costs, [3 * size] * 3, 3), solver=backend)
-    assert values[-1] == 135.0
+        best, other = (135.0, 163.0) if limit == 3 * size else (163.0, 135.0)
+        if not odd or limit == 3 * size - 4 * MIB:
+            assert values[-1] == bound == best
+        else:
+            assert bound <= best <= values[-1]
+            assert {bound, values[-1]} <= {best, other}
 
 
 @st.composite
@@ -97,22 +94,25 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     return problem_of(stages, [min(max(memory, activation), 2 * activation - 1), 1], 2)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(300, marks=pytest.mark.soak)])
-def test_no_byte_changes_the_optimum(solver: Solver, examples: int) -> None:
-    optima = set()
+@pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.soak)])
+def test_no_byte_makes_a_bound_wrong(solver: Solver, examples: int) -> None:
+    """Against every program there is: the bound is below the best, and equal to it where no size is rounded."""
+    optima, is_lossless = set(), set()
 
     @settings(max_examples=examples)
     @given(tiny_problems())
-    def is_exact(problem: Problem) -> None:
+    def holds(problem: Problem) -> None:
         best, _ = best_of_all(problem, "makespan")
-        frames = solver.frames(problem)
-        assert not [frame for frame in frames if isinstance(frame, Note) and not frame.method]
-        found = [frame.schedule.schedule(problem, "milp") for frame in frames if isinstance(frame, Incumbent)]
-        assert check(problem, found[-1]) == []
-        assert found[-1].makespan_ms == pytest.approx(best)
-        bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-        assert max(bounds, default=trivial_bound(problem)) == pytest.approx(best)
+        values, bound = solver.solve(problem)  # each schedule is checked to the byte
+        assert not [frame for frame in solver.frames(problem) if isinstance(frame, Note) and not frame.method]
+        assert trivial_bound(problem) <= bound <= best * (1 + 1e-9)
+        assert values[-1] >= best * (1 - 1e-9)
+        if Units(problem).lossless:
+            assert values[-1] == pytest.approx(best)
+            assert bound == pytest.approx(best)
         optima.add(best)
+        is_lossless.add(Units(problem).lossless)
 
-    is_exact()
+    holds()
     assert len(optima) > 1  # bytes matter
+    assert is_lossless == {False, True}

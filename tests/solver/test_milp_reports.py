@@ -37,9 +37,8 @@ def solver() -> Iterator[Solver]:
 def test_a_library_of_pulps_may_raise_anything_or_use_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """HiGHS takes the place of what raises; what has used its time is not said to have ended."""
     pulp = pytest.importorskip("pulp")
-    from optpipe_solver.milp import pulp as by_pulp
+    from optpipe_solver.milp.backends import Task, UnavailableError, find_backend
     from optpipe_solver.milp.rows import Rows
-    from optpipe_solver.milp.task import Limits, Task, UnavailableError
 
     def fail(*_: object) -> None:
         raise RuntimeError("no licence")
@@ -52,13 +51,13 @@ def test_a_library_of_pulps_may_raise_anything_or_use_its_share_of_the_time(monk
     rows.new_variable(0.0, 1.0)
 
     def task() -> Task:
-        return Task(rows, 0, {}, Limits(time.monotonic() + 1.0, 1, 0), lambda x: None, lambda bound: None)
+        return Task(rows, 0, {}, Clock(1.0), 1, 0, lambda x: None, lambda bound: None)
 
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fail)
     with pytest.raises(UnavailableError, match=r"^PuLP's PULP_CBC_CMD failed: no licence$"):
-        by_pulp.find_solver("PULP_CBC_CMD")(task())
+        find_backend("PULP_CBC_CMD")(task())
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", wait)
-    assert by_pulp.find_solver("PULP_CBC_CMD")(task()).status == "time is up"
+    assert find_backend("PULP_CBC_CMD")(task()).status == "time is up"
 
 
 def test_a_search_says_how_far_it_is(solver: Solver) -> None:

@@ -224,7 +224,7 @@ def test_what_it_cannot_search_is_left_to_others_and_said() -> None:
     looped = problems.pipeline(2, 4, 40, [problems.stage() | {"device": s % 2} for s in range(4)])
     assert searchable_devices(looped) == [0, 1]
     why = {
-        "it knows no pairs": problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8),
+        "it has no pairs": problems.pipeline(2, 4, 20, problems.stage(), overlap_factor=0.8),
         "of more than 512 micro-batches": problems.pipeline(2, 513, 20, problems.stage()),
         "micro-batches, which differ here": problems.pipeline(2, 2, 20, problems.stage() | {"forward_ms": [1.0, 2.0]}),
         "it needs a device with one stage on one route": EXHAUSTIVE["two directions"],

@@ -82,16 +82,11 @@ def infeasibility(problem: Problem) -> str | None:
             without_limit = _least_on(without_evictions(problem), d, limit_host=False)
             least, budget, host = told_apart(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
             why = f", as its host_memory_bytes = {host} admit no more offload" if without_limit < needed else ""
-            which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {_hungriest(problem, d)}"
+            relaxation, examples = without_evictions(problem), problem.costs.representatives.tolist()
+            hungriest = max(examples, key=lambda j: _least(relaxation, d, j, limit_host=True))
+            which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {hungriest}"
             return f"devices[{d}].activation_budget_bytes = {budget}: {which} at a time needs at least {least}{why}"
     return None
-
-
-def _hungriest(problem: Problem, device: int) -> int:
-    """The micro-batch that needs most of a device's memory by itself."""
-    relaxation = without_evictions(problem)
-    examples: list[int] = problem.costs.representatives.tolist()
-    return max(examples, key=lambda j: _least(relaxation, device, j, limit_host=True))
 
 
 def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:

@@ -86,17 +86,6 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     return max(bounds)
 
 
-class _Relief(NamedTuple):
-    """An activation that waits for its backward whole, or as the checkpoint of a level."""
-
-    stays: int  # bytes of it, or of the checkpoint
-    parts: list[int]  # bytes of each part of that which can leave
-    offload_ms: float  # of a part
-    reload_ms: float
-    recompute_bytes: int  # while it is recomputed
-    recompute_ms: float
-
-
 def _choice_costs(
     problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure
 ) -> Floats:
@@ -111,22 +100,21 @@ def _choice_costs(
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
     ends += measure(held.weight) * float(ms[Kind.W])
+    # Bytes that wait for the backward, and of their parts that can leave; ms of a part's transfers; of a recompute the
+    # bytes and ms: of the whole activation, and of the checkpoint of each level.
+    ways = [(held.stays, held.parts if stage.can_offload else [], float(ms[Kind.O]) + float(ms[Kind.R]), 0, 0.0)]
     levels = problem.costs.levels
-    parts = held.parts if stage.can_offload else []
-    reliefs = [_Relief(held.stays, parts, float(ms[Kind.O]), float(ms[Kind.R]), 0, 0.0)]
     for k, level in enumerate(held.levels):
         out, back, again = (float(x[k, s, j]) for x in (levels.offload_ms, levels.reload_ms, levels.recompute_ms))
-        reliefs.append(_Relief(level.checkpoint, level.parts, out, back, level.recompute, again))
+        ways.append((level.checkpoint, level.parts, out + back, level.recompute, again))
     costs = []
-    for relief in reliefs:
-        computed = measure(relief.recompute_bytes) * relief.recompute_ms
-        rest, moved_ms = max(0.0, between - relief.recompute_ms), relief.offload_ms + relief.reload_ms
+    for stays, parts, moved_ms, recompute_bytes, recompute_ms in ways:
+        computed, rest = measure(recompute_bytes) * recompute_ms, max(0.0, between - recompute_ms)
         busy = moved_ms * (1.0 if problem.transfer_mode == "half_duplex" else 0.5)
-        gone = accumulate(sorted(relief.parts, reverse=True), initial=0)
-        there = [measure(relief.stays - size) for size in gone]
+        there = [measure(stays - size) for size in accumulate(sorted(parts, reverse=True), initial=0)]
         for n in range(len(there)):
             area = ends + computed + sum(there[:n]) * moved_ms + there[n] * max(0.0, rest - n * moved_ms)
-            costs.append((area, n * busy, relief.recompute_ms))
+            costs.append((area, n * busy, recompute_ms))
     return np.array(costs)
 
 

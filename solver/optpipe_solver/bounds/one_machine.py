@@ -50,18 +50,13 @@ def one_machine_bound(problem: Problem, objective: Objective = "makespan") -> fl
         if objective == "makespan":
             longest = max(longest, _longest([op for at in each for op in ops(at, 0.0, paths.after[at])]))
             continue
-        first = _first_passes(each, paths)
+        first = {j: (j, s) for j, s in sorted(each, key=lambda at: -paths.reaches[at])}  # of each class
         between = [op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths))]
         longest = max(longest, _longest(between))
         if paths.one_entry:
             entry = [op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]
             longest = max(longest, _longest(entry))
     return longest
-
-
-def _first_passes(passes: list[Pass], paths: Paths) -> Mapping[int, Pass]:
-    """Return for each class of micro-batches the first of a device's passes."""
-    return {j: (j, s) for j, s in sorted(passes, key=lambda at: -paths.reaches[at])}
 
 
 def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths) -> float:

@@ -25,7 +25,7 @@ def unsupported(problem: Problem) -> str | None:
 def run(request: Request, emit: Callable[[Frame], None]) -> None:
     """Emits better and better schedules and bounds, until time is up or the best schedule is optimal."""
     # Loads ortools, which takes a second and cannot share a process with highspy.
-    from optpipe_solver.cpsat.whole_problem import WholeProblemSearch
+    from optpipe_solver.cpsat.search import WholeProblemSearch
 
     emit(Ready())
     WholeProblemSearch(request, emit).run()

@@ -1,4 +1,4 @@
-"""A problem on a grid of integers, for CP-SAT: times in ticks, sizes in grains.
+"""A problem and a schedule on a grid of integers, for CP-SAT: times in ticks, sizes in grains.
 
 Both units follow from the data. What is not whole is rounded to the safe side: up for schedules, down for bounds.
 """
@@ -14,12 +14,25 @@ from math import ceil, floor, gcd
 import numpy as np
 
 from optpipe.evaluate.effects import Effects, Holding
+from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import NONE, Flags
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.model.program import PART
+from optpipe.schedule import Schedule
 from optpipe_solver.exact import common_step_ms, exact, serial_ms, with_times
-from optpipe_solver.schedule_facts import needs_fused
+from optpipe_solver.heuristics import generate
+from optpipe_solver.incumbents import Incumbents
+from optpipe_solver.methods import HEURISTICS
+from optpipe_solver.schedule_facts import (
+    allocation_times,
+    deliveries,
+    has_only_known_ops,
+    needs_fused,
+    split_backwards,
+    tails,
+)
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
 # less.
@@ -79,18 +92,17 @@ class Grid:
         """Whether nothing was rounded."""
         return self.exact and self.grain == max(self._common, 1)
 
-    def _whole(self, ms: Fraction) -> int:
-        return floor(ms / self.tick) if self.down else ceil(ms / self.tick)
-
     @cached_property
     def rounded(self) -> Problem:
         """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks.
 
-        Rounded up, compute takes a tick at least: starts tell no order of ops that take no time.
+        Rounded up, compute takes a tick at least: starts give no order of ops that take no time.
         """
-        return with_times(
-            self.problem, lambda ms, computes: float(max(self._whole(ms), int(computes and not self.down)))
-        )
+
+        def ticks(ms: Fraction, computes: bool) -> float:
+            return float(floor(ms / self.tick) if self.down else max(ceil(ms / self.tick), int(computes)))
+
+        return with_times(self.problem, ticks)
 
     @cached_property
     def _ticks(self) -> list[list[list[float]]]:
@@ -172,12 +184,6 @@ class Grid:
         examples = self.problem.costs.representatives.tolist()
         return [[self._parts_of(s, j) for j in examples] for s in range(len(self.problem.stages))]
 
-    @cached_property
-    def _alike(self) -> list[int]:
-        """The class of each micro-batch."""
-        alike: list[int] = self.problem.costs.class_of.tolist()
-        return alike
-
     def _parts_of(self, s: int, j: int) -> dict[int, int]:
         stage, n = self.problem.stages[s], self.problem.stages[s].offload_parts
         leaving = [(0, self._effects.parts)] * stage.can_offload
@@ -194,7 +200,7 @@ class Grid:
 
     def parts(self, stage: int, microbatch: int) -> dict[int, int]:
         """The grains of each part of an activation that can leave, or of its checkpoints (`level_of_part`)."""
-        return self._parts[stage][self._alike[microbatch]]
+        return self._parts[stage][int(self.problem.costs.class_of[microbatch])]
 
     def holdings(self, stage: int, microbatch: int, *kinds: Kind, level: int = NONE) -> list[Holding]:
         """As `Effects.holdings`, in grains.
@@ -254,17 +260,102 @@ class Grid:
         ]
 
     @cached_property
-    def _link_users(self) -> list[list[int]]:
-        """By link: the stages that can offload over it, activations or checkpoints."""
-        costs = self.problem.costs
-        users: list[list[int]] = [[] for _ in range(int(costs.link.max()) + 1)]
-        for s, stage in enumerate(self.problem.stages):
-            if stage.can_offload or stage.can_offload_checkpoints:
-                users[int(costs.link[stage.device])].append(s)
-        return users
-
-    @cached_property
     def links(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
         """The transfers that run one at a time: their kinds, and the stages that they are of."""
+        link = self.problem.costs.link
+        users: list[list[int]] = [[] for _ in range(int(link.max()) + 1)]
+        for s, stage in enumerate(self.problem.stages):
+            if stage.can_offload or stage.can_offload_checkpoints:
+                users[int(link[stage.device])].append(s)
         together = [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
-        return [(kinds, stages) for stages in self._link_users if stages for kinds in together]
+        return [(kinds, stages) for stages in users if stages for kinds in together]
+
+
+@dataclass(frozen=True)
+class GridSchedule:
+    """A schedule on the grid: ticks by op, in the order of the programs. A BW is its B and, right after it, its W.
+
+    Attributes
+    ----------
+    start
+        Of F, B, W, C, O, D and R; parts are numbered as in the grid (`Grid.level_of_part`).
+    allocation
+        When O and R allocate their bytes: at their start or, inside a compute op, before that op.
+    tail
+        From an op's start to the schedule's end, if all that must follow it follows at once.
+    fused
+        Stage and micro-batch of each BW.
+    delivery
+        By device how long its compute counts after its end (`deliveries`): zeros but for the span.
+    end
+        When everything has ended and is delivered: the makespan but for the span.
+    """
+
+    start: dict[Op, int]
+    allocation: dict[Op, int]
+    tail: dict[Op, int]
+    fused: frozenset[tuple[int, int]]
+    delivery: tuple[int, ...]
+    end: int
+
+    @property
+    def length(self) -> int:
+        """The makespan or the span."""
+        return self.end - max(self.delivery)
+
+
+def is_expressible(schedule: Schedule) -> bool:
+    """Whether the models have every op of the schedule: no evictions, no optimizers, no pairs, and BW only where it
+    needs less memory than B and W."""
+    rows = schedule.compiled.rows
+    dispensable = rows.of_kinds(Kind.BW) & ~needs_fused(schedule.problem)[rows.stage]
+    return has_only_known_ops(schedule) and not dispensable.any() and not len(rows.first)
+
+
+def split_dispensable(schedule: Schedule) -> Schedule:
+    """The same schedule with B and W, one after the other, for every BW that needs no less memory than they do."""
+    return split_backwards(schedule, keep=needs_fused(schedule.problem))
+
+
+def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makespan") -> GridSchedule:
+    """Times a schedule that `is_expressible` on the grid. Raises what `simulate` raises."""
+    schedule = replace(schedule, problem=grid.rounded)
+    timeline = schedule.timeline
+    table = timeline.table.copy()
+    rows, costs = timeline.rows, grid.problem.costs
+    moved = rows.of_kinds(Kind.O, Kind.D, Kind.R)
+    parts = np.where(
+        moved, (1 + schedule.compiled.index.level[rows.stage, rows.microbatch]) * costs.parts[rows.stage], 0
+    )
+    table[:, PART] += parts
+    ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
+    delivery = deliveries(schedule, objective)
+    left_of = tails(schedule, delivery)
+    end = round(float((timeline.end + delivery[timeline.device] * timeline.rows.of_kinds(*COMPUTE)).max()))
+    start: dict[Op, int] = {}
+    tail: dict[Op, int] = {}
+    for op, begin, left in zip(ops, map(round, timeline.start.tolist()), map(round, left_of), strict=True):
+        done = 0
+        for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
+            start[half], tail[half] = begin + done, left - done
+            done = grid.duration(half) if half.kind == Kind.B else 0
+    moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
+    allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
+    fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)
+    return GridSchedule(start, allocation, tail, fused, tuple(map(round, delivery.tolist())), end)
+
+
+def ensure_start(incumbents: Incumbents) -> Schedule | None:
+    """The best schedule that models on a grid can express. Runs heuristics if there is none.
+
+    The keeper keeps the best that `is_expressible`, which need not be the best of all.
+    """
+    if incumbents.best is not None:
+        incumbents.offer(split_dispensable(incumbents.best))
+    problem = incumbents.problem
+    unpaired = problem.model_copy(update={"overlap_factor": None})  # the models have no pairs
+    for name in reversed(HEURISTICS):
+        if incumbents.best_of(is_expressible) is None:
+            schedule = generate(name, unpaired, incumbents.objective)
+            incumbents.offer(split_dispensable(replace(schedule, problem=problem)))
+    return incumbents.best_of(is_expressible)

@@ -42,16 +42,16 @@ class HintedMoment(NamedTuple):
 FORWARD_START, GRADIENT_END = Point(F, is_end=False), Point(B, is_end=True)
 
 
-def device_memory_within_budget(v: Variables) -> None:
+def limit_device_memory(v: Variables) -> None:
     """A cumulative constraint for each device whose order is open. Where the order stays, so does what is held."""
     for d in filter(v.window.opens, range(len(v.problem.devices))):
         held = _Held(v)
         for s, j in v.passes_on(d):
             held.add_activation(s, j)
-        held.fits_into(v.grid.capacity(d))
+        held.limit_to(v.grid.capacity(d))
 
 
-def host_memory_within_limit(v: Variables) -> None:
+def limit_host_memory(v: Variables) -> None:
     """Likewise, for each device whose host memory may not hold all copies at once."""
     for d in filter(v.window.opens, range(len(v.problem.devices))):
         limit = v.grid.host_capacities[d]
@@ -59,7 +59,7 @@ def host_memory_within_limit(v: Variables) -> None:
             copies = _Held(v)
             for s, j in v.passes_on(d):
                 copies.add_copies(s, j)
-            copies.fits_into(limit)
+            copies.limit_to(limit)
 
 
 def held_between(grid: Grid, stage: int, microbatch: int, level: int, fused: bool) -> Counter[Between]:
@@ -100,7 +100,7 @@ class _Held:
         self._intervals: list[object] = []
         self._sizes: list[int] = []
 
-    def fits_into(self, capacity: int) -> None:
+    def limit_to(self, capacity: int) -> None:
         """No more than this is held at one time."""
         self._v.model.add_cumulative(self._intervals, self._sizes, capacity)
 
@@ -138,16 +138,11 @@ class _Held:
         self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
         self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
         if offloaded is not True:
-            others = [choice for other, choice in self._v.level[s, j].items() if other != level]
-            self._add(forward, gradient, size, self._new_stays_literal(offloaded, others))
-
-    def _new_stays_literal(self, offloaded: Choice, others: list[Choice]) -> Choice:
-        """A literal that holds where a part is not offloaded, and none of the other choices is made."""
-        if not others:
-            return ~offloaded
-        stays = self._v.model.new_bool_var("stays")
-        self._v.model.add_exactly_one(offloaded, *others, stays)
-        return stays
+            stays = ~offloaded
+            if others := [choice for other, choice in self._v.level[s, j].items() if other != level]:
+                stays = self._v.model.new_bool_var("stays")
+                self._v.model.add_exactly_one(offloaded, *others, stays)
+            self._add(forward, gradient, size, stays)
 
     def _add_by_choice(self, s: int, j: int, between: Between, amounts: dict[tuple[int, bool], int]) -> None:
         """Grains that are held between two points, by how the activation is recomputed and whether its backward is
@@ -178,8 +173,7 @@ class _Held:
     # --- moments
 
     def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
-        """A point of an activation's op. With `of_forward` a B is the backward of forward j, which by the order `ranks`
-        need not be the j-th B (see `Variables.backward`)."""
+        """A point of an activation's op. With `of_forward` a B is the backward of forward j (`Variables.backward`)."""
         op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j, point.level)
         return self._end(op) if point.is_end else self._start(op)
 

@@ -12,7 +12,7 @@ from optpipe_solver.cpsat.variables import Choice, Moment, Variables
 F, W, D = Kind.F, Kind.W, Kind.D
 
 
-def span_of_every_device(v: Variables) -> None:
+def limit_spans(v: Variables) -> None:
     """`v.span` is no shorter than the time from each device's first forward to its last weight gradient."""
     starts = _StartsAtOnce(v)
     for d in range(len(v.problem.devices)):
@@ -30,7 +30,7 @@ def span_of_every_device(v: Variables) -> None:
 
 
 class _StartsAtOnce:
-    """Literals that say of a forward that it starts as soon as its message has come or the op before it has ended.
+    """Literals for whether a forward starts as soon as its message has come or the op before it has ended.
 
     Forwards that hold each other up are followed to the first one. Of other ops it is not asked whether they could have
     ended sooner. So the model's span is a lower bound of the simulated one, and nearly always equal to it.

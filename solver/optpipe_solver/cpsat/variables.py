@@ -15,19 +15,15 @@ from ortools.sat.python import cp_model
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE, Kind, Op
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import GridSchedule
+from optpipe_solver.cpsat.grid import Grid, GridSchedule
 
-F, B, W, C, O, R, D, BW = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D, Kind.BW
+F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
 
 # In ticks: a constant before the window, a variable in it, `end - tail` after it.
 Moment: TypeAlias = cp_model.LinearExpr
 # A literal where the model decides, True where the incumbent has decided, False where it cannot be.
 Choice: TypeAlias = cp_model.LiteralT
 
-# Micro-batches keep their order in all stages ("stages"), or only where they enter ("entry"), or have no names
-# ("ranks", for bounds; see `ranks`).
-Order: TypeAlias = Literal["stages", "entry", "ranks"]
 # "ends" is for windows: the makespan, and device by device when the longest path that leaves the window there would
 # end. A window that cannot end sooner then still makes room for others.
 WindowObjective: TypeAlias = Objective | Literal["ends"]
@@ -75,8 +71,7 @@ class Variables:
     span
         The objective "span", or `end` where that is not asked for.
     start
-        When each F, B, W, C, O, D and R starts; with the order "ranks" also each BW (see `backward`). Parts are
-        numbered as in the grid (`Grid.level_of_part`).
+        When each F, B, W, C, O, D and R starts. Parts are numbered as in the grid (`Grid.level_of_part`).
     compute_end
         When each F, B, W and C ends; B together with its W where both are one BW.
     allocation
@@ -95,10 +90,8 @@ class Variables:
         Stage and micro-batch of each forward.
     """
 
-    def __init__(
-        self, grid: Grid, incumbent: GridSchedule, window: Window, order: Order, objective: WindowObjective
-    ) -> None:
-        self.grid, self.incumbent, self.window, self.order = grid, incumbent, window, order
+    def __init__(self, grid: Grid, incumbent: GridSchedule, window: Window, objective: WindowObjective) -> None:
+        self.grid, self.incumbent, self.window = grid, incumbent, window
         self.problem = grid.problem
         self.model = cp_model.CpModel()
         self._hints: dict[int, int] = {}
@@ -142,7 +135,7 @@ class Variables:
         return self.new_int(self.window.begin, self.latest, hint, name)
 
     def new_constant(self, value: int) -> cp_model.IntVar:
-        """A moment that is known."""
+        """A moment that is fixed."""
         constant = self.model.new_constant(value)
         self._hints[constant.index] = value
         return constant
@@ -159,11 +152,7 @@ class Variables:
         for x in (Op(F, s, j), b, w):
             self._set_start(x)
             self.compute_end[x] = self.start[x] + self.duration(x)
-        if self.order == "ranks":  # the backward of forward j, which need not be the j-th (see `ranks`)
-            x = Op(BW, s, j)
-            self.start[x] = self.new_int(0, self.latest, 0, f"{x}") if self.may_be_away(s) else self.start[b]
-            self.compute_end[x] = self.start[x] + self.duration(b)
-            self.free.add(x)
+        self._create_backward(s, j)
         fused = (s, j) in self.incumbent.fused
         if self.grid.needs_fused[s] and {b, w} <= self.free and self.window.opens(self._device[s]):
             self.fused[s, j] = self._new_choice(fused, f"{s}BW{j}")
@@ -172,6 +161,9 @@ class Variables:
         elif fused:
             self.fused[s, j] = True
             self.compute_end[b] = self.compute_end[w]
+
+    def _create_backward(self, s: int, j: int) -> None:
+        """Nothing here: the backward of a forward is its B."""
 
     def _create_transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
@@ -254,8 +246,8 @@ class Variables:
         return self.incumbent.start[x._replace(kind=B) if is_fused else x]
 
     def duration(self, x: Op) -> int:
-        """Ticks of an op; of a BW those of B (see `backward`)."""
-        return 0 if x.kind == D else self.grid.duration(x._replace(kind=B) if x.kind == BW else x)
+        """Ticks of an op; of a BW, which stands for a B (`backward`), those of B."""
+        return 0 if x.kind == D else self.grid.duration(x._replace(kind=B) if x.kind == Kind.BW else x)
 
     def presence(self, x: Op) -> Choice:
         """Whether x takes place."""
@@ -268,12 +260,12 @@ class Variables:
         return self._device[x.stage]
 
     def backward(self, s: int, j: int) -> Op:
-        """The backward of a stage's forward j: its B or, with nameless micro-batches, the BW that stands for it."""
-        return Op(BW if self.order == "ranks" else B, s, j)
+        """The backward of a stage's forward j: its B or, of anonymous micro-batches, the BW that stands for it."""
+        return Op(B, s, j)
 
-    def may_be_away(self, stage: int) -> bool:
-        """Whether activations of a stage can leave its device, or be recomputed."""
-        return self.problem.stages[stage].can_offload or self.problem.stages[stage].can_recompute
+    def allocates_scarce(self, x: Op) -> bool:
+        """Whether it matters between which compute ops a transfer allocates."""
+        return x.kind == R or (x.kind == O and self.host_capacity(x.stage) is not None)
 
     def offload_choice(self, s: int, j: int, p: int) -> Choice:
         """Whether the activation is recomputed by the level of whose checkpoint this is a part, or not at all."""

@@ -16,8 +16,7 @@ from optpipe.process.protocol import Request
 from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.clock import Clock
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import GridSchedule, ensure_start, is_expressible, place_on_grid
+from optpipe_solver.cpsat.grid import Grid, GridSchedule, ensure_start, is_expressible, place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.incumbents import Emit, Incumbents
@@ -138,7 +137,7 @@ def improvements(
     incumbent = place_on_grid(grid, schedule, objective)
     while not clock.over:
         breadth, window = choice.window(incumbent)
-        model = WindowModel(grid, incumbent, window, "stages", objective="ends")
+        model = WindowModel(grid, incumbent, window, objective="ends")
         clock.count(len(incumbent.start), OPS_PER_S)
         answer = model.solve(clock, threads, random_.randrange(2**31), PATIENCE * choice.quick_s)
         is_whole, before = window == Window.of_all(incumbent), incumbent.length

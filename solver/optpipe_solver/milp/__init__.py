@@ -18,28 +18,23 @@ def unsupported(problem: Problem) -> str | None:
     if costs.can_evict.any():
         return "the model has no evictions"
     if not costs.ms[[Kind.F, Kind.B, Kind.W]].all():
-        return "the model tells the order of ops by their times, and some take none; cpsat and lns know it"
-    if not _all_offloads_fit_on_host(problem):
-        return (
-            "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
-            "know it"
-        )
-    return None
-
-
-def _all_offloads_fit_on_host(problem: Problem) -> bool:
-    costs, pinned = problem.costs, [0] * len(problem.devices)
+        return "the model orders ops by their times, and some take none; cpsat and lns handle them"
+    pinned = [0] * len(problem.devices)
     for j in range(problem.microbatches):
         for s in problem.route(j):
-            if costs.can_offload[s]:
-                pinned[costs.device[s]] += int(costs.offload[s, j])
-    return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
+            pinned[costs.device[s]] += int(costs.offload[s, j] * costs.can_offload[s])
+    if any(size > limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True)):
+        return (
+            "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
+            "have it"
+        )
+    return None
 
 
 def run(request: Request, emit: Callable[[Frame], None]) -> None:
     """Emits better and better schedules, and bounds of the whole problem, until time is up or all is proven."""
     # Imported only in the engine's process: the portfolio asks `unsupported` alone.
-    from optpipe_solver.milp.solve import solve
+    from optpipe_solver.milp.search import solve
 
     emit(Ready())
     solve(request, emit)

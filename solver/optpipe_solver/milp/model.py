@@ -1,4 +1,6 @@
-"""OptPipe's mixed-integer linear program (Appendix C.1), in the paper's letters, for any solver.
+"""OptPipe's mixed-integer linear program (Appendix C.1) for any solver: one function for each family of rows.
+
+docs/milp.md has the equations, where their print is wrong, and what is not of the paper. Memory's rows are in `memory`.
 
 The paper fixes the order of the micro-batches "without affecting optimality". Without offload that is so: number the
 k-th F, B and W of every stage k, and what they wait for still comes in time. With offload an activation's F, O, R and B
@@ -9,20 +11,30 @@ but its optimum is no lower bound where offload or the span matters.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from itertools import combinations, product
+
 import numpy as np
 
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import TOLERANCE, Objective
 from optpipe.model.arrays import Floats
+from optpipe.model.costs import FORWARDS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.exact import serial_ms
-from optpipe_solver.milp import memory, streams
-from optpipe_solver.milp.precedences import LongestPaths
-from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.switches import Switches
-from optpipe_solver.milp.variables import Variables, stages_that_may_offload
+from optpipe_solver.milp.memory import Units, activation_budget
+from optpipe_solver.milp.rows import TRUE, Literal, Rows
+from optpipe_solver.milp.variables import (
+    LongestPaths,
+    Switches,
+    Variables,
+    equal_microbatches,
+    stages_that_may_offload,
+)
 from optpipe_solver.schedule_facts import needs_fused
 
+Precedences = dict[tuple[Hashable, Hashable], Literal]  # by two nodes: whether the first precedes the second
 LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
 
 
@@ -30,10 +42,14 @@ class Model:
     """The program for one problem. Build it, solve `rows`, read `starts(x)`.
 
     Solutions longer than `horizon_ms` are cut off. If none can be as short, `possible` is False, and there are no rows.
+    Sizes in bytes that have to be rounded are rounded up or, for a bound, `down` (`memory.Units`).
     """
 
-    def __init__(self, problem: Problem, objective: Objective, horizon_ms: float, switches: Switches) -> None:
+    def __init__(
+        self, problem: Problem, objective: Objective, horizon_ms: float, switches: Switches, down: bool = False
+    ) -> None:
         self.problem, self.objective, self._order = problem, objective, switches.order
+        self.units = Units(problem, down)
         self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
         self.paths = LongestPaths(
             problem, horizon_ms * self.scale, self.scale, switches.order, determined=switches.determined
@@ -43,56 +59,200 @@ class Model:
         if not self.possible:
             return
         self.variables = v = Variables(problem, self.paths, switches, self.rows)
-        self.C = v.C
-        streams.dependencies(v)
-        streams.no_overlap_on_device(v)
+        dependencies(v)
+        no_overlap_on_device(v)
         if objective == "makespan":
-            streams.makespan(v)
+            makespan(v)
         else:
-            streams.span(v)
-            streams.first_forward_at_once(v)
+            span(v)
+            first_forward_at_once(v)
         if switches.workload:
-            streams.work_before_and_after(v, objective)
-        streams.forward_offload_reload_backward(v)
-        streams.no_overlap_on_link(v)
-        streams.reloads_allocate_in_link_order(v)
-        memory.activation_budget(v)
-        orders = {"none": lambda _: [], "compute": streams.compute_orders, "all": streams.all_orders}
+            work_before_and_after(v, objective)
+        forward_offload_reload_backward(v)
+        no_overlap_on_link(v)
+        reloads_allocate_in_link_order(v)
+        activation_budget(v, self.units)
+        orders = {"none": lambda _: [], "compute": compute_orders, "all": all_orders}
         for order in orders[switches.triangles](v):
-            streams.no_cycles_of_three(self.rows, order)
+            no_cycles_of_three(self.rows, order)
 
     @property
     def is_bound(self) -> bool:
-        """Whether its optimum bounds every schedule of the problem, not only those that it can express (no recompute,
-        no pairs, whole activations, B and W apart). B followed by W does all that BW does, earlier for the stage
-        before, and only on some stages more memory (`needs_fused`)."""
-        # A device has a shorter span where it starts later.
-        order_is_free = self.objective == "makespan" and not stages_that_may_offload(self.problem)
-        any_order = self._order != "stages" or order_is_free
-        return not self.inexpressible and self.problem.layers is None and any_order
-
-    @property
-    def inexpressible(self) -> str:
-        """What schedules of the problem may do and the model does not know, in words; nothing if it knows all."""
-        problem, costs = self.problem, self.problem.costs
-        lacks = {
-            "no recompute": costs.can_recompute.any(),
-            "no single parts of activations": (costs.parts > 1).any(),
-            "BW only as B and W": needs_fused(problem).any(),
-            "no pairs": problem.overlap_factor is not None,
-        }
-        return ", ".join(what for what, needed in lacks.items() if needed)
+        """Whether its optimum bounds every schedule of the problem: the model can express all, in any order that may be
+        worth something, and no size is rounded up."""
+        any_order = self._order != "stages" or order_is_free(self.problem, self.objective)
+        fits_all = self.units.down or self.units.lossless
+        return not inexpressible(self.problem) and self.problem.layers is None and any_order and fits_all
 
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as
         can be."""
         v, costs = self.variables, self.problem.costs
         times = (self.rows.earliest(x) / self.scale).tolist()
-        starts = {op: times[E] - float(costs.ms[op[:3]]) for op, E in zip(self.paths.ops, v.E, strict=True)}
-        for kind, moments in ((Kind.O, v.O), (Kind.R, v.R)):
+        starts = {op: times[end] - float(costs.ms[op[:3]]) for op, end in zip(self.paths.ops, v.end, strict=True)}
+        for kind, moments in ((Kind.O, v.offload_start), (Kind.R, v.reload_start)):
             for a, moment in moments.items():
-                if self.rows.holds(v.W[a], x):
+                if self.rows.holds(v.offloaded[a], x):
                     part_ms = float(costs.ms[kind, *a])
                     for part in range(costs.parts[a[0]]):
                         starts[Op(kind, *a, part)] = times[moment] + part * part_ms
         return starts
+
+
+def order_is_free(problem: Problem, objective: Objective) -> bool:
+    """Whether nothing is lost if equal micro-batches keep their order in all stages."""
+    return objective == "makespan" and not stages_that_may_offload(problem)
+
+
+def inexpressible(problem: Problem) -> str:
+    """What schedules of the problem may do and the model lacks, in words; empty if it lacks nothing. B followed
+    by W does all that BW does, earlier for the stage before, and only on some stages more memory (`needs_fused`)."""
+    lacks = {
+        "no recompute": problem.costs.can_recompute.any(),
+        "no single parts of activations": (problem.costs.parts > 1).any(),
+        "BW only as B and W": needs_fused(problem).any(),
+        "no pairs": problem.overlap_factor is not None,
+    }
+    return ", ".join(what for what, needed in lacks.items() if needed)
+
+
+def dependencies(v: Variables) -> None:
+    """Eq. 5, 6 and 8, and the order of Eq. 1: `LongestPaths.arcs`."""
+    for x, y, delay in v.paths.arcs:
+        v.rows.add_follows(v.end[y], v.end[x], v.paths.time[y] + delay)
+
+
+def no_overlap_on_device(v: Variables) -> None:
+    """Eq. 7: a device computes one op at a time."""
+    for (x, y), is_before in v.op_before.items():
+        if is_before != TRUE:
+            v.rows.add_follows(v.end[y], v.end[x], v.paths.time[y], when=(is_before,))
+
+
+def makespan(v: Variables) -> None:
+    """Eq. 4. The first forward of all starts at 0, so its start needs no term."""
+    precedes_some = (v.paths.lag > -np.inf).any(axis=1)
+    for x in np.flatnonzero(~precedes_some).tolist():
+        v.rows.add_follows(v.length, v.end[x])
+
+
+def span(v: Variables) -> None:
+    """Eq. 3: device by device, from the first start to the last end, of any op that may be first and any that may be
+    last."""
+    paths = v.paths
+    follows_on_device = (paths.lag > -np.inf) & (paths.device[:, None] == paths.device)
+    firsts, lasts = ~follows_on_device.any(axis=0), ~follows_on_device.any(axis=1)
+    for x, y in product(np.flatnonzero(firsts).tolist(), np.flatnonzero(lasts).tolist()):
+        if paths.device[x] == paths.device[y]:
+            v.rows.add([(1.0, v.length), (1.0, v.end[x]), (-1.0, v.end[y])], (), paths.time[x])
+
+
+def first_forward_at_once(v: Variables) -> None:
+    """Not of the paper: Eq. 3 must not gain by starting a device late. What it computes first, a forward of the first
+    stage that it has on a route, starts in any simulated schedule as soon as it has arrived."""
+    paths, arrivals = v.paths, _first_arrivals(v)
+    for x, before in arrivals.items():
+        others = [y for y in arrivals if y != x and paths.device[y] == paths.device[x]]
+        _, stage, microbatch, _ = paths.ops[x]
+        gap = float(paths.time[x] + v.costs.message_ms[FORWARDS, stage, microbatch] * paths.scale)
+        arrives = [(1.0, v.end[before])] if before is not None else []
+        late = max(0.0, v.rows.upper[v.end[x]] - gap)
+        v.rows.add([(-1.0, v.end[x]), *arrives], [(late, v.op_before[y, x]) for y in others], -gap)
+
+
+def _first_arrivals(v: Variables) -> dict[int, int | None]:
+    """The forwards that a device may compute first, each with the forward that it waits for."""
+    number, arrivals = v.paths.number, dict[int, int | None]()
+    for route, batches in equal_microbatches(v.problem):
+        devices = [v.problem.stages[s].device for s in route]
+        for k, s in enumerate(route):
+            if devices[k] not in devices[:k]:
+                for j in batches:
+                    arrivals[number[Op(Kind.F, s, j)]] = number[Op(Kind.F, route[k - 1], j)] if k else None
+    return arrivals
+
+
+def work_before_and_after(v: Variables, objective: Objective) -> None:
+    """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the
+    end; nothing beats the trivial bound."""
+    paths, add = v.paths, v.rows.add
+    trivial = trivial_bound(v.problem, objective) * paths.scale * (1 - TOLERANCE)
+    v.rows.lower[v.length] = max(v.rows.lower[v.length], trivial)
+    for y, end in enumerate(v.end):
+        same_device = paths.device == paths.device[y]
+        others = [x for x in np.flatnonzero(same_device).tolist() if x != y]
+        soonest = float(paths.head[same_device].min())
+        add([(1.0, end)], [(-float(paths.time[x]), v.op_before[x, y]) for x in others], soonest + float(paths.time[y]))
+        if objective == "makespan":
+            rest = float((paths.tail - paths.time)[same_device].min())
+            add([(1.0, v.length), (-1.0, end)], [(-float(paths.time[x]), v.op_before[y, x]) for x in others], rest)
+
+
+def forward_offload_reload_backward(v: Variables) -> None:
+    """F, then O, its drop, R, then B (section 3.3)."""
+    for a in v.activations:
+        F, B = v.number(Kind.F, a), v.number(Kind.B, a)
+        when = () if v.keeps_place(a) else (v.offloaded[a],)
+        v.rows.add_follows(v.offload_start[a], v.end[F])
+        v.rows.add_follows(v.reload_allocation[a], v.offload_start[a], span=v.transfer_span(Kind.O, a))
+        v.rows.add_follows(v.reload_start[a], v.reload_allocation[a])
+        v.rows.add_follows(v.end[B], v.reload_start[a], float(v.paths.time[B]), v.transfer_span(Kind.R, a), when)
+
+
+def no_overlap_on_link(v: Variables) -> None:
+    """Eq. 10 to 13, 18 and 19: transfers on a link run one at a time. One that is not made has no length."""
+    for a, b in v.offload_before:
+        offload, reload = v.transfer_span(Kind.O, a), v.transfer_span(Kind.R, a)
+        v.rows.add_follows(
+            v.offload_start[b], v.offload_start[a], span=offload, when=(v.offload_before[a, b],)
+        )  # Eq. 10
+        v.rows.add_follows(v.reload_start[b], v.reload_start[a], span=reload, when=(v.reload_before[a, b],))  # Eq. 11
+        if first := v.offload_before_reload.get((a, b)):  # Eq. 12 and 13, where the link is half duplex
+            v.rows.add_follows(v.reload_start[b], v.offload_start[a], span=offload, when=(first,))
+            v.rows.add_follows(v.offload_start[a], v.reload_start[b], span=v.transfer_span(Kind.R, b), when=(~first,))
+
+
+def reloads_allocate_in_link_order(v: Variables) -> None:
+    """Not of the paper: reloads of a device allocate in the order that they have on the link."""
+    for (a, b), is_before in v.reload_before.items():
+        if v.costs.device[a[0]] == v.costs.device[b[0]]:
+            v.rows.add_follows(
+                v.reload_allocation[b], v.reload_allocation[a], when=(is_before, v.offloaded[a], v.offloaded[b])
+            )
+
+
+def no_cycles_of_three(rows: Rows, order: Precedences) -> None:
+    """Of any three nodes, not all of x before y, y before z, and z before x; nor the other way round."""
+    for x, y, z in combinations(dict.fromkeys(node for node, _ in order), 3):
+        if (x, y) in order and (y, z) in order and (z, x) in order:
+            rows.add_clause(~order[x, y], ~order[y, z], ~order[z, x])
+            rows.add_clause(~order[x, z], ~order[z, y], ~order[y, x])
+
+
+def compute_orders(v: Variables) -> list[Precedences]:
+    """An order of ops for each device."""
+    orders: list[Precedences] = [{} for _ in v.problem.devices]
+    for (x, y), is_before in v.op_before.items():
+        orders[v.paths.device[x]][x, y] = is_before
+    return orders
+
+
+def all_orders(v: Variables) -> list[Precedences]:
+    """For each device an order of ops, drops and reloads; for each link one of transfers."""
+    devices = compute_orders(v)
+    for kind, away in ((Kind.D, v.drop_before), (Kind.R, v.return_before)):
+        for (a, y), before in away.items():
+            order = devices[v.paths.device[y]]
+            order[(kind, a), y], order[y, (kind, a)] = before, ~before
+    links: dict[tuple[int, bool], Precedences] = {}
+    half_duplex = v.problem.transfer_mode == "half_duplex"
+    for kind, literals in ((Kind.O, v.offload_before), (Kind.R, v.reload_before)):
+        for (a, b), before in literals.items():
+            link = int(v.costs.link[v.costs.device[a[0]]])
+            links.setdefault((link, half_duplex or kind == Kind.O), {})[(kind, a), (kind, b)] = before
+    for (a, b), before in v.offload_before_reload.items():
+        order = links[int(v.costs.link[v.costs.device[a[0]]]), True]
+        order[(Kind.O, a), (Kind.R, b)], order[(Kind.R, b), (Kind.O, a)] = before, ~before
+        for c in (a, b):
+            order[(Kind.O, c), (Kind.R, c)], order[(Kind.R, c), (Kind.O, c)] = TRUE, ~TRUE
+    return [*devices, *links.values()]

@@ -36,16 +36,6 @@ class Precedence(NamedTuple):
     when: tuple[Literal, ...]
 
 
-class Carry(NamedTuple):
-    """A whole number: what the sizes of the literals that hold, and another carry, exceed `room` by, in multiples of
-    `base`, rounded up."""
-
-    sizes: tuple[tuple[int, Literal], ...]
-    carry: int | None
-    room: int
-    base: int
-
-
 class Rows:
     """The variables and rows of a program: `matrix @ x >= at_least`, and bounds of x. Every row is a lower bound.
 
@@ -57,7 +47,6 @@ class Rows:
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.binary: list[bool] = []
-        self.carries: dict[int, Carry] = {}  # by their variables
         self.at_least: list[float] = []
         self.precedences: list[Precedence] = []
         self._begins: list[int] = [0]
@@ -76,17 +65,6 @@ class Rows:
         var = self.new_variable(0.0, 1.0)
         self.binary[var] = True
         return Literal(var)
-
-    def new_carry(self, carry: Carry, most: float) -> int:
-        """A new whole variable's number."""
-        var = self.new_variable(0.0, most)
-        self.carries[var] = carry
-        return var
-
-    @property
-    def whole(self) -> list[bool]:
-        """By variable whether it is a whole number: a binary or a carry."""
-        return [binary or var in self.carries for var, binary in enumerate(self.binary)]
 
     def add(
         self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
@@ -113,10 +91,10 @@ class Rows:
         if FALSE in when or any(~literal in when for literal in when):
             return
         self.precedences.append(Precedence(later, earlier, gap, span, when))
-        when, (length, made) = tuple(literal for literal in when if literal != TRUE), span
+        when, (length, counts) = tuple(literal for literal in when if literal != TRUE), span
         big = self.upper[earlier] + gap + length - self.lower[later] if self._big_m is None else self._big_m
         if big > 0 or not when:
-            literals = [(-length, made), *((-big, literal) for literal in when)]
+            literals = [(-length, counts), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
     @property
@@ -143,9 +121,9 @@ class Rows:
         return literal.positive == (literal.var < 0 or bool(x[literal.var] > 0.5))
 
     def earliest(self, x: Floats) -> Floats:
-        """The least values of the other variables that keep every precedence, and carry all, that the binaries of `x`
-        require: exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in
-        Bellman and Ford's method."""
+        """The least values of the other variables that keep every precedence that the binaries of `x` require: exact
+        times, free of the solver's tolerance. They are reached from `lower`, round after round, as in Bellman and
+        Ford's method."""
         active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
         later, earlier = (np.array([p[k] for p in active], dtype=np.int64) for k in (0, 1))
         gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
@@ -155,10 +133,6 @@ class Rows:
             np.maximum.at(times, later, times[earlier] + gap)
             if np.array_equal(before, times):
                 break
-        for var, (sizes, carry, room, base) in self.carries.items():
-            held = sum(size for size, literal in sizes if self.holds(literal, x))
-            excess = held + (times[carry] if carry is not None else 0.0) - room
-            times[var] = max(0.0, np.ceil(excess / base))
         return times
 
 

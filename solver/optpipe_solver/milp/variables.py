@@ -1,70 +1,241 @@
-"""The variables of OptPipe's program, in the paper's letters."""
+"""The variables of OptPipe's program, and which order of compute ops is fixed before any search."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise, product
+from typing import Literal as OneOf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.evaluate.effects import Effects
+from optpipe.evaluate.objective import TOLERANCE
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.milp.precedences import COMPUTE, LongestPaths, equal_microbatches
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Span
-from optpipe_solver.milp.switches import Switches
 
+COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
+MicrobatchOrder = OneOf["none", "entry", "stages"]
+Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later
 Activation = tuple[int, int]  # stage and micro-batch
+Orders = dict[tuple[Activation, Activation], Literal]  # by two activations: whether the first comes before the second
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The practical steps of section 4.1, each of which can be left out, so that what it is worth can be measured.
+
+    The default is all on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes the
+    optimum but `order`, where activations can leave (see `model`).
+    """
+
+    order: MicrobatchOrder = "stages"
+    """Eq. 1: micro-batches in any order, or in the order of their numbers where they enter the pipeline (which loses
+    nothing), or in that order in all stages."""
+    one_per_pair: bool = True
+    """Eq. 1, second line: one variable a pair, the other order being its negation; else two whose sum is one."""
+    determined: bool = True
+    """Figure 3: no variable where an order follows from others, or where nothing else fits into the horizon."""
+    triangles: OneOf["none", "compute", "all"] = "compute"
+    """Section 4.1.2: no cycle of three; of compute ops, or of all that have an order."""
+    warm_start: bool = True
+    """Section 4.1.3: start from a schedule, and cut off longer ones."""
+    tight: bool = True
+    """Each row's big-M as small as the variables' bounds allow, instead of one constant for all."""
+    workload: bool = True
+    """Not of the paper: an op waits for all work of its device that precedes it, and no schedule beats the trivial
+    bound."""
+
+
+ALL = Switches()
+PLAIN = Switches(
+    "none", one_per_pair=False, determined=False, triangles="none", warm_start=False, tight=False, workload=False
+)
+
+
+def equal_microbatches(problem: Problem) -> list[tuple[tuple[int, ...], list[int]]]:
+    """All micro-batches, those together that are equal, and the route that they take."""
+    return [(problem.route(batches[0]), batches) for batches in problem.costs.classes]
+
+
+def compute_ops(problem: Problem) -> list[Op]:
+    """F, B and W of every stage that every micro-batch passes."""
+    classes = equal_microbatches(problem)
+    return [Op(kind, s, j) for kind in COMPUTE for route, batches in classes for s in route for j in batches]
+
+
+def between_stages(problem: Problem) -> Iterator[Arc]:
+    """Eq. 5 and 6: a forward waits for the stage before, an input gradient for the stage after, and for the message
+    between two devices."""
+    there, back = problem.costs.message_ms.tolist()
+    for route, batches in equal_microbatches(problem):
+        for j, (s, after) in product(batches, pairwise(route)):
+            yield Op(Kind.F, s, j), Op(Kind.F, after, j), there[after][j]
+            yield Op(Kind.B, after, j), Op(Kind.B, s, j), back[s][j]
+
+
+def within_stage(problem: Problem) -> Iterator[Arc]:
+    """Eq. 8: F, then B, then W."""
+    for route, batches in equal_microbatches(problem):
+        for s, j in product(route, batches):
+            yield Op(Kind.F, s, j), Op(Kind.B, s, j), 0.0
+            yield Op(Kind.B, s, j), Op(Kind.W, s, j), 0.0
+
+
+def fixed_order(problem: Problem, order: MicrobatchOrder) -> Iterator[Arc]:
+    """Eq. 1, first line. Equal micro-batches of a route: numbering them as they enter its first stage costs nothing.
+    With "stages" every stage keeps that order in F, in B and in W. Different ones keep it only where the problem fixes
+    it."""
+    if problem.fixed_order:
+        for r, route in enumerate(problem.all_routes):
+            entering = np.flatnonzero(problem.costs.route == r).tolist()
+            yield from ((Op(Kind.F, route[0], a), Op(Kind.F, route[0], b), 0.0) for a, b in pairwise(entering))
+    for route, batches in equal_microbatches(problem):
+        everywhere = [(kind, s) for kind in COMPUTE for s in route]
+        for kind, s in {"none": [], "entry": everywhere[:1], "stages": everywhere}[order]:
+            yield from ((Op(kind, s, a), Op(kind, s, b), 0.0) for a, b in pairwise(batches))
+
+
+class LongestPaths:
+    """Longest paths between compute ops, which fix variables and keep every big-M small. Times are `scale` × ms.
+
+    Attributes
+    ----------
+    ops, number
+        The compute ops, and the number of each.
+    time, device
+        (n,) by op.
+    arcs
+        Precedences, as `Arc` with the ops' numbers: data dependencies (Eq. 5, 6, 8), the fixed order of micro-batches
+        (Eq. 1), and what `horizon` leaves no other choice for.
+    lag
+        (n, n) the least time from x's start to y's start, -inf where x need not precede y.
+    fixed
+        (n, n) whether the model fixes that x precedes y. Without `determined` only what an equation fixes, not what
+        follows from several.
+    """
+
+    def __init__(
+        self, problem: Problem, horizon: float, scale: float, order: MicrobatchOrder, determined: bool
+    ) -> None:
+        self.ops = compute_ops(problem)
+        self.number = {op: x for x, op in enumerate(self.ops)}
+        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage, op.microbatch] for op in self.ops]) * scale
+        self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
+        self.horizon, self.scale = horizon, scale
+        arcs = chain(between_stages(problem), within_stage(problem), fixed_order(problem, order))
+        self.arcs = [(self.number[a], self.number[b], ms * scale) for a, b, ms in arcs]
+        self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
+        for x, y, delay in self.arcs:
+            self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
+        self._close_transitively()
+        self.fixed = self._by_one_equation()
+        if determined:
+            self._add_forced_arcs()
+            self.fixed = self.lag > -np.inf
+
+    def precedes(self, x: int, y: int) -> bool:
+        """Whether the model fixes that x precedes y."""
+        return bool(self.fixed[x, y])
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything may fit into the horizon."""
+        no_cycle = bool((self.lag.diagonal() <= 0.0).all())
+        return no_cycle and float((self.head + self.tail).max()) <= self.horizon * (1 + TOLERANCE)
+
+    @property
+    def head(self) -> Floats:
+        """(n,) the earliest start of each op."""
+        head: Floats = np.maximum(0.0, self.lag.max(axis=0))
+        return head
+
+    @property
+    def tail(self) -> Floats:
+        """(n,) the least time from each op's start to the end of all that follows it."""
+        tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))
+        return tail
+
+    def _by_one_equation(self) -> NDArray[np.bool_]:
+        """(n, n) the arcs, and all pairs of a stage and kind that Eq. 1 orders, not neighbours only."""
+        of_one_kind = np.array([[x[:2] == y[:2] for y in self.ops] for x in self.ops])
+        fixed: NDArray[np.bool_] = of_one_kind & (self.lag > -np.inf)
+        for x, y, _ in self.arcs:
+            fixed[x, y] = True
+        return fixed
+
+    def _add_forced_arcs(self) -> None:
+        """Adds pairs of ops of a device that no schedule within the horizon runs the other way round, until there are
+        no more."""
+        while self.possible:
+            related = self.lag > -np.inf
+            y_before_x = (self.head + self.time)[:, None] + self.tail[None, :]  # by y, x: the least length
+            too_late = (y_before_x > self.horizon * (1 + TOLERANCE)).T
+            forced = too_late & (self.device[:, None] == self.device) & ~related & ~related.T
+            np.fill_diagonal(forced, False)
+            pairs = np.argwhere(forced & ~forced.T).tolist()
+            if not pairs:
+                return
+            for x, y in pairs:
+                self.arcs.append((x, y, 0.0))
+                self.lag[x, y] = max(self.lag[x, y], self.time[x])
+            self._close_transitively()
+
+    def _close_transitively(self) -> None:
+        for k in range(len(self.ops)):
+            np.maximum(self.lag, self.lag[:, k, None] + self.lag[None, k, :], out=self.lag)
 
 
 class Variables:
     """The variables of a model, and the rows that they are part of. Times are `paths.scale` × ms.
 
-    Compute ops have numbers (`paths.number`). Activations are those that can leave.
+    Compute ops have numbers (`paths.number`). Activations are those that can leave. The letters are the paper's; A and
+    X are not of the paper.
 
-    Attributes
-    ----------
-    E
-        By op: when it ends.
-    C
-        The makespan or the span.
-    P
-        By two ops of a device: whether the first runs before the second (Eq. 7).
-    W
-        By activation: whether it is offloaded.
-    O, R
-        By activation: when its offload and its reload start.
-    A
-        By activation: when its reload takes its place in its program and allocates. Its copy may start later, when the
-        link is free.
-    K, L, H
-        By two activations on a link: whether offload runs before offload, reload before reload, and, where the link is
-        half duplex, offload before reload.
-    M, N
-        By activation and op of its device: whether its drop, and whether its reload, comes before the op; in between it
-        is away. M only for ops that take memory.
-    X
-        By two activations of a device: whether the first is away when the second one's reload allocates.
+    ==  =========================  =====================================================================================
+    E   ``end``                    by op: when it ends
+    C   ``length``                 the makespan or the span
+    P   ``op_before``              by two ops of a device: whether the first runs before the second
+    W   ``offloaded``              by activation: whether it is offloaded
+    O   ``offload_start``          by activation: when its offload starts
+    R   ``reload_start``           by activation: when the copy of its reload starts
+    A   ``reload_allocation``      by activation: when its reload takes its place in its program and allocates
+    K   ``offload_before``         by two activations of a link: whether offload runs before offload
+    L   ``reload_before``          by two activations of a link: whether reload runs before reload
+    H   ``offload_before_reload``  by two activations of a half-duplex link: whether the first one's offload runs before
+                                   the second one's reload
+    M   ``drop_before``            by activation and op of its device that takes memory: whether its drop comes before
+    N   ``return_before``          by activation and op of its device: whether its reload comes before the op; between
+                                   the drop and the reload it is away
+    X   ``away_at_reload``         by two activations of a device: whether the first is away when the second one's
+                                   reload allocates
+    ==  =========================  =====================================================================================
     """
 
     def __init__(self, problem: Problem, paths: LongestPaths, switches: Switches, rows: Rows) -> None:
         self.problem, self.costs, self.paths, self.rows = problem, problem.costs, paths, rows
         self.order, self._one_per_pair = switches.order, switches.one_per_pair
         earliest, latest = paths.head + paths.time, paths.horizon - paths.tail + paths.time
-        self.E = [rows.new_variable(low, max(low, high)) for low, high in zip(earliest, latest, strict=True)]
-        self.C = rows.new_variable(0.0, paths.horizon)
+        self.end = [rows.new_variable(low, max(low, high)) for low, high in zip(earliest, latest, strict=True)]
+        self.length = rows.new_variable(0.0, paths.horizon)
         stages = stages_that_may_offload(problem)
         self.activations: list[Activation] = [
             (op.stage, op.microbatch) for op in paths.ops if op.kind == Kind.F and op.stage in stages
         ]
-        self.P: dict[tuple[int, int], Literal] = {}
-        self.W: dict[Activation, Literal] = {}
-        self.O: dict[Activation, int] = {}
-        self.R: dict[Activation, int] = {}
-        self.A: dict[Activation, int] = {}
-        self.K: dict[tuple[Activation, Activation], Literal] = {}
-        self.L: dict[tuple[Activation, Activation], Literal] = {}
-        self.H: dict[tuple[Activation, Activation], Literal] = {}
-        self.M: dict[tuple[Activation, int], Literal] = {}
-        self.N: dict[tuple[Activation, int], Literal] = {}
-        self.X: dict[tuple[Activation, Activation], Literal] = {}
+        self.op_before: dict[tuple[int, int], Literal] = {}
+        self.offloaded: dict[Activation, Literal] = {}
+        self.offload_start: dict[Activation, int] = {}
+        self.reload_start: dict[Activation, int] = {}
+        self.reload_allocation: dict[Activation, int] = {}
+        self.offload_before: Orders = {}
+        self.reload_before: Orders = {}
+        self.offload_before_reload: Orders = {}
+        self.drop_before: dict[tuple[Activation, int], Literal] = {}
+        self.return_before: dict[tuple[Activation, int], Literal] = {}
+        self.away_at_reload: Orders = {}
         self._create_compute_orders()
         self._create_transfers()
         self._create_link_orders()
@@ -72,7 +243,8 @@ class Variables:
     # --- new variables
 
     def new_order(self) -> tuple[Literal, Literal]:
-        """Eq. 1: whether one precedes the other, and whether the other precedes the one: exactly one of both."""
+        """Eq. 1, second line: whether one precedes the other, and whether the other precedes the one: exactly one of
+        both."""
         first = self.rows.new_literal()
         if self._one_per_pair:
             return first, ~first
@@ -82,8 +254,8 @@ class Variables:
         return first, second
 
     def _create_compute_orders(self) -> None:
-        """P; no variable where the order is known. As the k-th W of a stage can always be the W of its k-th B (what a W
-        frees is alike), Ws follow the order of their Bs where an order is fixed at all."""
+        """No variable where the order is fixed. As the k-th W of a stage can always be the W of its k-th B (what all Ws
+        of a stage free is equal), Ws follow the order of their Bs where an order is fixed at all."""
         paths = self.paths
         for x, y in combinations(range(len(paths.ops)), 2):
             if paths.device[x] != paths.device[y]:
@@ -94,65 +266,57 @@ class Variables:
             elif paths.precedes(y, x):
                 order = FALSE, TRUE
             elif (
-                first.kind == second.kind == Kind.W
+                self.order != "none"
+                and first.kind == second.kind == Kind.W
                 and first.stage == second.stage
-                and self._follow_gradients(first, second)
+                and self._are_equal(first.microbatch, second.microbatch)
             ):
                 b, c = paths.number[first._replace(kind=Kind.B)], paths.number[second._replace(kind=Kind.B)]
-                order = self.P[b, c], self.P[c, b]
+                order = self.op_before[b, c], self.op_before[c, b]
             else:
                 order = self.new_order()
-            self.P[x, y], self.P[y, x] = order
-
-    def _follow_gradients(self, first: Op, second: Op) -> bool:
-        """Whether two Ws of a stage stand in the order of their Bs."""
-        return self.order != "none" and self._are_equal(first.microbatch, second.microbatch)
+            self.op_before[x, y], self.op_before[y, x] = order
 
     def _create_transfers(self) -> None:
-        """W, O, R and A. A transfer that is not made has no length and must not be in the way: it may lie anywhere up
-        to the horizon, or before B where its neighbours on the link are before theirs."""
+        """A transfer that is not made has no length and must not be in the way: it may lie anywhere up to the horizon,
+        or before B where its neighbours on the link are before theirs."""
         for a in self.activations:
-            self.W[a] = self.rows.new_literal()
+            self.offloaded[a] = self.rows.new_literal()
             F, B = self.number(Kind.F, a), self.number(Kind.B, a)
-            low, high = self.rows.lower[self.E[F]], self.paths.horizon
+            low, high = self.rows.lower[self.end[F]], self.paths.horizon
             if self.keeps_place(a):
-                high = max(low, self.rows.upper[self.E[B]] - self.paths.time[B])
-            for moments in (self.O, self.R, self.A):
+                high = max(low, self.rows.upper[self.end[B]] - self.paths.time[B])
+            for moments in (self.offload_start, self.reload_start, self.reload_allocation):
                 moments[a] = self.rows.new_variable(low, high)
 
     def _create_link_orders(self) -> None:
-        """K, L and H, each way of a link with an order of its own if it is full duplex.
-
-        The last line of the appendix has H of (b, a) as the negation of H of (a, b). But one is about O of b and R of
-        a, the other about O of a and R of b, and both may hold. What excludes each other is H of (a, b) and its own
-        negation, in Eq. 12 and 13.
-        """
+        """Each way of a link has an order of its own if it is full duplex."""
         link = self.costs.link[self.costs.device]
         for a, b in combinations(self.activations, 2):
             if link[a[0]] != link[b[0]]:
                 continue
-            for order in (self.K, self.L):
+            for order in (self.offload_before, self.reload_before):
                 if self.keep_order(a, b) or self.is_over_before(a, b):
                     order[a, b], order[b, a] = TRUE, FALSE
                 elif self.is_over_before(b, a):
                     order[a, b], order[b, a] = FALSE, TRUE
                 else:
                     order[a, b], order[b, a] = self.new_order()
-        for a, b in self.K if self.problem.transfer_mode == "half_duplex" else ():
+        for a, b in self.offload_before if self.problem.transfer_mode == "half_duplex" else ():
             if not (self.keep_order(a, b) or self.is_over_before(a, b) or self.is_over_before(b, a)):
-                self.H[a, b] = self.rows.new_literal()
+                self.offload_before_reload[a, b] = self.rows.new_literal()
 
     def create_away_literals(self, ops: list[int], leaving: list[Activation], takes: list[int]) -> None:
-        """M and N of a device's activations and ops, but for ops that do not run between F and B. `takes`: by op the
-        bytes that it takes."""
+        """`drop_before` and `return_before` of a device's activations and ops, but for ops that do not run between F
+        and B. `takes`: by op the memory that it takes."""
         for a, y in product(leaving, ops):
             F, B = self.number(Kind.F, a), self.number(Kind.B, a)
             before_forward = y == F or self.paths.precedes(y, F)
             after_backward = y == B or self.paths.precedes(B, y)
             if not before_forward and not after_backward:
-                self.N[a, y] = self.rows.new_literal()
+                self.return_before[a, y] = self.rows.new_literal()
                 if takes[y]:
-                    self.M[a, y] = self.rows.new_literal()
+                    self.drop_before[a, y] = self.rows.new_literal()
 
     # --- what rows are made of
 
@@ -162,9 +326,9 @@ class Variables:
 
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
         """The length of the whole activation's transfer, all parts together, and whether it is made."""
-        return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.W[a]
+        return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.offloaded[a]
 
-    # --- known orders of transfers
+    # --- fixed orders of transfers
 
     def keep_order(self, a: Activation, b: Activation) -> bool:
         """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well

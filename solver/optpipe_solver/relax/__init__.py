@@ -9,7 +9,7 @@ from functools import partial
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Ready, Request
-from optpipe_solver.bounds.paths import Pass, shortest_paths
+from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.bounds.relaxations import one_level, without_evictions
 from optpipe_solver.methods import RELAX
 from optpipe_solver.relax import one_stage, one_stage_search, several_stages, several_stages_search
@@ -28,7 +28,7 @@ def unsupported(problem: Problem) -> str | None:
     if searchable_devices(problem):
         return None
     if problem.overlap_factor is not None:
-        return "it knows no pairs"
+        return "it has no pairs"
     if problem.microbatches > MOST_MICROBATCHES:
         return f"of more than {MOST_MICROBATCHES} micro-batches its states do not suffice"
     if not problem.costs.are_equal:
@@ -65,7 +65,7 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float:
 
 
 def searchable_devices(problem: Problem) -> list[int]:
-    """Return the devices that a search can tell something about.
+    """Return the devices that a search can prove something about.
 
     These are the devices that micro-batches pass on one stage and one route, and those that they pass on several stages
     of one route where all activations stay. Micro-batches are taken to be equal: where they differ there is none.
@@ -73,14 +73,13 @@ def searchable_devices(problem: Problem) -> list[int]:
     if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
         return []
     problem = one_level(without_evictions(problem))
-    each = enumerate(shortest_paths(problem).passes)
-    return [d for d, passes in each if len(passes) == 1 or _all_stay(problem, passes)]
-
-
-def _all_stay(problem: Problem, passes: list[Pass]) -> bool:
-    """Whether these are passes on one route, from which no activation can leave or be computed again."""
-    stages = [problem.stages[s] for _, s in passes]
-    return len({j for j, _ in passes}) == 1 and not any(stage.can_offload or stage.can_recompute for stage in stages)
+    searchable = []
+    for d, passes in enumerate(shortest_paths(problem).passes):
+        stages = [problem.stages[s] for _, s in passes]
+        all_stay = not any(stage.can_offload or stage.can_recompute for stage in stages)
+        if len(passes) == 1 or (len({j for j, _ in passes}) == 1 and all_stay):
+            searchable.append(d)
+    return searchable
 
 
 def device_bounds(
@@ -89,8 +88,8 @@ def device_bounds(
     """Yield rising bounds in ms on a schedule's length, from device d alone.
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
-    from the end of an op here to the start of what needs it here. Of several levels of recomputation one is made that
-    is as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
+    from the end of an op here to the start of what needs it here. Several levels of recomputation become one that is
+    as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
     schedule fits, the bounds end without it.
 
     To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage`) and its

@@ -1,5 +1,5 @@
 """`OneStage`: the only device with limits, which micro-batches pass on one stage, as the compiled search needs it; and
-`StageState`: a state of that search, what its columns are, and what they say."""
+`StageState`: a state of that search, and what its columns are."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _budget_fractions(
     each: list[Measure], held: StageBytes, present: Ints, ms: Durations, *, can_recompute: bool
 ) -> BudgetFractions:
     """By each measure of sizes; the first one comes twice, at first as if a running W held nothing: then memory is
-    surely empty in the tail, which may tell more."""
+    surely empty in the tail, which may prove more."""
     rows = [
         _fractions_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
         for number, measure in enumerate([each[0], *each])

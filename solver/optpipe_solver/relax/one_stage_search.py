@@ -67,7 +67,7 @@ def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops:
     also after it was computed again: both only make the least end earlier. A BW is B followed at once by W, with the
     least bytes of both. `room` is for states to work on.
 
-    A state's bound is at least that of the one before it: after the last B, a state no longer knows the tail.
+    A state's bound is at least that of the one before it: after the last B, a state no longer has the tail.
     After `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
 
     Returns
@@ -141,7 +141,11 @@ def start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
     if state.row[OP] != IDLE:
         return IMPOSSIBLE
     if op == WEIGHT:
-        held = _start_weight_gradient(state, device, held)
+        if state.row[WAITING_FOR_W] == 0.0:
+            return IMPOSSIBLE
+        _run(state, WEIGHT, device.ms.weight)
+        state.row[WAITING_FOR_W] -= 1.0
+        held += device.memory.weight - device.memory.waiting
     elif op == BACKWARD:
         held = _start_backward(state, device, held)
     elif op == RECOMPUTE:
@@ -155,15 +159,6 @@ def start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
 @compiled_part
 def _run(state: StageState, op: int, ms: float) -> None:
     state.row[OP], state.row[OP_ENDS] = op, state.row[NOW] + ms
-
-
-@compiled_part
-def _start_weight_gradient(state: StageState, device: OneStage, held: int) -> int:
-    if state.row[WAITING_FOR_W] == 0.0:
-        return IMPOSSIBLE
-    _run(state, WEIGHT, device.ms.weight)
-    state.row[WAITING_FOR_W] -= 1.0
-    return held + device.memory.weight - device.memory.waiting
 
 
 @compiled_part
@@ -268,7 +263,8 @@ def go_to_next_event(state: StageState, device: OneStage) -> bool:
     _end_op(state, event, device)
     _end_transfers(state, event)
     state.row[NOW] = event
-    _forget_the_past(state)
+    for i in range(int(state.row[IN_FLIGHT])):  # states that differ only in the past are equal
+        state.activations[i, READY] = max(state.activations[i, READY], event)
     _sort_equally_ready(state)
     return True
 
@@ -312,14 +308,6 @@ def _end_transfers(state: StageState, event: float) -> None:
             change = 1.0 if lines[line, DIRECTION] == BACK else -1.0
             state.activations[int(lines[line, WHOSE]), PARTS] += change
             lines[line, ENDS] = lines[line, DIRECTION] = lines[line, WHOSE] = 0.0
-
-
-@compiled_part
-def _forget_the_past(state: StageState) -> None:
-    """Raise the times that are over to now, so that states that differ only there are equal."""
-    row, activations, now = state.row, state.activations, state.row[NOW]
-    for i in range(int(row[IN_FLIGHT])):
-        activations[i, READY] = max(activations[i, READY], now)
 
 
 @compiled_part

@@ -16,7 +16,7 @@ from optpipe_solver.bounds.length import Measure, measures
 from optpipe_solver.bounds.paths import shortest_paths, shortest_times
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
-MOST_UNDER_WAY = 128  # micro-batches that a state tells apart
+MOST_UNDER_WAY = 128  # micro-batches that a state distinguishes
 
 # Columns of a state after NOW: micro-batches that have started, and how many of them are between two steps.
 STARTED, UNDER_WAY, WAITING = 1, 2, 3

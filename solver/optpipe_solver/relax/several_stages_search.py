@@ -80,9 +80,14 @@ def _add_successors(
         elif waits:
             is_possible = _wait(following)
         else:
-            is_possible = _run_weight_gradient(following, choice + groups, device)
+            group = choice + groups
+            is_possible = following.waiting[group] > 0.0
+            following.waiting[group] -= 1.0
+            following.row[NOW] += device.weights.ms[group]
         if is_possible:
-            _forget_the_past(following)
+            now = following.row[NOW]
+            for i in range(int(following.row[UNDER_WAY])):  # states that differ only in the past are equal
+                following.microbatches[i, READY] = max(following.microbatches[i, READY], now)
             end = max(least, end_bound(following, device))
             add_unless_dominated(following.row, width(following), waits, end, states)
             if states.tally[IS_FULL]:
@@ -144,16 +149,6 @@ def _insert(state: StepsState, ready: float, step: int) -> None:
 
 
 @compiled_part
-def _run_weight_gradient(state: StepsState, group: int, device: SeveralStages) -> bool:
-    """Run a weight gradient of a group. False if none waits."""
-    if state.waiting[group] == 0.0:
-        return False
-    state.waiting[group] -= 1.0
-    state.row[NOW] += device.weights.ms[group]
-    return True
-
-
-@compiled_part
 def _wait(state: StepsState) -> bool:
     """Go to the next moment at which a step may start. False if there is none."""
     event = np.inf
@@ -162,14 +157,6 @@ def _wait(state: StepsState) -> bool:
             event = min(event, state.microbatches[i, READY])
     state.row[NOW] = event
     return bool(event < np.inf)
-
-
-@compiled_part
-def _forget_the_past(state: StepsState) -> None:
-    """Raise the times that are over to now, so that states that differ only there are equal."""
-    now, microbatches = state.row[NOW], state.microbatches
-    for i in range(int(state.row[UNDER_WAY])):
-        microbatches[i, READY] = max(microbatches[i, READY], now)
 
 
 @compiled_part

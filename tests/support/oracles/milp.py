@@ -18,22 +18,22 @@ from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Request
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.milp.switches import ALL, Switches
+from optpipe_solver.milp.variables import ALL, Switches
 from support.oracles.enumeration import length
 
 DRIVER = """
 import json, sys
 from contextlib import nullcontext
 from optpipe.process.protocol import End, Request, keep_output_for_frames, write_frame
-from optpipe_solver.milp import solve
-from optpipe_solver.milp.switches import Switches
+from optpipe_solver.milp.search import solve
+from optpipe_solver.milp.variables import Switches
 from support.oracles.effects import effects
 
 keep_output_for_frames()
 for line in sys.stdin:
     asked = json.loads(line)
     with effects(asked["table"]) if asked["table"] else nullcontext():
-        solve.solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
+        solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

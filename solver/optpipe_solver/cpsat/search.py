@@ -1,7 +1,7 @@
-"""The search for the whole problem, from a schedule that is known.
+"""The search for the whole problem, from a schedule on.
 
-First micro-batches keep their order, which finds good schedules soon. Where that may lose something, they are nameless
-next, which proves bounds, and then in any order, which proves the optimum.
+First micro-batches keep their order, which finds good schedules soon. Where that may lose something, they are
+anonymous next, which proves bounds, and then in any order, which proves the optimum.
 
 There are two grids. Schedules are found sooner in coarse ticks, rounded up. Proofs need times as they are or, if
 they have too many decimals, rounded down. What is found on the second grid may not fit, so it is checked like all else.
@@ -25,10 +25,10 @@ from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.relaxations import one_level
 from optpipe_solver.clock import Clock
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.grid_schedule import ensure_start, is_expressible, place_on_grid
+from optpipe_solver.cpsat.anonymous import AnonymousModel
+from optpipe_solver.cpsat.grid import Grid, ensure_start, is_expressible, place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
-from optpipe_solver.cpsat.variables import Order, Window
+from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.incumbents import Emit, Incumbents
 
 METHOD = "cpsat"
@@ -36,10 +36,10 @@ METHOD = "cpsat"
 FINE = 2**24
 FLOAT_NOISE = 1e-12  # relative: what a bound in ticks may be too high
 # Of the time, and of what is left then.
-IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8
+IN_ORDER_SHARE, ANONYMOUS_SHARE = 0.1, 0.8
 # The first step goes this part of the way from the bound to the best schedule; steps then double.
 STEPS = 4
-# Where nameless micro-batches can be shorter than all schedules known, their optimum is found up to this part of the
+# Where anonymous micro-batches can be shorter than all schedules so far, their optimum is found up to this part of the
 # makespan.
 NEAR = 10_000
 
@@ -60,25 +60,23 @@ class WholeProblemSearch:
             return
         order_may_be_fixed = order_is_free(self.problem, self.request.objective)
         in_order_proves = order_may_be_fixed and self.grid.lossless
-        self._solve(self.grid, "stages", self.clock.left_s * (1.0 if in_order_proves else IN_ORDER_SHARE))
+        self._solve(self.grid, True, self.clock.left_s * (1.0 if in_order_proves else IN_ORDER_SHARE))
         # Where there may be pairs, ops that are rounded to nothing would look like some.
         provable = self.problem.overlap_factor is None
         if provable and not in_order_proves and self.request.objective == "makespan":
-            provable = self._raise_bound(RANKS_SHARE * self.clock.left_s)
+            provable = self._raise_bound(ANONYMOUS_SHARE * self.clock.left_s)
         if not in_order_proves and not self.incumbents.proven:
             grid = self.fine_grid.relaxed if provable else self.grid
-            self._solve(grid, "stages" if order_may_be_fixed else "entry", self.clock.left_s)
+            self._solve(grid, order_may_be_fixed, self.clock.left_s)
 
-    def _model(self, grid: Grid, order: Order) -> WindowModel:
+    @property
+    def _start(self) -> Schedule:
         start = self.incumbents.best_of(is_expressible)
         assert start
-        if order == "ranks":
-            start = by_one_level(grid.problem, start)
-        incumbent = place_on_grid(grid, number_by_entry(start))
-        return WindowModel(grid, incumbent, Window.of_all(incumbent), order, self.request.objective)
+        return start
 
     def _raise_bound(self, seconds: float) -> bool:
-        """Looks for the least end that even nameless micro-batches can have: upwards from the bound, in steps that
+        """Looks for the least end that even anonymous micro-batches can have: upwards from the bound, in steps that
         double. Returns whether the problem is small enough to prove anything: whether the first step was decided within
         half of the time.
 
@@ -86,8 +84,8 @@ class WholeProblemSearch:
         """
         least_left_s, grid = self.clock.left_s - seconds, Grid.for_problem(one_level(self.problem), FINE).relaxed
         least = ceil(lower_bound(grid.rounded) * (1 - FLOAT_NOISE))
-        model = self._model(grid, "ranks")
-        shortest = model.variables.incumbent.end
+        incumbent = place_on_grid(grid, number_by_entry(by_one_level(grid.problem, self._start)))
+        model, shortest = AnonymousModel(grid, incumbent), incumbent.end
         most = shortest - 1
         step = max(1, (most - least) // STEPS)
         end = least + step - 1
@@ -95,8 +93,8 @@ class WholeProblemSearch:
         while model.is_bound and least <= min(end, most) and self.clock.left_s > least_left_s:
             model.model.add(model.end >= least)
             model.model.add(model.end <= end)
-            left = self.clock.left_s - least_left_s
-            seconds = left if decided else left / 2
+            left_s = self.clock.left_s - least_left_s
+            seconds = left_s if decided else left_s / 2
             answer = model.solve(self.clock, self.request.threads, self.request.seed, seconds, any_will_do=True)
             if answer.starts is not None:
                 most = end - 1
@@ -110,12 +108,13 @@ class WholeProblemSearch:
             decided = True
             if most < shortest - 1 and most - least < shortest // NEAR:
                 break
-            model = self._model(grid, "ranks")
+            model = AnonymousModel(grid, incumbent)
         return True
 
-    def _solve(self, grid: Grid, order: Order, seconds: float) -> None:
+    def _solve(self, grid: Grid, in_order: bool, seconds: float) -> None:
         """Emits better schedules and, where the model's bounds hold for every schedule, better bounds."""
-        model = self._model(grid, order)
+        incumbent = place_on_grid(grid, number_by_entry(self._start))
+        model = WindowModel(grid, incumbent, Window.of_all(incumbent), in_order, self.request.objective)
         # Rounded down, there may be shorter solutions; only what they lift to is no shorter than the bound.
         if not grid.down:
             model.model.add(model.objective >= ceil(self.incumbents.bound_ms / float(grid.tick) * (1 - FLOAT_NOISE)))
