@@ -6,7 +6,7 @@ for a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import accumulate
 from math import ceil, inf
@@ -19,8 +19,7 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import tuning
-from optpipe_solver.bounds.one_machine import one_machine_bound
-from optpipe_solver.bounds.paths import shortest_paths
+from optpipe_solver.bounds.paths import Pass, Paths, shortest_paths
 from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
@@ -35,10 +34,10 @@ def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule of the problem falls below, whatever the memory.
 
-    It is that of `one_machine_bound`. Where ops run in pairs, a device's first forward and last backward still run
+    It is that of `_one_machine_bound`. Where ops run in pairs, a device's first forward and last backward still run
     alone, which counts for those sets of its ops that hold all forwards and all input gradients.
     """
-    bound_ms = one_machine_bound(problem, objective)
+    bound_ms = _one_machine_bound(problem, objective)
     if problem.overlap_factor is None:
         return bound_ms
     paths = shortest_paths(problem)
@@ -48,6 +47,71 @@ def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
         return float(max(bound_ms, whole.max(), ends))
     arrives, leaves = paths.arrives[paths.used], paths.leaves[paths.used]
     return float(max(bound_ms, (arrives + np.maximum(whole, inputs + leaves)).max()))
+
+
+class _Ops(NamedTuple):
+    """All ops of one kind and stage of equal micro-batches: ms of all together, and at least before and after each."""
+
+    ms: float
+    before: float
+    after: float
+
+
+def _one_machine_bound(problem: Problem, objective: Objective = "makespan") -> float:
+    """Return a length in ms that no schedule of the problem falls below, whatever the memory, from each device alone.
+
+    A device computes one op at a time. So for any set of its ops, a schedule takes at least the least time before one
+    of them, the time of all, and the least time after one of them (Carlier 1982, "The one-machine sequencing problem").
+
+    Makespan: what comes before and after an op is on any device. Span (OptPipe Eq. 3): it is between the first op of
+    the op's device and its last one. Where all micro-batches enter on one device, that device starts at 0, so its span
+    is its end, and waits for the last input gradient of every other one.
+    """
+    paths = shortest_paths(problem)
+
+    def ops(at: Pass, begin: float, after: float) -> list[_Ops]:
+        """Of one pass: forwards, input gradients, weight gradients; `after` input gradients."""
+        j, s = at
+        forward, backward, weight = (float(paths.ms[j][kind, s]) for kind in (Kind.F, Kind.B, Kind.W))
+        count, arrives, trip = paths.passing[j], paths.reaches[at] - begin, paths.round_trip[at]
+        return [
+            _Ops(count * forward, arrives, trip - forward + after),
+            _Ops(count * backward, arrives + trip - backward, after),
+            _Ops(count * weight, arrives + trip, 0.0),
+        ]
+
+    longest = 0.0
+    for each in filter(None, paths.passes):
+        if objective == "makespan":
+            longest = max(longest, _longest([op for at in each for op in ops(at, 0.0, paths.after[at])]))
+            continue
+        first = {j: (j, s) for j, s in sorted(each, key=lambda at: -paths.reaches[at])}  # of each class
+        between = [op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths))]
+        longest = max(longest, _longest(between))
+        if paths.one_entry:
+            entry = [op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]
+            longest = max(longest, _longest(entry))
+    return longest
+
+
+def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths) -> float:
+    """Return the least ms from an input gradient's end to the end of its device's last op: its own weight gradient, or
+    the way back to the first pass of the device, and the weight gradient there."""
+    j, s = at
+    ms, start = paths.ms[j], first[j]
+    ends, returns = (paths.reaches[each] + paths.round_trip[each] for each in (at, start))
+    return float(max(ms[Kind.W, s], returns - ends + ms[Kind.W, start[1]]))
+
+
+def _longest(ops: list[_Ops]) -> float:
+    """Return the largest bound of all sets of these ops.
+
+    The best set has all ops with at least so much before and at least so much after.
+    """
+    ms, before, after = np.array(sorted(ops, key=lambda op: -op.after)).T
+    chosen = before >= before[:, None]  # (least before, op)
+    bounds = before[:, None] + np.cumsum(ms * chosen, axis=1) + after
+    return float(bounds[chosen].max())
 
 
 def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:

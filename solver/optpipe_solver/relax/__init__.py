@@ -93,7 +93,7 @@ def device_bounds(
     schedule fits, the bounds end without it.
 
     To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage`) and its
-    bound (`one_stage_bound`); else `several_stages_search.expand`.
+    bound (`end_bound`); else `several_stages_search.expand`.
     """
     problem = one_level(without_evictions(problem))
     paths = shortest_paths(problem)
