@@ -67,7 +67,7 @@ def profile(
             repeats=repeats,
         )
         if measured is not None:
-            _tell(measured, output, json)
+            _print(measured, output, json)
     elif ranks is None or ranks < 1:
         raise InputError(
             f"--ranks {'is missing' if ranks is None else f'= {ranks}'}: how many ranks to start here, such as 4; or "
@@ -116,7 +116,7 @@ def _measure(model: str, sizes: tuple[int, int | None, int | None], **options: A
     return None if measured is None else replace(measured, problem=measured.problem.replace(name=setup.name))
 
 
-def _tell(measured: Measured, output: Path | None, json: bool) -> None:
+def _print(measured: Measured, output: Path | None, json: bool) -> None:
     problem = measured.problem
     if output is not None:
         problem.save(output)
