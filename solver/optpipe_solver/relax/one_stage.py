@@ -186,42 +186,33 @@ def _budget_fractions(
 ) -> BudgetFractions:
     """By each measure of sizes; the first one comes twice, at first as if a running W held nothing: then memory is
     surely empty in the tail, which may prove more."""
-    rows = [
-        _fractions_by(measure, held, present, ms, with_weight=number > 0, can_recompute=can_recompute)
-        for number, measure in enumerate([each[0], *each])
-    ]
-    return BudgetFractions(**{name: np.array([row[name] for row in rows]) for name in BudgetFractions._fields})
-
-
-def _fractions_by(
-    measure: Measure, held: StageBytes, present: Ints, ms: Durations, *, with_weight: bool, can_recompute: bool
-) -> dict[str, float | list[float]]:
-    """Return the values of `BudgetFractions`'s fields by one measure."""
-    values = [measure(int(size)) for size in present]
-    parts, transfers_ms = len(present) - 1, ms.offload + ms.reload
-    saved_by_parts = [
-        values[parts] * ms.between
-        - sum(values[parts - i] * transfers_ms for i in range(gone))
-        - values[parts - gone] * max(0.0, ms.between - gone * transfers_ms)
-        for gone in range(parts + 1)
-    ]
-    again = _again(held)
-    recompute, checkpoint, saved_by_recompute = measure(again.recompute), measure(again.checkpoint), 0.0
-    if can_recompute:
-        saved_by_recompute = (
-            values[parts] * ms.between - recompute * ms.recompute - checkpoint * max(0.0, ms.between - ms.recompute)
+    parts, transfers_ms, again, rows = len(present) - 1, ms.offload + ms.reload, _again(held), []
+    for number, measure in enumerate([each[0], *each]):
+        values = [measure(int(size)) for size in present]
+        saved_by_parts = [
+            values[parts] * ms.between
+            - sum(values[parts - i] * transfers_ms for i in range(gone))
+            - values[parts - gone] * max(0.0, ms.between - gone * transfers_ms)
+            for gone in range(parts + 1)
+        ]
+        recompute, checkpoint, saved_by_recompute = measure(again.recompute), measure(again.checkpoint), 0.0
+        if can_recompute:
+            kept_ms = max(0.0, ms.between - ms.recompute)
+            saved_by_recompute = values[parts] * ms.between - recompute * ms.recompute - checkpoint * kept_ms
+        rows.append(
+            {
+                "forward": measure(held.forward),
+                "recompute": recompute,
+                "backward": measure(held.backward),
+                "weight": measure(held.weight) if number > 0 else 0.0,
+                "checkpoint": checkpoint,
+                "most": 1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
+                "present": values,
+                "saved_by_part": _concave_steps(saved_by_parts),
+                "saved_by_recompute": max(0.0, saved_by_recompute),
+            }
         )
-    return {
-        "forward": measure(held.forward),
-        "recompute": recompute,
-        "backward": measure(held.backward),
-        "weight": measure(held.weight) if with_weight else 0.0,
-        "checkpoint": checkpoint,
-        "most": 1.0 if measure(max(held.waiting, held.weight)) else measure(held.most),
-        "present": values,
-        "saved_by_part": _concave_steps(saved_by_parts),
-        "saved_by_recompute": max(0.0, saved_by_recompute),
-    }
+    return BudgetFractions(**{name: np.array([row[name] for row in rows]) for name in BudgetFractions._fields})
 
 
 def _concave_steps(total: list[float]) -> list[float]:
