@@ -63,7 +63,7 @@ class Contenders:
         self.last_note = ""
         self._notes: set[str] = set()
         self._handling = RLock()
-        self.unplaced = self.new_contender(None, problem)
+        self.unplaced = self.contender(None, problem)
         if request.warm_start and request.warm_start.placement is None:
             self.unplaced.start = request.warm_start
 
@@ -81,42 +81,36 @@ class Contenders:
 
     def list_all(self, named: Contender | None) -> None:
         """Every placement that is allowed and makes other stages than the problem's own, once; then the bound holds."""
-        self.all = [self.unplaced, *self._others(), *([named] if named else [])]
+        problem = self._request.problem
+        self.all = [self.unplaced, *([named] if named else [])]
+        if len(problem.all_routes) > 1:
+            self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
+        else:
+            self.add_new(_placements(problem))
         self._take_warm_start()
         self._raise_bound()
 
-    def _others(self) -> Iterator[Contender]:
-        problem = self._request.problem
-        if len(problem.all_routes) > 1:
-            self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
-            return
-        yield from self._new({problem.stages}, _placements(problem))
-
     def add_new(self, placements: Iterable[Placement]) -> list[Contender]:
         """Add the placements that make other stages than those so far, and return them."""
-        new = list(self._new({contender.problem.stages for contender in self.all}, placements))
-        self.all += new
-        return new
-
-    def _new(self, taken: set[tuple[object, ...]], placements: Iterable[Placement]) -> Iterator[Contender]:
+        new, taken = list[Contender](), {contender.problem.stages for contender in self.all}
         for placement in placements:
             with suppress(InputError):  # more forward passes than a problem may have
                 placed = placement.apply(self._request.problem)
                 if placed.stages not in taken:
                     taken.add(placed.stages)
-                    yield self.bounded_contender(placement, placed)
+                    new.append(self.contender(placement, placed))
+        self.all += new
+        return new
 
-    def bounded_contender(self, placement: Placement, placed: Problem) -> Contender:
-        """A contender with the bound of its stages."""
-        contender = self.new_contender(placement, placed)
-        contender.incumbents.bound_ms = lower_bound(placed, self._request.objective)
-        return contender
+    def contender(self, placement: Placement | None, placed: Problem) -> Contender:
+        """A contender with the bound of its stages; that of the problem's own stages comes with their first search."""
 
-    def new_contender(self, placement: Placement | None, placed: Problem) -> Contender:
         def emit(frame: Frame) -> None:
             self.handle(contender, frame)
 
         contender = Contender(placement, incumbents_of(self._request.model_copy(update={"problem": placed}), emit))
+        if placement:
+            contender.incumbents.bound_ms = lower_bound(placed, self._request.objective)
         return contender
 
     def _take_warm_start(self) -> None:
@@ -132,7 +126,7 @@ class Contenders:
             return
         contender = next((contender for contender in self.all if contender.problem.stages == placed.stages), None)
         if contender is None:
-            contender = self.bounded_contender(placement, placed)
+            contender = self.contender(placement, placed)
             self.all.append(contender)
         contender.start = programs
 

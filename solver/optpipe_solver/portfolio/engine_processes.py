@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -127,14 +128,9 @@ def own_memory_bytes() -> int:
 
 def _resident(pid: int) -> int:
     total = 0
-    try:
+    with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
     return total

@@ -233,7 +233,7 @@ class PlacementSearch:
         if placement is None:
             return self.contenders.unplaced
         self.contenders.unplaced.incumbents.bound_ms = trivial_bound(problem, self.request.objective)
-        return self.contenders.bounded_contender(placement, placement.apply(problem))
+        return self.contenders.contender(placement, placement.apply(problem))
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
