@@ -1,4 +1,5 @@
-"""Which engine runs when, from which schedule, how long and with how many threads; when one does not run again."""
+"""Which engine runs when, from which schedule, how long and with how many threads; when one does not run again; their
+table."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from optpipe.process.protocol import Incumbent, Programs, Ready, Request
 from optpipe_solver import engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
+from optpipe_solver.methods import ENGINES, HEURISTICS, MILP
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
-from optpipe_solver.tuning import EngineRun
+from optpipe_solver.tuning import EngineRun, engine_runs
 
 PROBLEM: Problem = chain(m=6)
 NAIVE, BETTER = generate("naive", PROBLEM), generate("adaoffload", PROBLEM)
@@ -200,3 +202,46 @@ def test_with_one_thread_the_milp_has_all_of_the_time(engine: str, counts: bool,
     runs = searching([EngineRun(engine)], method=engine, threads=1)
     runs.start_next(beside_heuristics=False)
     assert (started[0].allotted_s < 900.0) == counts
+
+
+TWENTY_FORWARDS = chain(m=10)  # 20 forwards
+
+
+@pytest.fixture
+def auto(monkeypatch):
+    def set_to(*rows: EngineRun) -> None:
+        monkeypatch.setattr(tuning, "AUTO", rows)
+
+    return set_to
+
+
+def shares(method: str = "auto", unfit: tuple[str, ...] = ()) -> dict[str, float]:
+    return {run.engine: run.share for run in engine_runs(method, TWENTY_FORWARDS, lambda engine: engine not in unfit)}
+
+
+def test_a_run_that_repeats_fills_the_rest(auto):
+    auto(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=19), EngineRun("c", 0.1, repeat=True))
+    assert shares() == {"a": 0.3, "c": 0.1}
+
+
+def test_otherwise_all_time_is_shared(auto):
+    auto(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=20), EngineRun("c", 0.1, repeat=True))
+    assert shares(unfit=("c",)) == {"a": pytest.approx(0.6), "b": pytest.approx(0.4)}
+    assert shares(unfit=("a", "b", "c")) == {}
+    assert shares(unfit=("a", "b")) == {"c": 0.1}
+
+
+def test_a_method_that_is_named_has_the_time_to_itself():
+    assert all(shares(engine) == {engine: 1.0} for engine in ENGINES)
+    assert all(shares(engine, unfit=ENGINES) == {} for engine in ENGINES)
+    assert all(shares(heuristic) == {} for heuristic in HEURISTICS)
+
+
+def test_the_table_itself_fits_the_time():
+    assert {run.engine for run in tuning.AUTO} == {*ENGINES} - {MILP}
+    assert sum(run.share for run in tuning.AUTO) <= 1.0  # runs that repeat fill the rest
+    assert [tuning.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
+        tuning.HEURISTICS_SHARE,
+        tuning.HEURISTICS_S / 4,
+        0.5,
+    ]

@@ -47,7 +47,7 @@ PATTERNS = (
     "cache/test_processes.py*",
     "core/test_jit.py::test_what_is_compiled_is_kept_until_a_function_that_it_calls_changes*",
     # Searches that take many seconds
-    "solver/test_given_stages.py::test_layers_count_only_where_placements_are_searched*",
+    "solver/test_partitions.py::test_layers_count_only_where_placements_are_searched*",
     "solver/test_placement_search.py::test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look*",
     "solver/test_placement_search.py::test_more_chunks_beat_what_one_chunk_can_ever_reach*",
     "solver/test_systems_variants.py::test_nor_on_the_stages_that_it_needs*",

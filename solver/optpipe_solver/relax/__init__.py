@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Bound, Frame, Ready, Request
+from optpipe.process.protocol import Ready, Request
 from optpipe_solver.bounds.paths import shortest_paths
 from optpipe_solver.bounds.relaxations import one_level, without_evictions
+from optpipe_solver.clock import Clock
+from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import RELAX
 from optpipe_solver.relax import one_stage, one_stage_search, several_stages, several_stages_search
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
@@ -36,7 +39,7 @@ def unsupported(problem: Problem) -> str | None:
     return "it needs a device with one stage on one route, or with several whose activations can only stay"
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> float:
+def run(request: Request, emit: Emit) -> float | None:
     """Emits better and better bounds; ends when each device has been searched as far as states can be kept.
 
     The device whose bound is highest at first is searched first. Only one's states are kept at a time: they may take
@@ -50,18 +53,16 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float:
     devices = searchable_devices(problem)
     first_ms = {d: next(device_bounds(problem, d, objective), 0.0) for d in devices}
     emit(Ready())  # all is compiled
-    batch_s = POPS / STATES_PER_S
-    spent_s, best_ms = len(devices) * batch_s, max(first_ms.values())
-    emit(Bound(method=RELAX, lower_bound_ms=best_ms))
+    incumbents, clock = Incumbents(problem, objective, emit), Clock(request.time_limit_s, counts=True, wall_s=inf)
+    clock.count(len(devices) * POPS, STATES_PER_S)
+    incumbents.raise_bound(max(first_ms.values()), RELAX)
     for d in sorted(devices, key=lambda d: -first_ms[d]):
         for bound_ms in device_bounds(problem, d, objective):
-            spent_s += batch_s
-            if bound_ms > best_ms:
-                best_ms = bound_ms
-                emit(Bound(method=RELAX, lower_bound_ms=best_ms))
-            if spent_s > request.time_limit_s:
-                return spent_s
-    return spent_s
+            clock.count(POPS, STATES_PER_S)
+            incumbents.raise_bound(bound_ms, RELAX)
+            if clock.over:
+                return clock.spent_s
+    return clock.spent_s
 
 
 def searchable_devices(problem: Problem) -> list[int]:
