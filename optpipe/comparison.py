@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from math import inf
 from typing import Any, Unpack
@@ -24,6 +23,7 @@ from optpipe.schedule import Schedule
 from optpipe.sizes import told_apart
 
 SOLVER = "auto"  # among the methods: what `solve` finds
+NOTHING = Result("unknown")
 
 
 def is_search(method: str) -> bool:
@@ -37,12 +37,12 @@ class Row:
 
     method: str
     placements: Placements = "all"  # whether it could choose its stages
-    result: Result | None = None  # its bound is for the same stages; in a search's row for all stages it could choose
+    result: Result = NOTHING  # its bound is for the same stages; in a search's row for all stages it could choose
     reason: str | None = None  # why it does not fit, or does not apply to the problem
 
     @property
     def schedule(self) -> Schedule | None:
-        return self.result.schedule if self.result else None
+        return self.result.schedule
 
     @property
     def fits(self) -> bool:
@@ -50,31 +50,31 @@ class Row:
 
     @property
     def makespan_ms(self) -> float | None:
-        return self.result.makespan_ms if self.result else None
+        return self.result.makespan_ms
 
     @property
     def span_ms(self) -> float | None:
-        return self.result.span_ms if self.result else None
+        return self.result.span_ms
 
     @property
     def value_ms(self) -> float | None:
         """What is compared: the objective."""
-        return self.result.value_ms if self.result else None
+        return self.result.value_ms
 
     @property
     def lower_bound_ms(self) -> float | None:
-        return self.result.lower_bound_ms if self.result else None
+        return self.result.lower_bound_ms
 
     @property
     def bubble(self) -> float | None:
-        return self.schedule.timeline.bubble if self.schedule else None
+        return self.result.bubble
 
     @property
     def gap(self) -> float | None:
         """How much shorter a schedule could at most be, as a share of this one; None if it does not fit."""
-        return self.result.gap if self.result and self.fits else None
+        return self.result.gap if self.fits else None
 
-    @cached_property
+    @property
     def certificate(self) -> Certificate | None:
         return self.schedule.compiled.certificate if self.schedule else None
 
@@ -85,25 +85,17 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON takes it; what is not known is None."""
-        schedule, certificate = self.schedule, self.certificate
-        placement = (
-            schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
-        )
+        figures = self.result.to_dict()
+        names = "makespan_ms", "span_ms", "bubble", "lower_bound_ms", "placement", "peak_bytes", "host_peak_bytes"
         return {
             "method": self.method,
             "placements": self.placements,
-            "found_by": schedule.method if schedule else None,
+            "found_by": self.schedule.method if self.schedule else None,
             "fits": self.fits,
-            "makespan_ms": self.makespan_ms,
-            "span_ms": self.span_ms,
-            "bubble": self.bubble,
-            "lower_bound_ms": self.lower_bound_ms,
+            **{name: figures[name] for name in names},
             "gap": self.gap,
-            "placement": placement,
-            "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
-            "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
             "reason": self.reason,
-            "notes": list(self.result.notes) if self.result else [],
+            "notes": list(self.result.notes),
         }
 
 
@@ -151,7 +143,7 @@ class Comparison:
 
 def _bounded(row: Row, proven_ms: float) -> Row:
     result = row.result
-    if result is None or result.schedule is None or result.schedule.placement is not None:
+    if result.schedule is None or result.schedule.placement is not None:
         return row
     if is_search(row.method) and row.placements == "all":  # it bounds all stages
         return row

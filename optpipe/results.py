@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
-from typing import Self
+from typing import Any, Self
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches
 from optpipe.options import Placements, SearchOptions
@@ -97,6 +97,11 @@ class Result:
         return length_ms(self.schedule, self.objective) if self.schedule else None
 
     @property
+    def bubble(self) -> float | None:
+        """The share of the time in which devices compute nothing."""
+        return self.schedule.timeline.bubble if self.schedule else None
+
+    @property
     def gap(self) -> float | None:
         """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal."""
         return gap(self.value_ms, self.lower_bound_ms)
@@ -110,6 +115,29 @@ class Result:
     def found_status(self) -> Found:
         """The status of the schedule, in a file or a cache."""
         return "optimal" if self.status == "optimal" else "feasible"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result's figures as JSON takes them; None for what is not known."""
+        schedule = self.schedule
+        placement = schedule.placement if schedule else None
+        certificate = schedule.compiled.certificate if schedule else None
+        return {
+            "status": self.status,
+            "method": self.method or None,
+            "makespan_ms": self.makespan_ms,
+            "span_ms": self.span_ms,
+            "lower_bound_ms": self.lower_bound_ms,
+            "gap": self.gap,
+            "bubble": self.bubble,
+            "time_s": round(self.time_s, 3),
+            "placements": self.placements,
+            "placement": placement.model_dump(mode="json", exclude_none=True) if placement else None,
+            "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
+            "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
+            "incumbents": [asdict(step) for step in self.history],
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
 
     def _repr_html_(self) -> str:
         """One line for a notebook."""

@@ -104,7 +104,7 @@ def _solved(each: Posed, options: CompareOptions) -> dict[str, Any]:
     results = {
         row.placements: row.result
         for row in compare(each.problem, [SOLVER], **options.search()).rows
-        if row.result and row.result.schedule
+        if row.result.schedule
     }
     as_given, free = results.get("keep"), results.get("all")
     return {

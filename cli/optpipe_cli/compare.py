@@ -57,7 +57,7 @@ def compare(
     if given:
         echo(f"{problem.name}: {given.makespan_ms:.5g} ms, by {given.method or 'hand'}")
     for row in comparison.rows:
-        for note in row.result.notes if row.result else ():
+        for note in row.result.notes:
             if note != row.reason:
                 echo(f"note: {title(row)}: {note}", err=True)
 

@@ -94,32 +94,3 @@ def print_figures(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     for row in rows:
         table.add_row(*row)
     print_table(table)
-
-
-def figures(result: Result) -> dict[str, Any]:
-    """Return a result's figures for people and programs; None for what is not known."""
-    schedule = result.schedule
-    content: dict[str, Any] = {
-        "status": result.status,
-        "method": result.method or None,
-        "makespan_ms": result.makespan_ms,
-        "span_ms": result.span_ms,
-        "lower_bound_ms": result.lower_bound_ms,
-        "gap": result.gap,
-        "bubble": schedule.timeline.bubble if schedule else None,
-        "time_s": round(result.time_s, 3),
-        "placements": result.placements,
-    }
-    if schedule:
-        placement = schedule.placement
-        content["placement"] = placement.model_dump(mode="json", exclude_none=True) if placement else None
-        certificate = certify(schedule.problem, schedule)
-        content["peak_bytes"] = [peak.bytes for peak in certificate.device]
-        content["host_peak_bytes"] = [peak.bytes for peak in certificate.host]
-    if result.history:
-        content["incumbents"] = [asdict(step) for step in result.history]
-    if result.reason:
-        content["reason"] = result.reason
-    if result.notes:
-        content["notes"] = list(result.notes)
-    return content

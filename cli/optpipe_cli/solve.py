@@ -33,7 +33,6 @@ from optpipe_cli.output import (
     Output,
     ProblemPath,
     echo,
-    figures,
     print_json,
     print_table,
 )
@@ -97,7 +96,7 @@ def _last_result(running: Search, time_limit_s: float, quiet: bool) -> Result:
 
 def _tell(result: Result, json: bool) -> None:
     if json:
-        print_json(figures(result))
+        print_json(result.to_dict())
         return
     echo(str(result))
     if result.schedule and result.schedule.placement is None and result.objective == "makespan":

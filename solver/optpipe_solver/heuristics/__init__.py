@@ -29,7 +29,7 @@ __all__ = ["STREAMS", "generate"]
 UNLIMITED = Clock()
 
 
-class Stream(Protocol):
+class Heuristic(Protocol):
     """A heuristic: yields one schedule at least, and ends soon after the wall's time of the clock is over."""
 
     def __call__(self, problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> Iterator[Schedule]: ...
@@ -83,7 +83,7 @@ def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED
         yield one_at_a_time(problem, method)
 
 
-STREAMS: dict[str, Stream] = {"naive": naive, "adaoffload": ada_offload}
+STREAMS: dict[str, Heuristic] = {"naive": naive, "adaoffload": ada_offload}
 
 
 def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, Step]]:
