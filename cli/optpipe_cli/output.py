@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,6 @@ from rich.table import Table
 
 from optpipe.errors import InputError
 from optpipe.printable import printable
-from optpipe.results import Result
-from optpipe.schedule import certify
 from optpipe_cli.terminal import Plain, new_console
 
 ProblemPath = Annotated[Path, Parameter(help="A problem file.")]
