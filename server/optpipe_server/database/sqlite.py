@@ -44,11 +44,6 @@ class SqliteFile:
         self._opened = {self._path: _identity(self._path)}
         self._kept: sqlite3.Connection | None = None
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether this process is the one that writes."""
-        return self._lock is not None
-
     def connections(self, url: URL) -> Engine:
         """Return the pool of connections."""
         engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
