@@ -21,6 +21,8 @@ class Solver(Protocol):
     ----------
     SEARCH, COMPARE
         The modules that answer a `Request` and a `CompareRequest` as `python -m MODULE`.
+    FIRST
+        The module with first schedules: `answer(request, emit)`, as `COMPARE` has, and `warm_up()`.
     ENGINES
         The methods that search.
     EXHAUSTIVE
@@ -31,6 +33,7 @@ class Solver(Protocol):
 
     SEARCH: str
     COMPARE: str
+    FIRST: str
     ENGINES: tuple[str, ...]
     EXHAUSTIVE: tuple[str, ...]
     OWN: tuple[str, ...]

@@ -20,6 +20,7 @@ from benchmarks.service.load import LoadFigures, StreamFigures
 from benchmarks.service.processes import deployment
 from optpipe_cli.output import print_table
 
+SMALL_OPS = 1000  # compute ops of a small problem
 KEYS = 50  # each may have a hundred open jobs
 
 
@@ -75,6 +76,7 @@ async def measure(database: str | None, rate: float, seconds: float, clients: in
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         url = database or f"sqlite:///{folder}/service.sqlite"
         async with deployment(Path(folder), url, KEYS, os.cpu_count() or 1) as deployed:
+            figures += _of_first_schedules(await load.first_schedules(deployed))
             job = await load.saturate(deployed)
             killed = "the service, started again" if deployed.sqlite else "a worker, another one there"
             reclaimed_s = await failures.reclaimed(deployed, job)
@@ -84,6 +86,17 @@ async def measure(database: str | None, rate: float, seconds: float, clients: in
             ended_s = await failures.shutdown(deployed, clients)
             figures.append(Figure(f"SIGTERM with {clients} open streams: until it has ended", 10.0, ended_s, "s"))
     return figures
+
+
+def _of_first_schedules(figures: list[tuple[int, float]]) -> list[Figure]:
+    small, large = ([s for ops, s in figures if (ops <= SMALL_OPS) == small] for small in (True, False))
+    most = max(ops for ops, _ in figures)
+    return [
+        Figure(
+            f"POST /jobs on an idle service, up to {SMALL_OPS:,} ops: slowest of {len(small)}", 0.3, max(small), "s"
+        ),
+        Figure(f"POST /jobs, idle, up to {most:,} ops: slowest of {len(large)}", 1.0, max(large), "s"),
+    ]
 
 
 def _of_load(load: LoadFigures) -> list[Figure]:

@@ -17,10 +17,12 @@ from benchmarks.service.http_client import HttpConnection, HttpPool
 from benchmarks.service.processes import Deployment
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
-from optpipe_server.warm_process import LOADING_S
 
 MS = 1e3
+LOADING_S = 600.0  # for a new machine to compile what makes first schedules
 WARM_UP_S = 2.0  # of load that is not measured
+SIZES = ((4, 8), (8, 16), (8, 41), (16, 64), (16, 256), (16, 512))  # stages and micro-batches of first schedules
+EACH = 5  # problems of each size
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
 GETS_PER_POST = 1
 JOBS = 10  # followed ones
@@ -86,6 +88,24 @@ async def running(requests: HttpPool, url: str, after: int) -> int:
             return int(job["attempt"])
         await asyncio.sleep(LOOK_S)
     raise OptPipeError(f"{url}: not running after {LONGEST_S:g} s")
+
+
+async def first_schedules(deployment: Deployment) -> list[tuple[int, float]]:
+    """Submit problems of several sizes, one after the other; return the compute ops of each, and the s until its reply
+    with a schedule."""
+    requests, figures = HttpPool(deployment.address, deployment.keys[0]), []
+    await _makes_first_schedules(requests)
+    for seed in range(EACH):
+        for stages, microbatches in SIZES:
+            body = {"problem": problem(10**7 + seed, stages, microbatches).to_dict(), "time_limit_s": 0.1}
+            began = time.perf_counter()
+            job = await expect(requests, 201, "POST", "/v1/jobs", body)
+            if job["best"] is None:
+                raise OptPipeError(f"{job['url']}: it was answered without a schedule")
+            figures.append((3 * stages * microbatches, time.perf_counter() - began))
+            await expect(requests, 200, "GET", f"{job['url']}?wait=60")
+    requests.close()
+    return figures
 
 
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from optpipe.errors import FrameError, SolverError
 from optpipe.options import SearchOptions
 from optpipe.process import process_tree
 from optpipe.process.niceness import group_as_nice
-from optpipe.process.protocol import CompareRequest, End, Frame, Ready, Refused, Request, parse_frame
+from optpipe.process.protocol import End, Frame, Refused, parse_frame
 
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
@@ -30,14 +29,12 @@ class Child:
     module
         What runs in it, as in `python -m module`.
     request
-        What it is asked; None for a child that is asked later, by `ask`.
+        What it is asked.
     admit
         Called with its process id before it is asked anything, to set limits for it.
     """
 
-    def __init__(
-        self, module: str, request: SearchOptions | None = None, admit: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, module: str, request: SearchOptions, admit: Callable[[int], None] | None = None) -> None:
         self.module = module
         self.mark = process_tree.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
@@ -51,7 +48,6 @@ class Child:
                 start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
-        self._asked, self._ready = 0, False  # requests by `ask`; whether it reads them
         self._stopped = threading.Event()
         self._gone = threading.Event()  # with its group: from then on their number may be a stranger's
         if admit is not None:
@@ -61,17 +57,11 @@ class Child:
                 self.close()
                 raise
         group_as_nice(self._process.pid)
-        if request is not None:
-            threading.Thread(target=self._send, args=(request,), daemon=True).start()
+        threading.Thread(target=self._send, args=(request,), daemon=True).start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether it was stopped or has ended by itself."""
-        return self._stopped.is_set() or self._process.poll() is not None
 
     def _send(self, request: SearchOptions) -> None:
         assert self._process.stdin is not None
@@ -82,53 +72,19 @@ class Child:
     def frames(self) -> Iterator[Frame]:
         """The frames as they come, until `End` or `Refused`. Raises `SolverError` where the child breaks the protocol
         or dies unasked."""
+        assert self._process.stdout is not None
         try:
-            yield from self._answer()
+            while line := self._process.stdout.readline(LONGEST_LINE):
+                if not line.endswith(b"\n"):
+                    break
+                frame = parse_frame(line)
+                yield frame
+                if isinstance(frame, End | Refused):
+                    return
+            if not self._stopped.is_set():
+                raise (FrameError if line else SolverError)(f"{self.module} {self._failure(line)}")
         finally:
             self.close()
-
-    def ask(self, request: Request | CompareRequest) -> Iterator[Frame]:
-        """As `frames`, of a child that reads `requests` and was started without one: afterwards it can be asked again.
-        It may still be loading (`ready_within`).
-
-        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left.
-        Requests are numbered here, and lines that answer an earlier one are passed over.
-        """
-        self._asked += 1
-        self._send(request.model_copy(update={"number": self._asked}))
-        return self._answer(self._asked)
-
-    def _answer(self, number: int | None = None) -> Iterator[Frame]:
-        """The lines that answer the request of this number. A request that cannot be read has none."""
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline(LONGEST_LINE):
-            if not line.endswith(b"\n"):
-                break
-            frame = parse_frame(line)
-            if number is not None and isinstance(frame, Ready):  # nobody waited for it
-                continue
-            if frame.request != number and not (frame.request is None and isinstance(frame, Refused)):
-                if frame.request is None:
-                    raise FrameError(f"{self.module} wrote a line that answers no request")
-                continue
-            yield frame
-            if isinstance(frame, End | Refused):
-                return
-        if not self._stopped.is_set():
-            raise (FrameError if line else SolverError)(f"{self.module} {self._failure(line)}")
-
-    def ready_within(self, seconds: float) -> bool:
-        """Whether a child that reads `requests` is ready for the first one after at most so long. Call it before
-        `ask`. Raises `SolverError` if it ends before that, or writes something else."""
-        assert self._process.stdout is not None
-        poll = select.poll()  # not `select`, which takes no descriptor above 1023
-        poll.register(self._process.stdout, select.POLLIN)
-        if not self._ready and poll.poll(max(0.0, 1000 * seconds)):
-            line = self._process.stdout.readline(LONGEST_LINE)
-            if not line or not isinstance(parse_frame(line), Ready):
-                raise (FrameError if line else SolverError)(f"{self.module} {self._failure(line)}")
-            self._ready = True
-        return self._ready
 
     def _failure(self, line: bytes) -> str:
         """What it did instead of ending its protocol; `line` is the last that was read, if that was not whole."""

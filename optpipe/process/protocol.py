@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Annotated, BinaryIO, Literal, TypeVar
 
@@ -69,29 +67,20 @@ class Programs(Record):
 
 
 class Request(SolveOptions):
-    """What a solver is asked: the problem, how, and for how long. `number` says which request it is, to a child that
-    answers many."""
+    """What a solver is asked: the problem, how, and for how long."""
 
     problem: Problem
     warm_start: Programs | None = None
     threads: Threads = 1
-    number: int | None = None
 
 
 class CompareRequest(CompareOptions):
-    """What is asked of a process that compares methods. `number` is as of `Request`."""
+    """What is asked of a process that compares methods."""
 
     problem: Problem
-    number: int | None = None
 
 
-class _Answer(Record):
-    """A line of a child. `request` is the number of the request that it answers, if that has one."""
-
-    request: int | None = None
-
-
-class Incumbent(_Answer):
+class Incumbent(Record):
     """A schedule better than those before it."""
 
     type: Literal["incumbent"] = "incumbent"
@@ -99,7 +88,7 @@ class Incumbent(_Answer):
     schedule: Programs
 
 
-class Bound(_Answer):
+class Bound(Record):
     """No schedule is shorter than this."""
 
     type: Literal["bound"] = "bound"
@@ -107,21 +96,21 @@ class Bound(_Answer):
     lower_bound_ms: TotalMs
 
 
-class Infeasible(_Answer):
+class Infeasible(Record):
     """Proof that memory admits no schedule: which device, what it needs, what it has."""
 
     type: Literal["infeasible"] = "infeasible"
     reason: Text
 
 
-class Refused(_Answer):
+class Refused(Record):
     """The request cannot be served as it is, such as an unknown method; the last line."""
 
     type: Literal["refused"] = "refused"
     reason: Text
 
 
-class Note(_Answer):
+class Note(Record):
     """Something to tell, such as an engine that crashed; the search goes on.
 
     With a `method` it is about that one, among several that were asked for (`optpipe.comparison`), or reports how its
@@ -139,14 +128,13 @@ class Note(_Answer):
         return self.model_copy(update={"text": f"{self.text}; stopped after {seconds:.1f} s", "ongoing": False})
 
 
-class Ready(_Answer):
-    """A process has loaded and compiled what it needs: an engine's time begins, and one that answers many requests
-    reads the first. Between such a process and who started it only."""
+class Ready(Record):
+    """An engine has loaded and compiled what it needs: its time begins. Between engines and who starts them only."""
 
     type: Literal["ready"] = "ready"
 
 
-class End(_Answer):
+class End(Record):
     """The last line of a search that ended by itself."""
 
     type: Literal["end"] = "end"
@@ -166,48 +154,24 @@ def parse_frame(line: bytes) -> Frame:
 
 
 def read_request() -> Request:
-    """In a child that writes frames: the request from standard input. From then on the child ends as soon as that input
-    closes."""
-    keep_output_for_frames()
+    """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
     return read_one(Request)
 
 
 def read_one(model: type[Asked]) -> Asked:
     """`read_request` of a process that answers another request."""
+    keep_output_for_frames()
     line = sys.stdin.buffer.readline()
     request = model.model_validate_json(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return request
 
 
-def requests(model: type[Asked]) -> Iterator[Asked | ValidationError]:
-    """In a child that answers many requests: one after the other, or why a line is none. It is `Ready` when it asks for
-    the first.
-
-    From the call on the child ends as soon as its standard input closes.
-    """
-    keep_output_for_frames()
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
-
-    def read() -> Iterator[Asked | ValidationError]:
-        write_frame(Ready())
-        while True:
-            try:
-                yield model.model_validate_json(lines.get())
-            except ValidationError as error:
-                yield error
-
-    return read()
-
-
-def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
-    begun = b""
-    # Not by sys.stdin: its lock would make an interpreter that ends with an error abort instead.
-    while read := os.read(0, 65536):
-        *whole, begun = (begun + read).split(b"\n")
-        for line in whole:
-            take(line)
+def _end_with_parent() -> None:
+    while os.read(
+        0, 65536
+    ):  # not by sys.stdin: its lock would make an interpreter that ends with an error abort instead
+        pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # a child leads its own process group: nothing it started stays behind
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -232,10 +196,8 @@ def output() -> BinaryIO:
     return _frames or sys.stdout.buffer
 
 
-def write_frame(frame: Frame, request: int | None = None) -> None:
-    """In a child: one line to the parent, which answers the request of this number."""
-    if request is not None:
-        frame = frame.model_copy(update={"request": request})
+def write_frame(frame: Frame) -> None:
+    """In a child: one line to the parent."""
     with _writing:
         output().write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
         output().flush()

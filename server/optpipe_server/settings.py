@@ -27,8 +27,8 @@ class Settings:
         For all searches together; by default one less than there are cores. A job that asks for more gets as many.
     memory_mib
         Limit for all processes of one search together. A job that asks for more gets as much.
-    first_schedule_processes
-        Processes that make first schedules.
+    processes
+        Of the pool: first schedules, the workbench, pictures and diagnoses. With three none waits for a longer kind.
     open_jobs
         Jobs of one key that may wait or run.
     pack
@@ -53,7 +53,7 @@ class Settings:
     solves: int = 1
     threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))
     memory_mib: int | None = None
-    first_schedule_processes: int = 1
+    processes: int = 3
     open_jobs: int = 100
     pack: Path | None = PATH
     kept: Retention = KEEP_ALL

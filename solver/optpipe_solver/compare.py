@@ -1,18 +1,15 @@
 """`python -m optpipe_solver.compare`: the schedule of every published system and every heuristic, fitting or not.
 
-Answers one request after the other. For each method that is asked for it writes the bound for its stages and its
-schedule or, if it does not apply to the problem, a note that says why.
+For each method that is asked for it writes the bound for its stages and its schedule or, if it does not apply to the
+problem, a note that says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-from pydantic import ValidationError
-
-from optpipe.errors import InputError, OptPipeError, input_error
+from optpipe.errors import InputError, OptPipeError
 from optpipe.process.protocol import (
     Bound,
     CompareRequest,
@@ -22,7 +19,7 @@ from optpipe.process.protocol import (
     Note,
     Programs,
     Refused,
-    requests,
+    read_one,
     write_frame,
 )
 from optpipe.schedule import Schedule
@@ -36,11 +33,7 @@ EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 
 
 def main() -> None:
-    for request in requests(CompareRequest):
-        if isinstance(request, ValidationError):
-            write_frame(Refused(reason=str(input_error(request, "the request"))))
-        else:
-            answer(request, partial(write_frame, request=request.number))
+    answer(read_one(CompareRequest), write_frame)
 
 
 def answer(request: CompareRequest, emit: Callable[[Frame], None]) -> None:

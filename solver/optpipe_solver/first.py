@@ -1,22 +1,15 @@
-"""`python -m optpipe_solver.first`: first schedules, in a process that answers one request after the other.
+"""First schedules, for a process that answers one request after the other and has paid for its imports before.
 
-An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. The
-process has paid for its imports before. An answer ends with `End`, or with `Refused` if the method is unknown or does
-not apply.
+An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. It
+ends with `End`, or with `Refused` if the method is unknown or does not apply.
 """
 
 from __future__ import annotations
 
-import resource
-from functools import partial
-
-from pydantic import ValidationError
-
-from optpipe.errors import InputError, input_error
+from optpipe.errors import InputError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
-from optpipe.process.heap import settle
-from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request, requests, write_frame
+from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request
 from optpipe.reuse.by_rules import by_rules
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
@@ -25,19 +18,12 @@ from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
 
 
-def main() -> None:
-    asked = requests(Request)
-    resource.setrlimit(resource.RLIMIT_DATA, (tuning.FIRST_MAX_BYTES, tuning.FIRST_MAX_BYTES))
+def warm_up() -> None:
+    """Load and compile what answers need, so that nobody waits for it."""
     compile_at_once()
     small = _small()
-    answer(Request(problem=small), lambda _: None)  # so that nobody waits for imports and compiled code
+    answer(Request(problem=small), lambda _: None)
     by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
-    settle()
-    for request in asked:
-        if isinstance(request, ValidationError):
-            write_frame(Refused(reason=str(input_error(request, "the request"))))
-        else:
-            answer(request, partial(write_frame, request=request.number))
 
 
 def answer(request: Request, emit: Emit) -> None:
@@ -92,7 +78,3 @@ def _small() -> Problem:
     stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
     stages = [{"device": d, **stage} for d in range(2)]
     return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-SEARCH, COMPARE = "optpipe_solver", "optpipe_solver.compare"
+SEARCH, COMPARE, FIRST = "optpipe_solver", "optpipe_solver.compare", "optpipe_solver.first"
 MILP = "milp"
 RELAX = "relax"  # proves bounds, and finds no schedules
 ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)

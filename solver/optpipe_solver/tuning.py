@@ -62,7 +62,6 @@ LARGE_PARTS = 3_000  # parts of activations for which list scheduling takes some
 
 # The first schedule of a request
 FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
-FIRST_MAX_BYTES = 2**32  # of the process
 
 # Heuristics by themselves
 GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far

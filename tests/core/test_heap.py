@@ -13,19 +13,16 @@ import gc, os, optpipe_server
 def ready(url):
     print(gc.get_freeze_count(), flush=True)
     os._exit(0)
-settings = optpipe_server.Settings("sqlite:///jobs.sqlite", first_schedule_processes=1, solves=0)
+settings = optpipe_server.Settings("sqlite:///jobs.sqlite", processes=1, solves=0)
 optpipe_server.serve(settings, port=0, ready=ready)
 """
-FIRST_SCHEDULES = """
-import gc
-from optpipe_solver import first
-first.requests = lambda model: iter(())
-first.main()
+POOL = """
+import gc, optpipe_server.pool.warm
 print(gc.get_freeze_count())
 """
 
 
-@pytest.mark.parametrize("code", [SERVICE, FIRST_SCHEDULES], ids=["the service", "a first-schedule process"])
+@pytest.mark.parametrize("code", [SERVICE, POOL], ids=["the service", "its pool"])
 def test_the_heap_is_frozen_when_the_process_answers(code: str, tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert int(told.stdout) > 50_000, "objects, most of them of modules"

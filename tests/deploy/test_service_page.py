@@ -20,20 +20,11 @@ from support.pages import DOCS, table
 from support.ports import free_port
 
 from optpipe_cache.cache import KEPT
-from optpipe_server import Settings
+from optpipe_server import Settings, accepted
 from optpipe_server.database import job_queries
-from optpipe_server.http import (
-    bodies,
-    connections,
-    guarded_route,
-    limits,
-    own_processes,
-    results,
-    routes,
-    service,
-    workbench,
-)
+from optpipe_server.http import app, bodies, jobs, results, server, tools
 from optpipe_server.metrics import REGISTRY
+from optpipe_server.pool import pool, schedules
 
 PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -136,25 +127,24 @@ def test_the_table_of_limits_matches_the_code() -> None:
     """By what a row's name begins with, and what its value has."""
     told, settings = {name.strip("`?="): value for name, value in table("service.md", "limit")}, Settings()
     expected = {
-        "a request's body": f"{guarded_route.LONGEST_BODY // 2**20} MiB",
-        "a trace": f"{guarded_route.LONGEST_UPLOAD // 2**20} MiB",
-        "/diagnose`: time": f"{own_processes.LONGEST_DIAGNOSIS_S:g} s",
-        "a request's first line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
-        "time for a request to arrive": f"{connections.ARRIVES_S:g} s",
-        "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}, {bodies.MOST_STAGES}",
-        "parts of activations": f"{bodies.MOST_PARTS:,}; of `/workbench` {workbench.MOST_PARTS:,}",
+        "a request's body": f"{app.LONGEST_BODY // 2**20} MiB",
+        "a trace": f"{tools.LONGEST_UPLOAD // 2**20} MiB",
+        "/diagnose": f"up to {tools.LONGEST_DIAGNOSIS_S:g} s",
+        "a request's first line and headers": f"{server.LONGEST_HEAD // 2**10} KiB, within {server.IDLE_S:g} s",
+        "time for a body to arrive": f"{app.ARRIVES_S:g} s",
+        "stages, micro-batches": f"{accepted.MOST_STAGES}, {accepted.MOST_MICROBATCHES}, {accepted.MOST_STAGES}",
+        "parts of activations": f"{accepted.MOST_PARTS:,}; of `/workbench` {tools.MOST_PARTS:,}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
         "open jobs of a key": f"{settings.open_jobs} (",
         "event streams of one process": f"{settings.streams} (",
-        "diagnoses at a time": f"{service.OWN_PROCESSES}",
-        "requests that wait for": f"{limits.MOST_QUEUED} each",
-        "large problems": f"{service.MOST_LARGE};",
+        "requests that wait for": f"{pool.MOST_WAITING}",
+        "large problems": f"for {settings.first_schedule_s:g} s starts",
         "schedules in the cache": f"{KEPT.keep:,}, ",
-        "/workbench`: stages": f"{workbench.MOST_FORWARDS}",
-        "/workbench`: ops": f"{workbench.MOST_OPS:,}",
-        "other connections": f"{connections.OTHERS};",
+        "/workbench`: stages": f"{tools.MOST_FORWARDS}",
+        "/workbench`: ops": f"{schedules.MOST_OPS:,}",
+        "other connections": f"{server.OTHERS}",
         "jobs in one page": f"{job_queries.MOST_LISTED}",
-        "wait": f"{routes.LONGEST_WAIT_S} s",
+        "wait": f"{jobs.LONGEST_WAIT_S} s",
         "lines in one page": f"{results.MOST_LINES}",
         "ops in `/trace`": f"{results.MOST_DRAWN:,}",
         "the first schedule of a submission": f"{settings.first_schedule_s:g} s",
@@ -162,7 +152,6 @@ def test_the_table_of_limits_matches_the_code() -> None:
     for begin, limit in expected.items():
         name = begin if begin in told else next(name for name in told if name.startswith(begin))
         assert limit in told[name], name
-    assert connections.ARRIVES_S == connections.READ_S
     assert not settings.kept.limited
 
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from support.service.postgres import shared_on_sqlite
 
-from optpipe_server.http.bodies import MOST_PARTS
-from optpipe_server.http.workbench import MOST_FORWARDS
+from optpipe_server.accepted import MOST_PARTS
+from optpipe_server.http.tools import MOST_FORWARDS
 
 pytestmark = [shared_on_sqlite]
 STAGE = {

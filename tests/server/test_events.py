@@ -19,7 +19,7 @@ from support.service.postgres import on_sqlite, shared_on_sqlite
 from support.service.rest import submit, until_over
 
 from optpipe_server import Settings
-from optpipe_server.http.job_updates import PING, Topic, events_of
+from optpipe_server.http.job_updates import Topic, events_of
 
 
 def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -> list[dict[str, Any]]:
@@ -129,6 +129,7 @@ class Interrupted(list[bytes]):
         if not self:
             self._topic.events.append(b"the last incumbent\n\n")
             self._topic.end, self._topic.job = b"end\n\n", self._job
+            asyncio.get_running_loop().call_soon(self._topic.notify)
         return known
 
 
@@ -138,9 +139,9 @@ def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
 
     async def sent() -> bytes:
-        return b"".join([chunk async for chunk in events_of(topic, 0, 0.01)])
+        return b"".join([chunk async for chunk in events_of(topic, 0)])
 
-    assert asyncio.run(sent()).removeprefix(PING) == b"the last incumbent\n\nend\n\n"
+    assert asyncio.run(sent()) == b"the last incumbent\n\nend\n\n"
 
 
 def test_pings_while_nothing_happens(client: httpx.Client) -> None:

@@ -7,17 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.examples import examples
 from support.problems.chain import chain
 from support.service.postgres import shared_on_sqlite
 
-from optpipe.model.problem import Problem
+from optpipe_server.http.app import LONGEST_BODY
 from optpipe_server.http.bodies import Submission
-from optpipe_server.http.guarded_route import LONGEST_BODY, strict_json
-from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
 TEXT = json.dumps(chain().to_dict())
@@ -53,8 +48,6 @@ def detail(reply: httpx.Response) -> str:
         "[" * 100_000,
         '{"a":' * 100_000,
         GOOD.replace('"hang"', '"\\ud800"'),
-        GOOD.replace('"hang"', '"hang", "method": "hang"'),
-        GOOD.replace('"microbatches": 2', '"microbatches": 2, "microbatches": 2'),
         GOOD[:-1] + ', "problem": {}}',
     ],
 )
@@ -97,18 +90,6 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], se
     assert detail(reply).startswith(sentence)
 
 
-@given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
-@settings(max_examples=examples(300))
-def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> None:
-    """What is accepted is what a strict JSON parser accepts."""
-    body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
-    try:
-        submission = Submission.model_validate(strict_json(body))
-    except (ReplyError, ValidationError):
-        return
-    assert submission.problem == Problem.from_dict(json.loads(body)["problem"])
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -129,11 +110,11 @@ def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> 
 def test_a_hundred_thousand_faults_make_a_short_reply(body: str) -> None:
     """Pydantic would list them all, in a minute and gigabytes, unless it is told to stop."""
     with pytest.raises(ValidationError) as caught:
-        Submission.model_validate(strict_json(body.encode()))
+        Submission.model_validate_json(body)
     assert caught.value.error_count() < 30
 
 
-def test_an_object_with_very_many_names_is_refused() -> None:
+@shared_on_sqlite
+def test_an_object_with_very_many_names_makes_a_short_reply(client: httpx.Client) -> None:
     body = '{"problem":1,' + ",".join(f'"{number}":1' for number in range(80_000)) + "}"
-    with pytest.raises(ReplyError, match="an object with 80001 names"):
-        strict_json(body.encode())
+    assert len(post(client, body).content) < 1000

@@ -1,29 +1,24 @@
-"""First schedules: one process, many requests, each answered with what the real search would begin with."""
+"""First schedules: many requests, each answered with what the real search would begin with."""
 
 from __future__ import annotations
 
-import signal
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
-from support.processes import over
 
 from optpipe import Problem, check
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
 from optpipe.errors import InputError
 from optpipe.model.placement import rechunk
-from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import first
@@ -33,16 +28,13 @@ from optpipe_solver.methods import ENGINES, METHODS
 from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.systems import SYSTEMS
 
-MODULE = "optpipe_solver.first"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Child]:
-    child = Child(MODULE)
-    yield child
-    assert not child.ended
-    child.close()
+def ask(request: Request) -> list[Frame]:
+    frames: list[Frame] = []
+    first.answer(request, frames.append)
+    return frames
 
 
 def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
@@ -56,9 +48,9 @@ def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
     seconds=st.sampled_from([1e-3, 0.1]),
 )
 @settings(max_examples=examples(12))
-def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, problem, memory, seconds):
+def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory, seconds):
     problem = problem.with_memory_for(memory)
-    *frames, end = process.ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
+    *frames, end = ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
     assert isinstance(end, End)
     reason = infeasibility(problem)
     if reason:
@@ -77,31 +69,31 @@ def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, proble
 
 
 @pytest.mark.parametrize("name", ["fastlink-4x8", "fastlink-8x16"])
-def test_a_small_problem_has_more_than_naive(process, name):
+def test_a_small_problem_has_more_than_naive(name):
     problem = Problem.load(EXAMPLES / f"{name}.json")
-    found = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
+    found = schedules(ask(Request(problem=problem, time_limit_s=1e-3)), problem)
     assert found[0].method == "adaoffload"
 
 
-def test_an_answer_is_no_longer_than_what_dispatch_begins_with(process):
+def test_an_answer_is_no_longer_than_what_dispatch_begins_with():
     problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
-    *_, last = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
+    *_, last = schedules(ask(Request(problem=problem, time_limit_s=1e-3)), problem)
     simulator = Simulator(problem)
     assert last.makespan_ms <= min(simulator.length_ms(rules, "makespan") for rules in first_rules(simulator)) < 1284
 
 
-def test_a_large_problem_has_naive_at_once(process):
+def test_a_large_problem_has_naive_at_once():
     problem = rechunk(chain(m=2000, memory=4), 8)
-    found = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
+    found = schedules(ask(Request(problem=problem, time_limit_s=1e-3)), problem)
     assert found[0].method == "naive"
 
 
 @pytest.mark.parametrize(
     "method", [*METHODS, *SYSTEMS, "nope", "gis:group=1", "gis:group", "1f1b:group=2", "gis:group=5,group=5"]
 )
-def test_a_method_is_refused_as_the_real_search_refuses_it(process, method):
+def test_a_method_is_refused_as_the_real_search_refuses_it(method):
     request = Request(problem=chain(), method=method, time_limit_s=1e-3)
-    *frames, last = process.ask(request)
+    *frames, last = ask(request)
     if isinstance(last, Refused):
         with pytest.raises(InputError) as refused:
             Portfolio(request, lambda _: None)
@@ -112,11 +104,9 @@ def test_a_method_is_refused_as_the_real_search_refuses_it(process, method):
         assert all(method in ("auto", *ENGINES, frame.method) for frame in frames if isinstance(frame, Incumbent))
 
 
-def test_a_warm_start_is_taken(process):
+def test_a_warm_start_is_taken():
     problem = chain()
-    *frames, _ = process.ask(
-        Request(problem=problem, warm_start=Programs.from_schedule(gpipe(problem)), time_limit_s=1e-3)
-    )
+    *frames, _ = ask(Request(problem=problem, warm_start=Programs.from_schedule(gpipe(problem)), time_limit_s=1e-3))
     assert schedules(frames, problem)[0].makespan_ms == gpipe(problem).makespan_ms
 
 
@@ -134,58 +124,29 @@ def test_what_fails_in_one_request_is_not_the_next_ones(monkeypatch):
     assert schedules(told, chain())
 
 
-def test_a_line_that_is_no_request_is_refused_and_the_next_one_answered():
-    with subprocess.Popen(
-        [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdin
-        assert process.stdout
-        try:
-            for line in (
-                b"{not a request",
-                b"\xff\xfe",
-                b"",
-                Request(problem=chain()).model_dump_json(exclude_none=True).encode(),
-            ):
-                process.stdin.write(line + b"\n")
-            process.stdin.flush()
-            ready, *lines = [process.stdout.readline() for _ in range(5)]
-            assert b'"ready"' in ready
-            assert all(b'"refused"' in line for line in lines[:3])
-            assert b'"bound"' in lines[3]
-        finally:
-            process.stdin.close()
-            assert process.wait(60) == -signal.SIGKILL  # ends itself, with its group, when its input closes
-
-
-def test_it_ends_with_its_parent():
-    code = (
-        f"from optpipe.process.child import Child; import time; print(Child({MODULE!r}).pid, flush=True); "
-        "time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout
-        process = int(parent.stdout.readline())
-        parent.kill()
-    until = time.monotonic() + 60
-    while not over(process):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+GROWTH = """
+import sys, time
+from optpipe.process.protocol import Request
+from optpipe_solver import first
+from support.problems.chain import chain
+import psutil
+first.warm_up()
+def asked(times):
+    for _ in range(times):
+        frames = []
+        problem = chain(m=6).replace(p2p_ms=0.1 + time.monotonic() % 1)
+        first.answer(Request(problem=problem, time_limit_s=1e-3), frames.append)
+        assert len(frames) > 1
+    return psutil.Process().memory_info().rss
+count = int(sys.argv[1])
+print(-asked(count // 3) + asked(count))
+"""
 
 
 @pytest.mark.parametrize("count", [90, pytest.param(5000, marks=pytest.mark.soak)])
 def test_memory_does_not_grow(count):
-    process = Child(MODULE)
-    try:
-        problem = chain(m=6)
-
-        def asked(times: int) -> int:
-            for _ in range(times):
-                shorter = problem.replace(p2p_ms=0.1 + time.monotonic() % 1)
-                assert schedules(list(process.ask(Request(problem=shorter, time_limit_s=1e-3))), shorter)
-            return int(psutil.Process(process.pid).memory_info().rss)
-
-        before = asked(count // 3)
-        assert asked(count) - before < 16 * 2**20
-    finally:
-        process.close()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    told = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(count)], env=env, capture_output=True, text=True, check=True
+    )
+    assert int(told.stdout) < 16 * 2**20

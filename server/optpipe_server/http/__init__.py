@@ -1,6 +1,6 @@
 """The API over HTTP.
 
-`server` runs uvicorn with `app`; `auth`, `guarded_route` and `connections` stand before every route. `routes`,
-`results`, `tools`, `own_processes`, `workbench`, `health` and `page` are the routes; `bodies` are what they read,
-`schemas` what they reply of jobs, `examples` bodies for the API's description. `service` is what the routes work on.
+`server` runs uvicorn with `app`, whose middleware is asked before every route; `auth` knows keys. `jobs`, `results`,
+`tools`, `health` and `page` are the routes; `bodies` are what they read, `schemas` what they reply of jobs. All of them
+work on `service`.
 """

@@ -9,33 +9,41 @@ import re
 import time
 from urllib.parse import urlsplit
 
+import anyio
 import anyio.to_thread
-from fastapi import Request, Security
-from fastapi.security import HTTPBearer
+from fastapi import Security
+from fastapi.security import HTTPBearer, SecurityScopes
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, SimpleUser
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 
 from optpipe_server.database.keys import SCOPES, Caller, Keys, KnownKeys, is_key
-from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.replies import AWAY, SOON_S, ReplyError, problem_document
 
 REMEMBERED_S = 2.0  # how long keys are remembered, and a revoked one still works
 REREAD_S = 0.1  # between two queries of them, however many unknown ones come
+OPEN_PATHS = ("/", "/healthz", "/readyz")  # these and the page's files need no key
 
 _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
 class _Key(HTTPBearer):
-    """Describes the key that a route needs. `GuardedRoute` has asked for it by the time that FastAPI calls this."""
+    """Describes the key that a route needs, and refuses one that lacks the scope."""
 
-    async def __call__(self, request: HTTPConnection) -> None:
-        pass
+    async def __call__(self, request: HTTPConnection, needed: SecurityScopes) -> None:  # type: ignore[override]
+        for scope in needed.scopes:
+            if scope not in request.auth.scopes:
+                why = f'error="insufficient_scope", scope="{scope}"'
+                raise ReplyError(403, f"The key does not have the scope {scope}.", _challenge(why))
 
 
 _KEY = _Key(scheme_name="key", description="op_<id>_<secret>; none where the service has no keys", auto_error=False)
 READ, SUBMIT, ADMIN = (Security(_KEY, scopes=[scope]) for scope in ("read", "submit", "admin"))
 
 
-class Callers:
-    """Tells who sends a request.
+class Callers(AuthenticationBackend):
+    """Finds out who sends a request; one without a valid key is refused before its body is read.
 
     Keeps all keys, by their hashes, for seconds. One that is not among them is looked for in the database; all who
     wait for that wait for one query, so that made-up keys keep it no busier than `REREAD_S` says, and nobody who has a
@@ -48,29 +56,31 @@ class Callers:
         self._reading = asyncio.Lock()
         self._limiter = anyio.CapacityLimiter(1)  # a thread of its own
 
-    async def authorized(self, request: Request, scope: str) -> Caller:
-        """Return the caller. Raises `ReplyError`: 401 without a valid key, 403 if it lacks the scope, or without keys
-        from elsewhere."""
-        caller = await self._caller(request)
-        if scope not in caller.scopes:
-            raise _unauthorized(
-                403, f"The key does not have the scope {scope}.", f'error="insufficient_scope", scope="{scope}"'
-            )
-        return caller
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
+        path = conn.scope["path"]
+        if path in OPEN_PATHS or path.startswith("/page/"):
+            return None
+        try:
+            caller = await self._caller(conn)
+        except SQLAlchemyError:
+            raise AuthenticationError(503, AWAY, {"Retry-After": str(SOON_S)}) from None
+        return AuthCredentials(sorted(caller.scopes)), SimpleUser(caller.name or "")
 
-    async def _caller(self, request: Request) -> Caller:
-        sent = request.headers.getlist("authorization")
+    async def _caller(self, conn: HTTPConnection) -> Caller:
+        """Raises AuthenticationError: 401 without a valid key, 403 without keys from elsewhere."""
+        sent = conn.headers.getlist("authorization")
         if sent:
             bearer = _BEARER.fullmatch(sent[0]) if len(sent) == 1 else None
             caller = await self._owner(bearer[1]) if bearer else None
             if caller is None:
-                raise _unauthorized(
-                    401, "Authorization: no valid key; expected Bearer op_<id>_<secret>.", 'error="invalid_token"'
-                )
+                detail = "Authorization: no valid key; expected Bearer op_<id>_<secret>."
+                raise AuthenticationError(401, detail, _challenge('error="invalid_token"'))
             return caller
         if (await self._known_since(time.monotonic() - REMEMBERED_S)).any:
-            raise _unauthorized(401, "The service needs a key: Authorization: Bearer op_<id>_<secret>.")
-        _check_local(request)
+            detail = "The service needs a key: Authorization: Bearer op_<id>_<secret>."
+            raise AuthenticationError(401, detail, _challenge())
+        if refusal := _not_local(conn):
+            raise AuthenticationError(403, refusal, {})
         return Caller(None, frozenset(SCOPES))
 
     async def _owner(self, key: str) -> Caller | None:
@@ -92,26 +102,33 @@ class Callers:
         return self._known
 
 
-def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:
-    return ReplyError(status, detail, {"WWW-Authenticate": 'Bearer realm="optpipe"' + (f", {why}" if why else "")})
+def refused(_conn: HTTPConnection, error: Exception) -> Response:
+    """Return the reply to a request whose caller has no valid key."""
+    status, detail, headers = error.args
+    return problem_document(status, detail, {**headers, "Connection": "close"})  # its body is not read
 
 
-def _check_local(request: Request) -> None:
-    """Raise `ReplyError` unless a request without a key, to a service without keys, comes from this machine.
+def _challenge(why: str = "") -> dict[str, str]:
+    return {"WWW-Authenticate": 'Bearer realm="optpipe"' + (f", {why}" if why else "")}
+
+
+def _not_local(conn: HTTPConnection) -> str | None:
+    """Say why a request without a key, to a service without keys, does not come from this machine.
 
     A browser on this machine may run pages from anywhere, and a service without keys must not obey them. The name of a
     page's host can be made to mean 127.0.0.1 (DNS rebinding), so Host has to be this machine's. A page of another
     origin may send requests without being allowed to read replies, so Origin, which only browsers send, has to be the
     service's own. With keys neither matters, because no page knows one.
     """
-    client, host, origin = request.client, request.headers.get("host", ""), request.headers.get("origin")
+    client, host, origin = conn.client, conn.headers.get("host", ""), conn.headers.get("origin")
     if client is None or not is_loopback(client.host):
         how = "`optpipe keys create NAME --scope submit --scope read` makes a key"
-        raise ReplyError(403, f"A service without keys answers this machine only; {how}.")
+        return f"A service without keys answers this machine only; {how}."
     if not is_loopback(_host_name(f"//{host}")):
-        raise ReplyError(403, "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only.")
-    if origin is not None and origin.lower() != f"{request.scope['scheme']}://{host}".lower():
-        raise ReplyError(403, "Origin: a service without keys does not answer to other web pages.")
+        return "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only."
+    if origin is not None and origin.lower() != f"{conn.scope['scheme']}://{host}".lower():
+        return "Origin: a service without keys does not answer to other web pages."
+    return None
 
 
 def _host_name(url: str) -> str:

@@ -1,53 +1,71 @@
-"""What routes are sent; FastAPI reads these models from the JSON that `guarded_route` has let pass."""
+"""What routes are sent; FastAPI reads these models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from optpipe.errors import InputError
 from optpipe.model.figures import Ms
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
-from optpipe.options import (
-    Methods,
-    ObjectiveOption,
-    PlacementsOption,
-    SolveOptions,
-    TimeLimit,
-)
-from optpipe.schedule import Schedule, ScheduleFile
-from optpipe_server.first_schedules import count_parts
-from optpipe_server.http import examples
+from optpipe.options import Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
+from optpipe.schedule import ScheduleFile
+from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS, MOST_STAGES, require_parts
 
 LONGEST_SOLVE_S = 3600.0
-MOST_STAGES = 256
-MOST_MICROBATCHES = 4096
-MOST_PARTS = 2**18  # of activations (`count_parts`): about 600 MiB and 6 s for a schedule with all its ops
 
 JobTimeLimit = Annotated[TimeLimit, Field(le=LONGEST_SOLVE_S)]
 
+# Examples for the API's description, which work: two stages on two devices, two micro-batches.
+_STAGE = {
+    "forward_ms": 1.0,
+    "backward_input_ms": 1.0,
+    "backward_weight_ms": 1.0,
+    "activation_bytes": 1000,
+    "saved_for_weight_bytes": 500,
+    "offload_ms": 0.5,
+    "reload_ms": 0.5,
+    "offload_bytes": 1000,
+}
+PROBLEM: dict[str, Any] = {
+    "format": "optpipe.problem/3",
+    "microbatches": 2,
+    "devices": [{"activation_budget_bytes": 2000}, {"activation_budget_bytes": 2000}],
+    "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],
+}
+SCHEDULE = {
+    "format": "optpipe.schedule/2",
+    "problem": PROBLEM,
+    "method": "1f1b",
+    "devices": [{"program": ["0F0", "0F1", "0BW0", "0BW1"]}, {"program": ["1F0", "1BW0", "1F1", "1BW1"]}],
+}
 
-def _example(example: dict[str, Any]) -> ConfigDict:
+
+def _example(**example: Any) -> ConfigDict:
     return ConfigDict(json_schema_extra={"example": example})
 
 
 class ProblemBody(Record):
     """A body with a problem, of a size that the service accepts."""
 
-    model_config = _example({"problem": examples.PROBLEM})
+    model_config = _example(problem=PROBLEM)
 
     problem: Problem
 
     @model_validator(mode="before")
     @classmethod
     def _check_counts(cls, body: Any) -> Any:
-        """Count the records before they are read, which is done in the event loop."""
-        for field, records in _lists_of_records(body):
-            if len(records) > MOST_STAGES:
-                raise ValueError(f"{field} are {len(records)}: expected up to {MOST_STAGES} here")
+        """Count stages and devices of the problem and of a schedule before they are read."""
+        content = body if isinstance(body, dict) else {}
+        for name in ("problem", "schedule", "warm_start"):
+            record = content.get(name)
+            inner = {f"{name}.problem": record.get("problem")} if isinstance(record, dict) else {}
+            for path, fields in ({name: record} | inner).items():
+                for field in ("stages", "devices"):
+                    records = fields.get(field) if isinstance(fields, dict) else None
+                    if isinstance(records, list) and len(records) > MOST_STAGES:
+                        raise ValueError(f"{path}.{field} are {len(records)}: expected up to {MOST_STAGES} here")
         return body
 
     @model_validator(mode="after")
@@ -60,31 +78,10 @@ class ProblemBody(Record):
         return self
 
 
-def _lists_of_records(body: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The stages and devices of a body's problem and of its schedule, each with the name of its field."""
-    content = body if isinstance(body, dict) else {}
-    for name in ("problem", "schedule", "warm_start"):
-        record = content.get(name)
-        inner = {f"{name}.problem": record.get("problem")} if isinstance(record, dict) else {}
-        for path, fields in ({name: record} | inner).items():
-            for field in ("stages", "devices"):
-                if isinstance(fields, dict) and isinstance(fields.get(field), list):
-                    yield f"{path}.{field}", fields[field]
-
-
-def require_parts(problem: Problem, what: str, most: int) -> None:
-    """Raise `InputError` if memory and time of an answer, which grow with the parts, would be too much."""
-    if (parts := count_parts(problem)) > most:
-        raise InputError(
-            f"{what} has {parts} activation parts (stages times micro-batches times the largest offload_parts): "
-            f"expected up to {most} here"
-        )
-
-
 class Submission(ProblemBody, SolveOptions):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
-    model_config = _example(examples.SUBMISSION)
+    model_config = _example(problem=PROBLEM, priority=0, **SolveOptions(gap=0.01).model_dump(exclude_none=True))
 
     time_limit_s: JobTimeLimit = 60.0
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
@@ -94,7 +91,7 @@ class Submission(ProblemBody, SolveOptions):
 class ExtensionBody(Record):
     """`PATCH /v1/jobs/{id}`."""
 
-    model_config = _example({"time_limit_s": 600.0})
+    model_config = _example(time_limit_s=600.0)
 
     time_limit_s: JobTimeLimit
 
@@ -103,7 +100,7 @@ class AdoptionBody(Record):
     """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and the iteration time
     since."""
 
-    model_config = _example({"step": 120, "measured_iteration_ms": 9.2})
+    model_config = _example(step=120, measured_iteration_ms=9.2)
 
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
     measured_iteration_ms: Ms | None = None
@@ -112,7 +109,7 @@ class AdoptionBody(Record):
 class LookupBody(ProblemBody):
     """`POST /v1/cache/lookup`."""
 
-    model_config = _example({"problem": examples.PROBLEM, "objective": "makespan"})
+    model_config = _example(problem=PROBLEM, objective="makespan")
 
     objective: ObjectiveOption = "makespan"
 
@@ -120,25 +117,8 @@ class LookupBody(ProblemBody):
 class WorkbenchBody(ProblemBody):
     """`POST /v1/workbench`. With a `schedule`, a document that may be invalid, the reply is about that one only."""
 
-    model_config = _example({"problem": examples.PROBLEM, "methods": ["1f1b"]})
+    model_config = _example(problem=PROBLEM, methods=["1f1b"])
 
     methods: Methods | None = None
     placements: PlacementsOption = "keep"
     schedule: ScheduleFile | None = None
-
-    def read(self, schedule: ScheduleFile) -> Schedule:
-        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
-        return read_schedule(schedule, self.problem, placed=True)
-
-
-def read_schedule(file: ScheduleFile, problem: Problem, placed: bool) -> Schedule:
-    """Return the schedule of a document for this problem, or where `placed` for the document's placement of it.
-
-    Raises `InputError` for an op that cannot be read, or a placement that does not suit the problem.
-    """
-    placement = file.placement if placed else None
-    problem = placement.apply(problem) if placement else problem
-    if len(problem.stages) > MOST_STAGES:
-        raise InputError(f"schedule.placement makes {len(problem.stages)} stages: expected up to {MOST_STAGES} here")
-    require_parts(problem, "schedule.placement: the problem on its stages", MOST_PARTS)
-    return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method, placement)

@@ -1,21 +1,17 @@
-"""What routes need of a request: the service, the caller, and the job in the path."""
+"""What routes need of a request: the service, the job in the path, and its schedules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-import anyio
 from fastapi import Depends, Header, Path, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from sqlalchemy import Row
 
 from optpipe_server.database.jobs import is_best
 from optpipe_server.database.refusals import NO_INCUMBENT, NO_JOB, MissingError
-from optpipe_server.http.limits import ComputeQueue
-from optpipe_server.http.replies import JsonContent, json_reply
 from optpipe_server.http.schemas import job_document
 from optpipe_server.http.service import Service
 
@@ -31,35 +27,8 @@ class RequestContext:
     """
 
     def __init__(self, request: Request) -> None:
-        self.request = request
         self.service: Service = request.app.state.service
-        self.key_name: str | None = request.state.caller.name
-
-    @asynccontextmanager
-    async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel what is awaited in the block if the client disconnects. The request's body must have been read."""
-
-        async def wait_and_cancel() -> None:
-            while (await self.request.receive())["type"] != "http.disconnect":
-                pass
-            group.cancel_scope.cancel()
-
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(wait_and_cancel)
-                yield
-                group.cancel_scope.cancel()
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the block's own: nothing else raises one
-
-    async def computed(self, queue: ComputeQueue, computation: Callable[[], Response | JsonContent]) -> Response:
-        """Compute a reply in the queue, and write it there. Raises as the computation and `ComputeQueue.run` do."""
-
-        def reply() -> Response:
-            content = computation()
-            return content if isinstance(content, Response) else json_reply(content)
-
-        return await queue.run(reply)
+        self.key_name: str | None = request.user.display_name or None
 
     def job(self, job_id: str) -> Row[Any]:
         """Return the job. Raises `MissingError`."""
@@ -90,7 +59,8 @@ class RequestContext:
         headers = {"ETag": etag(job.version), **(headers or {})}
         if matches_etag(if_none_match, job.version):
             return Response(status_code=304, headers=headers)
-        return json_reply(job_document(job, self.best(job)), status, headers)
+        # Written here, in a thread: FastAPI would read it as records again, and write it in the event loop.
+        return JSONResponse(job_document(job, self.best(job)), status, headers)
 
 
 def etag(number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal, get_args
 
 from fastapi import APIRouter, Request
@@ -10,19 +9,17 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
 from optpipe.model.records import Record
 from optpipe_server.database.tables import State
 from optpipe_server.http.auth import ADMIN, READ
 from optpipe_server.http.context import Context
-from optpipe_server.http.guarded_route import guarded_router
 from optpipe_server.http.replies import ENDING, SOON_S, ReplyError
 from optpipe_server.http.service import Service
-from optpipe_server.metrics import JOBS, REGISTRY, REQUESTS
+from optpipe_server.metrics import JOBS, REGISTRY
 
-router, guarded = APIRouter(tags=["operation"]), guarded_router("", "operation")  # the first needs no key
+router = APIRouter(tags=["operation"])
 
 
 class Health(Record):
@@ -56,7 +53,7 @@ async def readyz(request: Request) -> Ready:
     return Ready(solves=service.settings.solves)
 
 
-@guarded.get("/metrics", dependencies=[ADMIN], response_class=PlainTextResponse)
+@router.get("/metrics", dependencies=[ADMIN], response_class=PlainTextResponse)
 def metrics(context: Context) -> Response:
     """The counters of this process in Prometheus' text format, and the number of jobs in each state if the database
     answers."""
@@ -70,37 +67,8 @@ def metrics(context: Context) -> Response:
     return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
 
-@guarded.get("/openapi.json", dependencies=[READ])
+@router.get("/openapi.json", dependencies=[READ])
 async def description(request: Request) -> dict[str, Any]:
     """The description of the API."""
     described: dict[str, Any] = request.app.openapi()
     return described
-
-
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # clients may invent others, and each would stay a label
-
-
-class RequestMetrics:
-    """Measures every request until its reply is complete, except event streams, which stay open."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, status = time.perf_counter(), 0
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            if status and not route.endswith("/events"):
-                method = scope["method"] if scope["method"] in METHODS else "other"
-                REQUESTS.labels(method, route, status).observe(time.perf_counter() - began)

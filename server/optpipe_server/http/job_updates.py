@@ -1,4 +1,4 @@
-"""`JobUpdates`: tells event streams and waiting requests what has changed in their jobs; `EventStream` sends it.
+"""`JobUpdates`: event streams and waiting requests learn what has changed in their jobs.
 
 It polls the database, since workers in other processes write to it, and what is stored there cannot be missed, even
 while the database was away. One query per poll asks for all jobs; a job that has changed is read once for all of its
@@ -17,23 +17,24 @@ import anyio.to_thread
 import structlog
 from pydantic import BaseModel
 from sqlalchemy import Row
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
 
 from optpipe_server.database import Jobs
 from optpipe_server.database.jobs import is_best, is_over
 from optpipe_server.database.retry import first_line
-from optpipe_server.http.limits import Limit
 from optpipe_server.http.replies import AWAY, ENDING, SOON_S, ReplyError
 from optpipe_server.http.schemas import EndedJob, Incumbent
 from optpipe_server.metrics import STREAMS
 
 log = structlog.get_logger("optpipe.updates")
 
+AppStatus.enable_automatic_graceful_drain = False  # `JobUpdates.close` ends streams in order, and earlier
+
 POLL_S = 0.05
 POLL_WHEN_AWAY_S = 0.5  # while the database is away
 FIRST_READ_S = 10.0  # how long a new subscriber waits for the job to be read
-PING = b": ping\n\n"
+READ_S = 30.0  # how long a client may leave what it is sent unread
 AT_ONCE = 100  # events that are sent together; a slow client holds no more of them in memory
 
 
@@ -66,30 +67,22 @@ class Topic:
         self.end = _end_event(job, self.last) if job is not None and is_over(job) else b""
         self.job, self.version = job, job.version if job is not None else self.version + 1
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def change(self, timeout_s: float) -> bool:
-        """Wait for a change; return whether there was one within the time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+    async def change(self) -> None:
+        """Wait for a change."""
+        await self._changed.wait()
 
     async def until(self, ready: Callable[[Topic], bool], timeout_s: float) -> bool:
         """Wait until `ready` holds; return whether it does within the time, False if the service ends."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while not self.closing:
-            if ready(self):
-                return True
-            if not await self.change(max(0.0, deadline - loop.time())):
-                return ready(self)
-        return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (self.closing or ready(self)):
+                    await self.change()
+        return not self.closing and ready(self)
 
 
 class JobUpdates:
@@ -97,7 +90,7 @@ class JobUpdates:
 
     def __init__(self, jobs: Jobs, most: int) -> None:
         self._jobs = jobs
-        self._limit = Limit(most, "clients that follow jobs")
+        self._most = most
         self._topics: dict[str, Topic] = {}
         self._subscribed = asyncio.Event()  # set when there is a new subscriber
         self._limiter = anyio.CapacityLimiter(1)  # a thread of its own, which no other query can keep busy
@@ -109,30 +102,44 @@ class JobUpdates:
         self._subscribed.set()
         for topic in self._topics.values():
             topic.closing = True
-            topic.tell()
+            topic.notify()
+
+    def require_room(self) -> None:
+        """Raise `ReplyError` (503) if there are too many subscribers, or the service is about to end."""
+        if self.closing:
+            raise ReplyError(503, ENDING, retry_s=SOON_S)
+        if sum(topic.subscribers for topic in self._topics.values()) >= self._most:
+            raise ReplyError(503, f"busy: {self._most} clients follow jobs; retry in {SOON_S} s", retry_s=SOON_S)
 
     @asynccontextmanager
     async def subscribe(self, job_id: str, version: int) -> AsyncIterator[Topic]:
-        """Yield the job's topic, at least as new as `version`.
+        """Yield the job's topic, at least as new as `version`. Raises as `require_room`, and if it cannot be read."""
+        self.require_room()
+        topic = self._topics.setdefault(job_id, Topic())
+        topic.subscribers += 1
+        try:
+            if topic.version < version:
+                self._subscribed.set()
+                if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
+                    raise ReplyError(503, AWAY, retry_s=SOON_S)
+            yield topic
+        finally:
+            topic.subscribers -= 1
+            if topic.subscribers == 0:
+                self._topics.pop(job_id, None)
 
-        Raises `ReplyError` (503) if there are too many subscribers, the database is away, or the service is about to
-        end.
-        """
-        if self.closing:
-            raise ReplyError(503, ENDING, retry_s=SOON_S)
-        with self._limit.one():
-            topic = self._topics.setdefault(job_id, Topic())
-            topic.subscribers += 1
-            try:
-                if topic.version < version:
-                    self._subscribed.set()
-                    if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
-                        raise ReplyError(503, AWAY, retry_s=SOON_S)
-                yield topic
-            finally:
-                topic.subscribers -= 1
-                if topic.subscribers == 0:
-                    self._topics.pop(job_id, None)
+    def stream(self, job_id: str, version: int, after: int, ping_s: float) -> EventSourceResponse:
+        """Return every incumbent numbered above `after`, old and new, until the job or the service ends, as events.
+        Raises as `require_room`."""
+        self.require_room()
+
+        async def events() -> AsyncIterator[bytes]:
+            with suppress(ReplyError), STREAMS.track_inprogress():  # what can only end the stream, since it has begun
+                async with self.subscribe(job_id, version) as topic:
+                    async for chunk in events_of(topic, after):
+                        yield chunk
+
+        return EventSourceResponse(events(), ping=ping_s, sep="\n", send_timeout=READ_S)
 
     async def run(self) -> None:
         """Poll while there are subscribers, until `close`."""
@@ -157,7 +164,7 @@ class JobUpdates:
         if not topics:
             return
         for topic in await anyio.to_thread.run_sync(self._read, topics, limiter=self._limiter):
-            topic.tell()
+            topic.notify()
 
     def _read(self, topics: Mapping[str, Topic]) -> list[Topic]:
         """Read the topics that have changed, and return them. Nothing else changes a topic, and events are only
@@ -171,7 +178,7 @@ class JobUpdates:
 
 def event(name: str, data: BaseModel, number: int) -> bytes:
     """Return a server-sent event."""
-    return f"id: {number}\nevent: {name}\ndata: {data.model_dump_json()}\n\n".encode()
+    return ServerSentEvent(data.model_dump_json(), event=name, id=str(number), sep="\n").encode()
 
 
 def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
@@ -180,25 +187,8 @@ def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
     return event("end", EndedJob.from_row(job, best=best), job.last_seq)
 
 
-class EventStream(StreamingResponse):
-    """Sends every incumbent numbered above `after`, old and new, until the job or the service ends."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, updates: JobUpdates, job_id: str, version: int, after: int, ping_s: float) -> None:
-        super().__init__((), headers={"X-Accel-Buffering": "no"})
-        self._subscribed = updates.subscribe(job_id, version)
-        self._after, self._ping_s = after, ping_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._subscribed as topic:  # it may be refused, before the reply begins
-            self.body_iterator = events_of(topic, self._after, self._ping_s)
-            with STREAMS.track_inprogress():
-                await super().__call__(scope, receive, send)
-
-
-async def events_of(topic: Topic, after: int, ping_s: float) -> AsyncIterator[bytes]:
-    """Yield the topic's events numbered above `after` as they come, and a comment when there was none for `ping_s`."""
+async def events_of(topic: Topic, after: int) -> AsyncIterator[bytes]:
+    """Yield the topic's events numbered above `after` as they come, and its end."""
     sent = after
     while not topic.closing:
         over = topic.over  # read first, so that events added in between are sent before the end
@@ -209,5 +199,5 @@ async def events_of(topic: Topic, after: int, ping_s: float) -> AsyncIterator[by
         elif over:
             yield topic.end
             return
-        elif not await topic.change(ping_s):
-            yield PING
+        else:
+            await topic.change()

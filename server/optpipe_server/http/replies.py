@@ -1,11 +1,7 @@
-"""Replies: JSON that is written already, and every error as a problem document (RFC 9457).
-
-An error says what is wrong in one sentence, without a traceback and never with all that was sent.
-"""
+"""Every error as a problem document (RFC 9457): one sentence, without a traceback and never with all that was sent."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
@@ -23,6 +19,7 @@ from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, StaleError, TooManyOpenError
 from optpipe_server.database.sqlite import UnusableError
+from optpipe_server.pool import BusyError, TaskError
 
 log = logging.getLogger("optpipe.server")
 
@@ -60,17 +57,6 @@ ANY_ERROR: dict[int | str, dict[str, Any]] = {
 }
 
 
-JsonContent = Mapping[str, Any] | str  # plain data, or a JSON text
-
-
-def json_reply(content: JsonContent, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a reply that is written here: FastAPI would write large ones in the event loop, where they hold up all
-    others."""
-    if not isinstance(content, str):
-        content = json.dumps(content, separators=(",", ":"))
-    return Response(content, status, headers, "application/json")
-
-
 def problem_document(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     if len(detail) > LONGEST_DETAIL:
         detail = detail[: LONGEST_DETAIL - 3] + "..."
@@ -92,25 +78,19 @@ def _with_message(status: int, headers: Mapping[str, str] | None = None) -> Hand
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
+    detail, headers = f"{error.detail}.", dict(error.headers or {})
     if isinstance(error, ReplyError):
-        return problem_document(error.status_code, error.detail, error.headers)
-    if error.status_code == 404:
-        return problem_document(404, NO_ROUTE)
-    if error.status_code == 405:
-        allowed = ", ".join(sorted(_allowed_methods(request)))
-        detail = f"The route does not have this method; expected {allowed}."
-        return problem_document(405, detail, {"Allow": allowed})
-    return problem_document(error.status_code, f"{error.detail}.", error.headers)
-
-
-def _allowed_methods(request: Request) -> set[str]:
-    """The methods that the routes of the request's path have."""
-    methods = ("GET", "POST", "PUT", "PATCH", "DELETE")
-    return {
-        method
-        for method in methods
-        if any(route.matches({**request.scope, "method": method})[0] == Match.FULL for route in request.app.routes)
-    }
+        detail = error.detail
+    elif error.status_code == 404:
+        detail = NO_ROUTE
+    elif error.status_code == 405:
+        methods = ("DELETE", "GET", "PATCH", "POST", "PUT")
+        scopes = {method: {**request.scope, "method": method} for method in methods}
+        routes = request.app.routes
+        allowed = [m for m in methods if any(route.matches(scopes[m])[0] == Match.FULL for route in routes)]
+        headers["Allow"] = ", ".join(allowed if not request.url.path.startswith("/page/") else ("GET",))
+        detail = f"The route does not have this method; expected {headers['Allow']}."
+    return problem_document(error.status_code, detail, headers)
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -119,6 +99,10 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     where, *path = complaint["loc"]
     if where != "body":
         return problem_document(422, complained(complaint, field_path(tuple(path))))
+    if complaint["type"] == "json_invalid":
+        return problem_document(400, "The body is not valid JSON.")
+    if isinstance(error.body, bytes):
+        return problem_document(415, "Content-Type must be application/json.")
     model = request.scope["route"].body_field.field_info.annotation
     try:
         model.model_validate(error.body)  # again, because its own error tells more than FastAPI's
@@ -147,6 +131,8 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     ConflictError: _with_message(409),
     StaleError: _with_message(412),
     TooManyOpenError: _with_message(429, {"Retry-After": "10"}),
+    BusyError: _with_message(503, {"Retry-After": "10"}),
+    TaskError: _with_message(503, {"Retry-After": "10"}),
     SQLAlchemyError: _database_failed,
     Exception: _unexpected,
 }

@@ -3,27 +3,25 @@ log."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import Path, Query
-from fastapi.responses import Response
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse, Response
 from sqlalchemy import Row
 
-from optpipe.formats.convert import export as export_as
-from optpipe.schedule import Schedule
-from optpipe.show.figure import figure
-from optpipe.show.trace import trace
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
 from optpipe_server.http.bodies import AdoptionBody
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, etag, matches_etag
-from optpipe_server.http.guarded_route import guarded_router
-from optpipe_server.http.replies import ReplyError, json_reply
-from optpipe_server.http.routes import NOT_CHANGED
-from optpipe_server.http.schemas import incumbent_document, job_url, stored_schedule
+from optpipe_server.http.jobs import NOT_CHANGED
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.schemas import incumbent_document, job_url
 from optpipe_server.metrics import ADOPTIONS
+from optpipe_server.pool import drawings
+from optpipe_server.pool.drawings import Stored
 
-router = guarded_router("/v1/jobs/{job_id}", "schedules")
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
 
 MOST_LINES = 1000
 MOST_DRAWN = 100_000  # ops in a trace or picture
@@ -65,7 +63,7 @@ def _whole(incumbent: Row[Any], if_none_match: str | None, cache_control: str) -
     headers = {"ETag": etag(incumbent.seq), "Cache-Control": cache_control}
     if matches_etag(if_none_match, incumbent.seq):
         return Response(status_code=304, headers=headers)
-    return json_reply(incumbent_document(incumbent), headers=headers)
+    return JSONResponse(incumbent_document(incumbent), headers=headers)
 
 
 @router.put("/adoptions/{seq}", dependencies=[SUBMIT])
@@ -100,10 +98,29 @@ def show_log(
     return schemas.Log(lines=lines, next=following)
 
 
+def _drawable(context: Context, job: Row[Any], seq: int | None) -> Row[Any]:
+    """Return an incumbent. Raises `MissingError`, and `ReplyError` (409) for one that is too large to be drawn here."""
+    incumbent = context.incumbent(job, seq)
+    if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
+        raise ReplyError(
+            409, f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it."
+        )
+    return incumbent
+
+
+def _stored(incumbent: Row[Any]) -> Stored:
+    return Stored(incumbent.problem, incumbent.programs, incumbent.method)
+
+
+def _json(text: str) -> Response:
+    return Response(text, media_type="application/json")
+
+
 @router.get("/trace", dependencies=[READ], response_model=dict[str, Any])
 async def show_trace(job: Job, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
-    return await context.computed(context.service.pictures, lambda: trace(_drawable(context.incumbent(job, seq))))
+    shown = await context.service.query(partial(_drawable, context, job, seq))
+    return _json(await context.service.pool.run_slow(drawings.traced, _stored(shown)))
 
 
 @router.get("/figure", dependencies=[READ], response_model=dict[str, Any])
@@ -114,14 +131,11 @@ async def show_figure(
     before: Annotated[int | None, Query(ge=1, le=LARGEST, description="An incumbent to show beside it.")] = None,
 ) -> Response:
     """What the interactive picture (`optpipe.show.figure`) draws of a schedule, or of two with what changed."""
-
-    def drawn() -> dict[str, Any]:
-        shown = context.incumbent(job, seq)
-        other = _drawable(context.incumbent(job, before)) if before is not None else None
-        bound_ms = job.lower_bound_ms if shown.problem_version == job.problem_version else None
-        return figure(_drawable(shown), other, bound_ms)
-
-    return await context.computed(context.service.pictures, drawn)
+    query, pool = context.service.query, context.service.pool
+    shown = await query(partial(_drawable, context, job, seq))
+    other = await query(partial(_drawable, context, job, before)) if before is not None else None
+    bound_ms = job.lower_bound_ms if shown.problem_version == job.problem_version else None
+    return _json(await pool.run_slow(drawings.drawn, _stored(shown), _stored(other) if other else None, bound_ms))
 
 
 @router.get(
@@ -145,26 +159,11 @@ async def export(
 
     409 if it does not fit as the other program runs it, such as without its offloads.
     """
-
-    def exported() -> Response:
-        rows = export_as(_drawable(context.incumbent(job, seq)), to, without_offload)
-        if rows.misfits and not despite_memory:
-            first, more = rows.misfits[0], len(rows.misfits) - 1
-            others = f"; {more} more do not fit either" if more else ""
-            without = " without offloads" if without_offload else ""
-            raise ReplyError(
-                409, f"It does not fit{without}: {first}{others}. despite_memory=true gives it all the same."
-            )
-        media_type = {"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv")
-        return Response(rows.text, media_type=media_type)
-
-    return await context.computed(context.service.pictures, exported)
-
-
-def _drawable(incumbent: Row[Any]) -> Schedule:
-    """Raise `ReplyError` (409) for a schedule that is too large to be drawn here."""
-    if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
-        raise ReplyError(
-            409, f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it."
-        )
-    return stored_schedule(incumbent)
+    shown = await context.service.query(partial(_drawable, context, job, seq))
+    rows = await context.service.pool.run_slow(drawings.exported, _stored(shown), to, without_offload)
+    if rows.misfits and not despite_memory:
+        first, more = rows.misfits[0], len(rows.misfits) - 1
+        others = f"; {more} more do not fit either" if more else ""
+        without = " without offloads" if without_offload else ""
+        raise ReplyError(409, f"It does not fit{without}: {first}{others}. despite_memory=true gives it all the same.")
+    return Response(rows.text, media_type={"megatron": "text/plain", "primus": "application/json"}.get(to, "text/csv"))

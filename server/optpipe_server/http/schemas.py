@@ -12,8 +12,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record
 from optpipe.options import SolveOptions
-from optpipe.process.protocol import Programs
-from optpipe.schedule import Schedule, ScheduleFile, Status
+from optpipe.schedule import ScheduleFile, Status
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.tables import Level, Source, State
 
@@ -218,10 +217,3 @@ def incumbent_document(incumbent: Row[Any]) -> dict[str, Any]:
         if not schedule[name]:
             del schedule[name]
     return {**Incumbent.from_row(incumbent).model_dump(), "schedule": schedule}
-
-
-def stored_schedule(incumbent: Row[Any]) -> Schedule:
-    """Return the schedule itself."""
-    return Programs.model_validate_json(incumbent.programs).schedule(
-        Problem.from_json(incumbent.problem), incumbent.method
-    )

@@ -3,46 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from optpipe.errors import InputError
 from optpipe.process.heap import settle
 from optpipe_server.http.app import create_app
 from optpipe_server.http.auth import is_loopback
-from optpipe_server.http.connections import LONGEST_HEAD, connections
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
-GRACE_S = 5  # for requests in progress when the service is told to end
+GRACE_S = 5  # for requests in progress when the service is to end
+IDLE_S = 10.0  # for a request's first line and headers to arrive, and between two requests
+LONGEST_HEAD = 2**14  # bytes of a request's first line and headers
+OTHERS = 1000  # connections besides event streams
+FILES = 300  # files that the process needs besides its connections
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends event streams first; uvicorn would wait for open responses before it tells the app to
-    end."""
+    """A uvicorn server that ends event streams first, for which uvicorn would wait, and connections without a request,
+    which it would keep for ever."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self.service, self._ready = service, ready
+        self._without_request: dict[H11Protocol, float] = {}  # connections, and since when
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        now, connections = time.monotonic(), cast("set[H11Protocol]", self.server_state.connections)
+        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        self._without_request = {each: self._without_request.get(each, now) for each in idle}
+        for connection, since in self._without_request.items():
+            if now - since > IDLE_S:
+                connection.transport.close()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.closing()
         await super().shutdown(sockets)
 
 
-def announce(url: str) -> None:
-    print(f"optpipe serves on {url}", flush=True)
+PRINT: Callable[[str], None] = partial(print, "optpipe serves on", flush=True)
 
 
 def serve(
-    settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = announce
+    settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = PRINT
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -104,8 +121,9 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
         )
     config = uvicorn.Config(
         app,
-        http=connections(settings.streams),
+        http="h11",
         h11_max_incomplete_event_size=LONGEST_HEAD,
+        limit_concurrency=connections(settings.streams + OTHERS),
         ws="none",
         log_config=None,
         log_level="warning",
@@ -114,3 +132,13 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
         timeout_graceful_shutdown=GRACE_S,
     )
     return Server(config, service, lambda: ready(url))
+
+
+def connections(most: int) -> int:
+    """Let the process open so many connections; return how many the system allows."""
+    wanted = most + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - FILES)

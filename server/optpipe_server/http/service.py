@@ -8,14 +8,12 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import anyio.to_thread
 import structlog
 from sqlalchemy import Row
 
-from optpipe import solvers
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
@@ -23,21 +21,19 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
-from optpipe_server.database import Database, InitialResult, Jobs, NewJob
+from optpipe_server.accepted import read_schedule
+from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import is_cancelled, options_of, prune
 from optpipe_server.database.keys import Keys
 from optpipe_server.database.refusals import CANCELLED_DETAIL, ConflictError, StaleError
-from optpipe_server.database.tables import Source
-from optpipe_server.first_schedules import FirstSchedules, ReadSchedule, is_large
-from optpipe_server.http.bodies import Submission, read_schedule
-from optpipe_server.http.examples import SCHEDULE
+from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
+from optpipe_server.http.bodies import SCHEDULE, Submission
 from optpipe_server.http.job_updates import JobUpdates
-from optpipe_server.http.limits import ComputeQueue, Limit
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
+from optpipe_server.pool import Pool
 from optpipe_server.schedule_cache import ScheduleCache
 from optpipe_server.settings import Settings
-from optpipe_server.warm_process import WarmProcess
 from optpipe_server.work import Rounds, default_worker_name, make_worker
 
 T = TypeVar("T")
@@ -45,9 +41,6 @@ log = structlog.get_logger("optpipe.server")
 
 EXAMPLE = ScheduleFile.model_validate(SCHEDULE).schedule()
 QUERIES_AT_ONCE = 16
-FIRST_SCHEDULES_AT_ONCE = 32
-MOST_LARGE = 4  # large problems that get a first schedule or wait for it
-OWN_PROCESSES = 2  # comparisons and diagnoses at a time
 TRIES = 5  # to change a problem while incumbents come in
 PRUNE_S = 2.0  # between two looks for jobs that are not kept
 STOPPING_S = 5.0  # for jobs to be given back
@@ -67,15 +60,9 @@ class Service:
 
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
-        self._first_schedule_limiter = anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE)
-        self._large, self._one_large = Limit(MOST_LARGE, "large problems"), asyncio.Lock()
-        self.read_limiter = anyio.CapacityLimiter(1)  # for large bodies
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
-        self.checks, self.pictures = ComputeQueue(), ComputeQueue()
-        self.sketches = ComputeQueue()
-        self.generator = WarmProcess(solvers.installed().COMPARE)  # started when it is first needed
-        self.own_processes = Limit(OWN_PROCESSES, "comparisons or diagnoses running")
-        self.first_schedules = FirstSchedules(self.settings, self.cache)
+        self.pool = Pool(self.settings.processes)
+        self.first_schedules = FirstSchedules(self.pool, self.cache)
         compile_at_once()  # so that no submission waits for it
         assert not check(EXAMPLE.problem, EXAMPLE)
         self.worker = make_worker(self.settings, self.database, self.cache, default_worker_name())
@@ -91,8 +78,8 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            ends = (self.first_schedules.close, self.generator.close, self._stop_worker, self._pruner.stop)
-            self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
+            ends = [anyio.to_thread.run_sync(end) for end in (self._stop_worker, self._pruner.stop)]
+            self._ended = asyncio.gather(self._feeding, self.pool.close(), *ends)
 
     def _stop_worker(self) -> None:
         if self.settings.solves:
@@ -120,39 +107,6 @@ class Service:
                 await self.query(self.database.probe)
                 self._probed_at = time.monotonic()
 
-    async def _find_first(
-        self, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source
-    ) -> InitialResult:
-        """Find a first schedule, which may take seconds; the end of the service does not wait for it.
-
-        Large problems are handled one at a time, as each takes this process seconds and much memory. Where too many
-        wait, or for too long, a job starts without one; raises `ReplyError` (503) if it has a warm start to check.
-        """
-        deadline = time.monotonic() + self.settings.first_schedule_s
-        find = partial(self.first_schedules.find, problem, options, given, source, deadline)
-        if not is_large(problem):
-            return await self._in_thread(find)
-        with suppress(ReplyError), self._large.one():
-            if await self._turn_of_large_comes():
-                try:
-                    return await self._in_thread(find)
-                finally:
-                    self._one_large.release()
-        if given is not None and source == "warm_start":
-            sentence = "Other large problems are being handled, so the warm start cannot be checked now."
-            raise ReplyError(503, sentence, retry_s=10)
-        return InitialResult()
-
-    async def _turn_of_large_comes(self) -> bool:
-        """Wait for the turn of another large problem; False if that takes too long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.first_schedule_s):
-                return await self._one_large.acquire()
-        return False
-
-    async def _in_thread(self, find: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(find, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
-
     async def submit(
         self, submission: Submission, key_name: str | None, idempotency_key: str | None, body: bytes
     ) -> tuple[str, bool]:
@@ -168,14 +122,15 @@ class Service:
             idempotency_key,
             _sha256(body),
         )
-        initial = await self._find_first(job.problem, job.options, _given(submission), "warm_start")
+        deadline = began + self.settings.first_schedule_s
+        initial = await self.first_schedules.find(job.problem, job.options, _given(submission), "warm_start", deadline)
         job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:
             SUBMITTED.inc()
             INCUMBENTS.inc(initial.best.schedule is not None)
             self.worker.nudge()
             if initial.best.status == "unknown":  # the search may find one in the same time
-                left_s = began + self.settings.first_schedule_s - time.monotonic()
+                left_s = deadline - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
                     async with self.job_updates.subscribe(job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
@@ -200,7 +155,8 @@ class Service:
     async def _change_once(self, job_id: str, problem: Problem) -> bool:
         """Return False if an incumbent has come in since, from which the new problem would have to start."""
         job, best = await self.query(lambda: self._best_for(job_id, problem))
-        initial = await self._find_first(problem, options_of(job), best, "carried")
+        deadline = time.monotonic() + self.settings.first_schedule_s
+        initial = await self.first_schedules.find(problem, options_of(job), best, "carried", deadline)
         try:
             await self.query(
                 lambda: self.jobs.change_problem(

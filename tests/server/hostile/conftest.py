@@ -11,7 +11,6 @@ from support.service.postgres import database_of
 from support.service.requests import PROBLEM, SCHEDULE
 
 from optpipe_server.database.keys import SCOPES
-from optpipe_server.http import own_processes
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -19,12 +18,10 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A client of it, on each database."""
     folder, asks_nobody = tmp_path_factory.mktemp("service"), {"solves": 0, "open_jobs": 10**6, "first_schedule_s": 1.0}
     with (
-        pytest.MonkeyPatch.context() as patched,
         database_of(request) as database,
         fake_service(folder, database, **asks_nobody) as (url, server),
         client_at(url, server.service.keys.create("taking", SCOPES)) as client,
     ):
-        patched.setattr(own_processes, "MODULE", "support.fakes.own_process")
         yield client
 
 

@@ -12,12 +12,14 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from sqlalchemy.exc import OperationalError
+from starlette.middleware.authentication import AuthenticationMiddleware
 from support.service.requests import bearer
 
 from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES, Keys, KnownKeys
-from optpipe_server.http import auth, guarded_route
-from optpipe_server.http.guarded_route import guarded_router
+from optpipe_server.http import app as http_app
+from optpipe_server.http import auth
+from optpipe_server.http.app import BoundedBody
 from optpipe_server.http.replies import HANDLERS
 
 WHERE = [(auth.READ, "GET", "/v1/jobs"), (auth.SUBMIT, "POST", "/v1/jobs"), (auth.ADMIN, "GET", "/metrics")]
@@ -34,16 +36,15 @@ def keys(tmp_path: Path) -> Iterator[Keys]:
 def app(keys: Keys) -> FastAPI:
     """Routes that answer who asks, one for each scope, and no service behind them."""
     app = FastAPI(openapi_url=None, exception_handlers=HANDLERS)
-    app.state.callers = auth.Callers(keys)
-    router = guarded_router("", "all")
+    app.add_middleware(BoundedBody)
+    app.add_middleware(AuthenticationMiddleware, backend=auth.Callers(keys), on_error=auth.refused)
 
     async def answer(request: Request) -> dict[str, Any]:
-        caller = request.state.caller
-        return {"name": caller.name, "scopes": sorted(caller.scopes), "body": (await request.body()).decode()}
+        name, scopes = request.user.display_name, sorted(request.auth.scopes)
+        return {"name": name or None, "scopes": scopes, "body": (await request.body()).decode()}
 
     for scope, method, path in WHERE:
-        router.add_api_route(path, answer, methods=[method], dependencies=[scope])
-    app.include_router(router)
+        app.add_api_route(path, answer, methods=[method], dependencies=[scope])
     return app
 
 
@@ -214,25 +215,18 @@ def test_a_scope_allows_its_routes_only(client: Local, keys: Keys) -> None:
                 assert f'scope="{wanted.scopes[0]}"' in reply.headers["www-authenticate"]
 
 
-def test_a_route_without_a_scope_is_not_made() -> None:
-    with pytest.raises(ValueError, match="not enough values"):
-        guarded_router("", "all").add_api_route("/open", lambda: None)
+def test_a_body_is_as_long_as_it_may_be_and_arrives_in_time(client: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_app, "LONGEST_BODY", 10)
+    monkeypatch.setattr(http_app, "ARRIVES_S", 0.5)
 
+    async def chunks(then: bytes, after_s: float = 0.0) -> AsyncIterator[bytes]:
+        yield b"012345678"
+        await asyncio.sleep(after_s)
+        yield then
 
-def test_bodies(client: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_route.GuardedRequest, "longest", 10)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"0123456789"
-        yield b"a"
-
-    json = {"Content-Type": "application/json; charset=utf-8"}
-    assert client.post("/v1/jobs", content=b"0123456789", headers=json).json()["body"] == "0123456789"
-    assert client.post("/v1/jobs", content=b"0123456789a", headers=json).status_code == 413
-    assert client.post("/v1/jobs", content=chunks(), headers=json).status_code == 413
-    assert client.post("/v1/jobs", content=b"x" * 9, headers={**json, "Content-Length": "9" * 30}).status_code == 413
-    assert client.post("/v1/jobs", content=b"x", headers={**json, "Content-Length": "1e3"}).status_code == 400
-    assert client.post("/v1/jobs", content=b"x", headers={**json, "Content-Encoding": "gzip"}).status_code == 415
-    for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
-        assert client.post("/v1/jobs", content=b"x", headers=kind).status_code == 415
+    assert client.post("/v1/jobs", content=chunks(b"9")).json()["body"] == "0123456789"
+    for long in (b"0123456789a", chunks(b"9a")):
+        reply = client.post("/v1/jobs", content=long)
+        assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+    assert client.post("/v1/jobs", content=chunks(b"9", 2.0)).status_code == 408
     assert client.post("/v1/jobs").status_code == 200  # there is none

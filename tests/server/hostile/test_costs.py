@@ -10,8 +10,8 @@ from typing import Any
 from support.problems.chain import chain
 from support.service.serve_process import serve_process
 
-from optpipe_server.http.bodies import MOST_MICROBATCHES, MOST_PARTS
-from optpipe_server.http.guarded_route import LONGEST_BODY
+from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS
+from optpipe_server.http.app import LONGEST_BODY
 
 MOST_MIB = 1536  # `docker-compose.yml` gives the process 2 GB
 

@@ -43,7 +43,7 @@ def name(call: Call) -> str:
 def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
     listed = {(call.method, call.path): call.scope for call in CALLS}
     assert set(routes(shared[1].config.app)) == set(listed)
-    open_paths = {"/healthz", "/readyz", "/", "/page/{name:path}"}  # the only ones that need no key
+    open_paths = {"/healthz", "/readyz", "/"}  # the only ones that need no key
     assert {path for (_, path), scope in listed.items() if scope is None} == open_paths
 
 
@@ -60,6 +60,9 @@ def test_a_key_with_just_the_scope_is_answered(anybody: httpx.Client, client: ht
         version = (
             {"If-Match": client.get(f"/v1/jobs/{job_id}").headers["etag"]} if IF_MATCH in call.headers.values() else {}
         )
+        if call.scope:
+            other = scoped["read" if call.scope == "admin" else "admin"]
+            assert call.ask(anybody, job_id, version | other).status_code == 403, name(call)
         reply = call.ask(anybody, job_id, version | (scoped[call.scope] if call.scope else {}))
         assert reply.status_code == call.status, (name(call), reply.text)
         assert reply.headers["x-content-type-options"] == "nosniff"

@@ -3,12 +3,12 @@ and something is left to search for."""
 
 from __future__ import annotations
 
-from optpipe_solver import first
+from optpipe_solver.first import answer
 from optpipe_solver.portfolio import heuristic_runs, portfolio
 
 LEAST_MS = 1e-3
 
-if __name__ == "__main__":
-    portfolio.trivial_bound = portfolio.memory_bound = lambda *_: LEAST_MS
-    heuristic_runs.RulesSearch.go_on = lambda *_: None
-    first.main()
+portfolio.trivial_bound = portfolio.memory_bound = lambda *_: LEAST_MS
+heuristic_runs.RulesSearch.go_on = lambda *_: None
+
+__all__ = ["answer"]

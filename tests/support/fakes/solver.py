@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,13 +21,10 @@ STEP_S = 0.03
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
-def end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
-    """Hand on each line of standard input; end when it closes."""
-    begun = b""
-    while read := os.read(0, 65536):
-        *whole, begun = (begun + read).split(b"\n")
-        for line in whole:
-            take(line)
+def end_with_parent() -> None:
+    """End when standard input closes."""
+    while os.read(0, 65536):
+        pass
     with suppress(OSError):
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)

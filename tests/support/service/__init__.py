@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-import optpipe_server.first_schedules
 from optpipe import solvers
 from optpipe_server import Settings
 from optpipe_server.http.server import Server, listen, make_server
@@ -87,10 +86,10 @@ def settings_in(folder: Path, database: str | None = None) -> Settings:
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use `support.fakes.solver` and `support.fakes.first_process`, whose behaviour the job's method names."""
+    """Use `support.fakes.solver` and `support.fakes.first`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.solver")
-    monkeypatch.setattr(optpipe_server.first_schedules, "MODULE", "support.fakes.first_process")
+    monkeypatch.setattr(solvers.installed(), "FIRST", "support.fakes.first")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

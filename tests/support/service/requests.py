@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from starlette.routing import Mount
 
 from optpipe.schedule import ScheduleFile
-from optpipe_server.http.guarded_route import UPLOADED
+from optpipe_server.http.tools import UPLOADED
 from support.problems.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
@@ -56,7 +57,6 @@ CALLS = [
     Call("GET", "/metrics", "admin", 200),
     Call("GET", "/openapi.json", "read", 200),
     Call("GET", "/", None, 200),
-    Call("GET", "/page/{name:path}", None, 404),
     Call("GET", "/v1/queue", "read", 200),
     Call("GET", "/v1/jobs", "read", 200),
     Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
@@ -83,8 +83,10 @@ CALLS = [
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Yield method and path of all routes of the app."""
+    """Yield method and path of all routes of the app, without the page's files."""
     for route in app.routes:
+        if isinstance(route, Mount):
+            continue
         for one in route.effective_candidates() if hasattr(route, "effective_candidates") else [route]:
             yield from ((method, one.path) for method in one.methods if (method, one.path) != ("HEAD", "/openapi.json"))
 

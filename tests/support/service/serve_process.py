@@ -15,12 +15,12 @@ from support.ports import free_port
 from support.service import client_at
 
 START = """
-import sys, optpipe_server.first_schedules
+import sys, optpipe_server
 from optpipe import solvers
-database, port, solvers.installed().SEARCH, optpipe_server.first_schedules.MODULE = sys.argv[1:]
+database, port, solvers.installed().SEARCH, solvers.installed().FIRST = sys.argv[1:]
 optpipe_server.serve(optpipe_server.Settings(database, open_jobs=10_000, pack=None), port=int(port))
 """
-FAKES = ("support.fakes.solver", "support.fakes.first_process")
+FAKES = ("support.fakes.solver", "support.fakes.first")
 Process = tuple[subprocess.Popen[str], httpx.Client]
 
 

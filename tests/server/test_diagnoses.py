@@ -16,10 +16,10 @@ from support.traces.faults import Job, recorded
 
 from optpipe.diagnose import diagnose
 from optpipe.errors import InputError
-from optpipe_server import own_process
-from optpipe_server.http import guarded_route
+from optpipe_server.http import tools
+from optpipe_server.pool import diagnosis
 
-TRACE = Path(__file__).parents[3] / "examples/traces/primus-8x16"
+TRACE = Path(__file__).parents[2] / "examples/traces/primus-8x16"
 JOB = Job(3, 6, 2, 4, "stages", 1.8, 1, 1, 0, 7)
 
 
@@ -27,7 +27,7 @@ JOB = Job(3, 6, 2, 4, "stages", 1.8, 1, 1, 0, 7)
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with (
         fake_service(tmp_path_factory.mktemp("diagnoses")) as (url, _),
-        client_at(url, **{"Content-Type": guarded_route.UPLOADED}) as client,
+        client_at(url, **{"Content-Type": tools.UPLOADED}) as client,
     ):
         yield client
 
@@ -65,7 +65,7 @@ def test_a_file_and_an_archive_are_diagnosed_as_by_the_command(client: httpx.Cli
     assert figure["schedules"][0]["memory"] is None
     page = client.post("/v1/diagnose", params={**query, "to": "html"}, content=dumped)
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text.endswith("</html>")
+    assert page.text.rstrip().endswith("</html>")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_file_and_an_archive_are_diagnosed_as_by_the_command(client: httpx.Cli
         (archive(("../x", b"1"), ("/x", b"2")), {}, 422, "files/x: two files of the archive have this name"),
         (archive(("x.csv", b"")), {"form": "nope"}, 422, "form = 'nope'"),
         (b"x", {"memory": "inf"}, 422, "memory = 'inf'"),
-        (b"x" * (guarded_route.LONGEST_UPLOAD + 1), {}, 413, "`optpipe diagnose FILE` reads larger traces"),
+        (b"x" * (tools.LONGEST_UPLOAD + 1), {}, 413, "`optpipe diagnose FILE` reads larger traces"),
     ],
     ids=["empty", "no-trace", "name", "no-gzip", "same-name", "form", "memory", "too-long"],
 )
@@ -94,8 +94,7 @@ def test_a_page_of_another_origin_cannot_send_a_trace(client: httpx.Client) -> N
     assert client.post("/v1/diagnose", content=b"x", headers={"Content-Type": "text/plain"}).status_code == 415
 
 
-def test_reading_has_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_process, "READING", 2**26)
-    with pytest.raises(InputError, match="more than 67108864 bytes"), own_process.limited_memory():
+def test_reading_has_a_limit_of_memory() -> None:
+    with pytest.raises(InputError, match="more than 67108864 bytes"), diagnosis.limited_memory(2**26):
         bytearray(2**28)
     assert len(bytearray(2**28)) == 2**28

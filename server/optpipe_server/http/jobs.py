@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import Header, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
 
 from optpipe.model.records import Record
@@ -19,12 +19,10 @@ from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
 from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
-from optpipe_server.http.guarded_route import guarded_router
-from optpipe_server.http.job_updates import EventStream
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.schemas import job_url
 
-router = guarded_router("/v1", "jobs")
+router = APIRouter(prefix="/v1", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
 NOT_CHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed"}}
@@ -129,20 +127,21 @@ async def _wait(context: Context, job_id: str, if_none_match: str | None, second
     job = await context.service.query(lambda: context.job(job_id))
     if is_over(job) if if_none_match is None else not matches_etag(if_none_match, job.version):
         return
-    async with (
-        context.service.job_updates.subscribe(job.id, job.version) as topic,
-        context.cancelled_on_disconnect(),
-    ):
+    async with context.service.job_updates.subscribe(job.id, job.version) as topic:
         await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, seconds)
 
 
 @router.get(
     "/jobs/{job_id}/events",
     dependencies=[READ],
-    status_code=200,
-    response_class=EventStream,
-    responses={204: {"description": "The job is over, and Last-Event-ID is its last incumbent"}},
-    response_description="A stream of `incumbent` events that ends with `end`",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "A stream of `incumbent` events that ends with `end`",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        },
+        204: {"description": "The job is over, and Last-Event-ID is its last incumbent"},
+    },
 )
 async def follow(job: Job, context: Context, last_event_id: LastEventId = None) -> Response:
     """Server-sent events: every incumbent after Last-Event-ID, then new ones, then `end`."""
@@ -152,7 +151,7 @@ async def follow(job: Job, context: Context, last_event_id: LastEventId = None) 
     if last_event_id and is_over(job) and job.last_seq <= after:
         return Response(status_code=204)
     service = context.service
-    return EventStream(service.job_updates, job.id, job.version, after, service.settings.ping_s)
+    return service.job_updates.stream(job.id, job.version, after, service.settings.ping_s)
 
 
 @router.post("/jobs/{job_id}/cancel", dependencies=[SUBMIT], status_code=202, response_model=schemas.Job)

@@ -1,19 +1,14 @@
-"""`python -m optpipe_server.own_process diagnose`: diagnoses a trace for one request of the service.
-
-It reads the request and writes the answer, or `{"refused": "..."}`. A diagnosis is of the file `upload` in
-its folder: a trace, or a tar archive of several. It has a lower priority than the service and ends with it.
-"""
+"""The task of `/v1/diagnose`: a trace is read and diagnosed as `optpipe diagnose` does."""
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,8 +21,6 @@ from optpipe.errors import InputError
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import RunFacts
 from optpipe.model.records import Record
-from optpipe.process.niceness import NICER, group_as_nice
-from optpipe.process.protocol import read_one
 
 UPLOAD, FILES = Path("upload"), Path("files")
 MOST_FILES = 1024
@@ -53,44 +46,30 @@ class DiagnoseOptions(Record):
     shape: Literal["looped", "v"] | None = None
 
 
-class DiagnoseRequest(DiagnoseOptions):
-    """The same, and what a search may take."""
+def diagnosed(folder: Path, asked: DiagnoseOptions, threads: int, memory_mib: int | None) -> str:
+    """Return the diagnosis of the file `upload` in the folder: a trace, or a tar archive of several.
 
-    threads: int
-    memory_mib: int | None = None
-
-
-def main() -> None:
-    request = read_one(DiagnoseRequest)
-    os.nice(NICER)
-    group_as_nice(os.getpid())
-    try:
-        print(diagnosed(request))
-    except InputError as error:
-        print(as_json({"refused": str(error)}))
-
-
-def as_json(content: object) -> str:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
-
-
-def diagnosed(asked: DiagnoseRequest) -> str:
+    Searches take so many threads and so much memory. Raises `InputError` for what cannot be read.
+    """
     run = RunFacts(asked.microbatches, asked.devices, asked.chunks, asked.shape)
-    with limited_memory():
-        form, recording = recording_from(_unpacked(asked.name), asked.form, run)
-    diagnosis = diagnose_recording(
-        recording,
-        form,
-        asked.stack,
-        asked.layers,
-        asked.memory,
-        asked.weight_share,
-        asked.time_limit_s,
-        limits={"threads": asked.threads, "memory_mib": asked.memory_mib},
-    )
+    with chdir(folder):  # sentences name files without it
+        with limited_memory(READING):
+            form, recording = recording_from(_unpacked(asked.name), asked.form, run)
+        with limited_memory(None):  # searches, which are processes of their own, reserve more than they use
+            diagnosis = diagnose_recording(
+                recording,
+                form,
+                asked.stack,
+                asked.layers,
+                asked.memory,
+                asked.weight_share,
+                asked.time_limit_s,
+                limits={"threads": threads, "memory_mib": memory_mib},
+            )
     if asked.to == "html":
         return picture(diagnosis).html
-    return as_json(diagnosis.to_dict() if asked.to == "json" else document(diagnosis))
+    content = diagnosis.to_dict() if asked.to == "json" else document(diagnosis)
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _unpacked(name: str) -> list[Path]:
@@ -125,18 +104,14 @@ def _is_archive() -> bool:
 
 
 @contextmanager
-def limited_memory() -> Iterator[None]:
-    """Let what is done here take `READING` bytes more; searches, which reserve more than they use, come later."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + READING, hard))
+def limited_memory(size: int | None) -> Iterator[None]:
+    """Let what is done here take `size` bytes more, or any number. Raises `InputError` if that is too little."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if size is None else held + size, hard))
     try:
         yield
     except MemoryError:
-        raise InputError(f"reading it takes more than {READING} bytes; `optpipe diagnose FILE` has no limit") from None
+        raise InputError(f"reading it takes more than {size} bytes; `optpipe diagnose FILE` has no limit") from None
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-if __name__ == "__main__":
-    main()
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

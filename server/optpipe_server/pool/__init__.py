@@ -1,0 +1,10 @@
+"""Processes that compute replies: first schedules, the workbench, pictures and diagnoses.
+
+`pool` keeps them; `schedules`, `drawings` and `diagnosis` are the tasks that run in them.
+"""
+
+from __future__ import annotations
+
+from optpipe_server.pool.pool import BusyError, Pool, TaskError
+
+__all__ = ["BusyError", "Pool", "TaskError"]

@@ -1,0 +1,134 @@
+"""Tasks that make schedules: first ones of submissions, and all published ones for the workbench."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from optpipe import solvers
+from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Bound, CompareRequest, Frame, Incumbent, Infeasible, Note, Refused, Request
+from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe.show.figure import side_by_side
+from optpipe_server.accepted import read_schedule
+
+INCUMBENTS_KEPT = 3  # of an answer: the last one is the best, the others replace it if it is not valid
+MOST_OPS = 20_000  # of an edited schedule
+
+
+class Late(BaseException):
+    """The task's time is over, or nobody waits for it any more."""
+
+
+def warm_up() -> None:
+    """Load and compile what tasks need, so that nobody waits for it."""
+    import_module(solvers.installed().COMPARE)
+    import_module(solvers.installed().FIRST).warm_up()
+
+
+@dataclass
+class Answer:
+    """What a solver answered to one request."""
+
+    lower_bound_ms: float | None = None
+    infeasible: str | None = None
+    incumbents: deque[Incumbent] = field(default_factory=lambda: deque(maxlen=INCUMBENTS_KEPT))
+
+    def add(self, frame: Frame) -> None:
+        """Add one frame. Raises `InputError` if the request was refused."""
+        if isinstance(frame, Refused):
+            raise InputError(frame.reason)
+        if isinstance(frame, Bound):
+            self.lower_bound_ms = max(frame.lower_bound_ms, self.lower_bound_ms or 0.0)
+        elif isinstance(frame, Infeasible):
+            self.infeasible = frame.reason
+        elif isinstance(frame, Incumbent):
+            self.incumbents.append(frame)
+
+
+def first_schedules(module: str, request: str) -> Answer:
+    """Return what the solver finds for a `Request` until it ends or its time is over. Raises `InputError`."""
+    answer = Answer()
+    with suppress(Late):
+        import_module(module).answer(Request.model_validate_json(request), answer.add)
+    return answer
+
+
+class _Row(NamedTuple):
+    """One method: what the reply says of it but `drawn`, and its schedule, if that can be drawn."""
+
+    shown: dict[str, Any]
+    schedule: Schedule | None
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        makespan_ms = self.schedule.makespan_ms if self.schedule else 0.0
+        return self.schedule is None, not self.shown["fits"], makespan_ms
+
+
+def published(module: str, request: str) -> str:
+    """Return the workbench's reply for a `CompareRequest`: a row for each method. Raises `InputError` for an unknown
+    one."""
+    frames: list[Frame] = []
+    asked = CompareRequest.model_validate_json(request)
+    import_module(module).answer(asked, frames.append)
+    if refused := next((frame.reason for frame in frames if isinstance(frame, Refused)), None):
+        raise InputError(f"workbench: {refused}")
+    bounds = {frame.method: frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)}
+    rows = [
+        _verified(frame, asked.problem, bounds.get(frame.method)) for frame in frames if isinstance(frame, Incumbent)
+    ]
+    return _reply(rows + [_row(frame.method, [frame.text]) for frame in frames if isinstance(frame, Note)])
+
+
+def edited(problem: str, schedule: str) -> str:
+    """Return the workbench's reply for one schedule document, which may be invalid; it is drawn if it can run."""
+    read = read_schedule(ScheduleFile.model_validate_json(schedule), Problem.from_json(problem))
+    if (ops := sum(len(program) for program in read.programs)) > MOST_OPS:
+        raise InputError(f"workbench: schedule has {ops} ops: expected up to {MOST_OPS} here")
+    wrong = check(read.problem, read)
+    try:
+        runs = ops > 0 and read.makespan_ms >= 0
+    except ScheduleError:  # a deadlock, or other ops than the problem's, as `wrong` says
+        runs = False
+    return _reply([_row(read.method, wrong, read if runs else None)])
+
+
+def _reply(rows: list[_Row]) -> str:
+    """The shortest that fits first; `drawn` is a row's place in the figure."""
+    rows.sort(key=lambda row: row.order)
+    drawn = [row.schedule for row in rows if row.schedule is not None]
+    content = {
+        "rows": [row.shown | {"drawn": place if row.schedule else None} for place, row in enumerate(rows)],
+        "figure": side_by_side(drawn) if drawn else None,
+    }
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _row(method: str, wrong: list[str], schedule: Schedule | None = None, bound_ms: float | None = None) -> _Row:
+    placement = schedule.placement if schedule else None
+    shown = {
+        "method": method,
+        "fits": not wrong,
+        "wrong": wrong,
+        "placement": placement.model_dump(mode="json", exclude_none=True) if placement else None,
+        "lower_bound_ms": bound_ms,
+    }
+    return _Row(shown, schedule)
+
+
+def _verified(incumbent: Incumbent, problem: Problem, bound_ms: float | None) -> _Row:
+    """What a method made, verified on the problem."""
+    try:
+        schedule = replace(incumbent.schedule.schedule(problem, incumbent.method), method=incumbent.method)
+        wrong, misfits = schedule.compiled.complaints, schedule.compiled.certificate.complaints()
+    except OptPipeError as error:
+        return _row(incumbent.method, [f"is no schedule: {error}"])
+    if wrong != misfits:
+        return _row(incumbent.method, [f"is no schedule: {wrong[0]}"])
+    return _row(incumbent.method, wrong, schedule, bound_ms)

@@ -1,0 +1,11 @@
+"""Imported by the pool's fork server: what is loaded and compiled here, all of its processes have from their start."""
+
+from __future__ import annotations
+
+from optpipe.process.heap import settle
+from optpipe_server.pool import diagnosis, drawings, schedules
+
+__all__ = ["diagnosis", "drawings", "schedules"]
+
+schedules.warm_up()
+settle()
