@@ -110,8 +110,8 @@ class Storage(Source, Protocol):
     def entries(self) -> Sequence[tuple[str, int]]:
         """Return (entry, hits) of all rows, those used last first."""
 
-    def swap(self, row: StoredRow, known: str | None) -> bool:
-        """Store the row in place of the entry `known`, which `entry` returned; False if that is no longer there."""
+    def swap(self, row: StoredRow, stored: str | None) -> bool:
+        """Store the row in place of the entry `stored`, which `entry` returned; False if that is no longer there."""
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
         """Count a hit, and store when it was; do nothing where that cannot be written."""
@@ -168,16 +168,16 @@ class FileStorage:
         with self._open() as db:
             return db.execute("SELECT entry, hits FROM schedules ORDER BY used DESC, problem_sha256").fetchall()
 
-    def swap(self, row: StoredRow, known: str | None) -> bool:
+    def swap(self, row: StoredRow, stored: str | None) -> bool:
         columns = asdict(row)
         with self._open() as db:
-            if known is None:
+            if stored is None:
                 marks = ", ".join(f":{name}" for name in columns)
                 done = db.execute(f"INSERT OR IGNORE INTO schedules ({', '.join(columns)}) VALUES ({marks})", columns)
             else:
                 new = ", ".join(f"{name} = :{name}" for name in columns if name != "hits")
-                same = "problem_sha256 = :problem_sha256 AND objective = :objective AND entry = :known"
-                done = db.execute(f"UPDATE schedules SET {new} WHERE {same}", columns | {"known": known})
+                same = "problem_sha256 = :problem_sha256 AND objective = :objective AND entry = :stored"
+                done = db.execute(f"UPDATE schedules SET {new} WHERE {same}", columns | {"stored": stored})
             return done.rowcount == 1
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:

@@ -54,7 +54,7 @@ def diagnose(
             weight_share=weight_share,
             time_limit_s=time_limit_s,
             run=run,
-            told=lambda what: status.update(f"trying: {what}"),
+            report=lambda what: status.update(f"trying: {what}"),
         )
     if html:
         picture(diagnosis).save(html)

@@ -24,7 +24,7 @@ from optpipe.schedule import Schedule
 
 SAMPLED = 5  # steps on which cures are predicted
 LEAST = 0.01  # of the step a cure gains
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def find_cures(
     facts: UserFacts,
     stack: Stack,
     limits: SolveArguments | None,
-    told: Told = lambda _: None,
+    report: Progress = lambda _: None,
 ) -> Cures:
     """Try what may cure the causes of the losses.
 
@@ -115,7 +115,7 @@ def find_cures(
         What runs it: its published schedules are tried, and lines and files are written for it.
     limits
         Of the search of a schedule; None for no search.
-    told
+    report
         Called with what is tried.
 
     Raises
@@ -130,12 +130,12 @@ def find_cures(
     tried = dict(_changes(search, causes))
     schedules: list[tuple[str, Schedule]] = []
     if runs.devices > 1:
-        told(f"schedules for {stack}")
+        report(f"schedules for {stack}")
         schedules = search.schedules(tried["layers"].placement if "layers" in tried else None, limits)
         tried |= {name: Change(placement=each.placement, schedule=each) for name, each in schedules}
     cures = []
     for name, change in tried.items():
-        told(name)
+        report(name)
         if (cure := search.cure(name, change)) and cure.gain > LEAST:
             cures.append(cure)
     cures.sort(key=lambda cure: -cure.gain)

@@ -11,7 +11,7 @@ import numpy as np
 
 from optpipe.diagnose.batches import UserFacts
 from optpipe.diagnose.collect import collect_runs
-from optpipe.diagnose.cures import Cure, Cures, Told, find_cures
+from optpipe.diagnose.cures import Cure, Cures, Progress, find_cures
 from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs
@@ -51,24 +51,24 @@ class Diagnosis:
         step_ms = float(np.mean(self.losses.measured_ms))
         unexplained = self.losses.parts[0].mean_ms / step_ms
         doubt = [f"{NAMES['unexplained']}: {unexplained:.1%} of a step, so the other figures are in doubt"]
-        said = {"slow-device": self._slow, "stages": self._uneven}
+        named = {"slow-device": self._slow, "stages": self._uneven}
         return doubt * (abs(unexplained) > CAUSE) + [
-            f"{said[part.name]() if part.name in said else NAMES[part.name]}: {part.mean_ms / step_ms:.1%} of a step"
+            f"{named[part.name]() if part.name in named else NAMES[part.name]}: {part.mean_ms / step_ms:.1%} of a step"
             for part in self.losses.causes
         ]
 
     def _slow(self) -> str:
-        told = [
+        sentences = [
             f"device {each.device} of replica {each.replica} takes {each.factor:.2f} times as long as others with the "
             f"same work{_when(each.since, each.first_step, each.last_step, int(self.runs.steps[-1]))}"
             for each in self.losses.slow_devices
         ]
-        return _some(told, "devices")
+        return _some(sentences, "devices")
 
     def _uneven(self) -> str:
-        told = [f"stage {s} takes {factor:.2f} times as long as the mean" for s, factor in self.losses.uneven_stages]
+        uneven = [f"stage {s} takes {factor:.2f} times as long as the mean" for s, factor in self.losses.uneven_stages]
         alone = "; with one replica, a slow device looks the same" if len(self.runs.replicas) == 1 else ""
-        return (_some(told, "stages") or NAMES["stages"]) + alone
+        return (_some(uneven, "stages") or NAMES["stages"]) + alone
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -124,9 +124,9 @@ def _when(since: bool, first: int, last: int, end: int) -> str:
     return (f" since step {first}" if since else "") + (f" until step {last}" if last != end else "")
 
 
-def _some(told: Sequence[str], what: str) -> str:
-    more = f", and {len(told) - MOST_NAMED} more {what}" if len(told) > MOST_NAMED else ""
-    return ", ".join(told[:MOST_NAMED]) + more
+def _some(sentences: Sequence[str], what: str) -> str:
+    more = f", and {len(sentences) - MOST_NAMED} more {what}" if len(sentences) > MOST_NAMED else ""
+    return ", ".join(sentences[:MOST_NAMED]) + more
 
 
 def diagnose(
@@ -138,7 +138,7 @@ def diagnose(
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
     run: RunFacts | None = None,
-    told: Told = lambda _: None,
+    report: Progress = lambda _: None,
 ) -> Diagnosis:
     """Says where the time of the steps in a trace goes, and what to change.
 
@@ -160,7 +160,7 @@ def diagnose(
         For the search of a schedule; 0 for none.
     run
         What Megatron's log does not say.
-    told
+    report
         Called with what is tried.
 
     Returns
@@ -174,7 +174,7 @@ def diagnose(
         If a file cannot be read, no step is whole, or an argument does not fit.
     """
     read_form, recording = recording_from(paths, form, run or RunFacts())
-    return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, told)
+    return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, report)
 
 
 def diagnose_recording(
@@ -185,7 +185,7 @@ def diagnose_recording(
     memory: float | None = None,
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
-    told: Told = lambda _: None,
+    report: Progress = lambda _: None,
     limits: SolveArguments | None = None,
 ) -> Diagnosis:
     """The same for what was read; parameters as of `diagnose`, and what a search may take."""
@@ -198,7 +198,7 @@ def diagnose_recording(
     counts = tuple(layers) * len(runs.where) if len(layers) == 1 else tuple(layers)
     losses = explain(runs)
     search: SolveArguments | None = {**(limits or {}), "time_limit_s": time_limit_s} if time_limit_s else None
-    cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, search, told)
+    cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, search, report)
     return Diagnosis(form, chosen, runs, losses, cures)
 
 

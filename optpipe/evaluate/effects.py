@@ -1,7 +1,7 @@
 """The memory rule: what each kind of op takes when it starts and frees when it ends, on its device and on the host.
 
-`TABLE` is the only place that says it. The certificate is a prefix scan over it; list scheduling, CP-SAT,
- the MILP, repair, bounds and the runtime's lowering read the same table.
+`TABLE`, of `optpipe.model.ops.KINDS`, is the only place that says it. The certificate is a prefix scan over it; list
+scheduling, CP-SAT, the MILP, repair, bounds and the runtime's lowering read the same table.
 
 What an op takes counts from its start, what it frees counts until its end. So no jitter of any op or transfer leads to
 more bytes than the scan over the programs finds. G, U and P have no effect: what they move is model state, which is
@@ -10,8 +10,6 @@ not part of `activation_budget_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,60 +18,10 @@ import numpy as np
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Ints
 from optpipe.model.costs import stored_width
-from optpipe.model.ops import Kind
+from optpipe.model.ops import KINDS, ActivationSizes, Kind, nothing
 from optpipe.model.problem import Problem
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """The bytes of activations, in arrays of one shape: what effects are written in."""
-
-    activation: Ints
-    saved_for_weight: Ints  # what stays saved from B until W
-    kept: Ints  # what stays after F: the activation, or the checkpoint of the level by which it is recomputed
-    moved: Ints  # of one transfer: the part of that, or what is evicted
-    hosted: Ints  # in host memory when the backward starts
-
-
-Bytes = Callable[[Sizes], Ints]
-
-
-def nothing(sizes: Sizes) -> Ints:
-    """No bytes."""
-    return np.zeros(sizes.activation.shape, np.int64)
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What one kind of op takes at its start and frees at its end."""
-
-    takes: Bytes = nothing
-    frees: Bytes = nothing
-    takes_on_host: Bytes = nothing
-    frees_on_host: Bytes = nothing
-
-
-TABLE: dict[Kind, Effect] = {
-    Kind.F: Effect(takes=lambda x: x.activation, frees=lambda x: x.activation - x.kept),
-    Kind.C: Effect(takes=lambda x: x.activation - x.kept),
-    Kind.B: Effect(
-        takes=lambda x: np.maximum(0, x.saved_for_weight - x.activation),
-        frees=lambda x: np.maximum(0, x.activation - x.saved_for_weight),
-        frees_on_host=lambda x: x.hosted,
-    ),
-    Kind.W: Effect(frees=lambda x: x.saved_for_weight),
-    Kind.BW: Effect(frees=lambda x: x.activation, frees_on_host=lambda x: x.hosted),
-    Kind.O: Effect(takes_on_host=lambda x: x.moved),
-    Kind.D: Effect(frees=lambda x: x.moved),
-    Kind.R: Effect(takes=lambda x: x.moved),
-    Kind.E: Effect(),
-    Kind.L: Effect(takes=lambda x: x.moved),
-    Kind.A: Effect(takes=lambda x: x.moved),  # on the peer, as is V
-    Kind.V: Effect(frees=lambda x: x.moved),
-    Kind.G: Effect(),
-    Kind.U: Effect(),
-    Kind.P: Effect(),
-}
+TABLE = {kind: info.effect for kind, info in KINDS.items()}
 
 
 class Holding(NamedTuple):
@@ -112,7 +60,7 @@ class Effects:
         width = max(map(stored_width, arrays))  # equal micro-batches are computed once
         activation, saved, kept = (array[:, :width] for array in arrays)
         none = np.zeros_like(kept)
-        sizes = Sizes(activation, saved, kept, moved=none, hosted=none)
+        sizes = ActivationSizes(activation, saved, kept, moved=none, hosted=none)
         shape = len(Kind), *costs.activation.shape
         takes = np.array([TABLE[kind].takes(sizes) for kind in Kind])
         frees = np.array([TABLE[kind].frees(sizes) for kind in Kind])
@@ -164,7 +112,7 @@ class Effects:
         sizes = self._sizes(rows, index)
         return RowEffects(*(self._by_row(rows, sizes, what) for what in RowEffects._fields))
 
-    def _sizes(self, rows: Rows, index: Index) -> Sizes:
+    def _sizes(self, rows: Rows, index: Index) -> ActivationSizes:
         costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
         activation, saved = costs.activation[stage, microbatch], costs.saved_for_weight[stage, microbatch]
         kept = activation
@@ -180,9 +128,9 @@ class Effects:
         hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
         leaving = np.flatnonzero(rows.of_kinds(Kind.O))
         np.add.at(hosted, (stage[leaving], microbatch[leaving]), moved[leaving])
-        return Sizes(activation, saved, kept, moved, hosted[stage, microbatch])
+        return ActivationSizes(activation, saved, kept, moved, hosted[stage, microbatch])
 
-    def _by_row(self, rows: Rows, sizes: Sizes, what: str) -> Ints:
+    def _by_row(self, rows: Rows, sizes: ActivationSizes, what: str) -> Ints:
         effects = {kind: getattr(effect, what) for kind, effect in TABLE.items()}
         kinds = [kind for kind, effect in effects.items() if effect is not nothing]
         amount: Ints = np.select([rows.kind == kind for kind in kinds], [effects[kind](sizes) for kind in kinds], 0)

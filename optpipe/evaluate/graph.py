@@ -9,7 +9,7 @@ stream: it starts and ends with the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +18,14 @@ from optpipe.errors import ScheduleError
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, Kind
+from optpipe.model.ops import HOST_LINK, INWARD, KINDS, PEER_LINK, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 
 # What an op needs besides the op before it on its stream: the columns of `Needs.rows`.
-OWN = 0  # the step before of the same stage and micro-batch
+OWN = 0  # the step before of the same stage and micro-batch (`KindInfo.needs`)
 ACROSS = 1  # the neighbour stage's forward or backward; of an eviction the room on the peer
-RESTORED = 2  # the reload, load or recompute that brings a backward's activation back; of a forward its parameters
+RESTORED = 2  # what brings a backward's activation back, or a forward's parameters (`KindInfo.restored`)
 ISSUED = 3  # the op on the compute stream after which a transfer stands in its program
 
 
@@ -72,29 +72,20 @@ def durations(problem: Problem, rows: Rows, ms: Floats) -> Floats:
 def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
     """What each op needs. Raises ScheduleError where that is in no program."""
     collected = _Collector(problem, rows, index)
-    collected.add_compute()
-    collected.add_peer_rooms()
-    collected.add_transfers()
-    collected.add_updates()
+    for kind, waiting in index.present.items():
+        collected.add_kind(kind, waiting)
     collected.add_neighbour_stages()
     collected.add_places_in_program()
     return Needs(collected.needs, collected.delay_ms)
 
 
 class _Collector:
-    """The needs of all rows, one family of ops after the other."""
+    """The needs of all rows."""
 
     def __init__(self, problem: Problem, rows: Rows, index: Index) -> None:
         self._problem, self._rows, self._index = problem, rows, index
         self.needs = np.full((len(rows), 4), NONE)
         self.delay_ms = np.zeros(len(rows))
-
-    def _rows_of(self, *kinds: Kind) -> Ints:
-        return np.flatnonzero(self._rows.of_kinds(*kinds))
-
-    def _activations(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Stage and micro-batch of each row."""
-        return self._rows.stage[rows], self._rows.microbatch[rows]
 
     def _require(self, waiting: Ints, column: int, targets: Ints, what: str) -> None:
         if (targets < 0).any():
@@ -103,54 +94,27 @@ class _Collector:
             raise ScheduleError(f"{self._rows.op(row)} in the program of device {device} has no {what}")
         self.needs[waiting, column] = targets
 
-    def add_compute(self) -> None:
-        """Backwards, recomputes and departures need their forward, weight gradients the input gradient."""
-        after_forward, weight = self._rows_of(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), self._rows_of(Kind.W)
-        forward, backward = self._index.rows_of(Kind.F), self._index.rows_of(Kind.B, Kind.BW)
-        self._require(after_forward, OWN, forward[self._activations(after_forward)], "forward")
-        self._require(weight, OWN, backward[self._activations(weight)], "input gradient")
+    def _last(self, kinds: Collection[Kind], waiting: Ints) -> Ints:
+        last: Ints = np.max([self._index.of_same_activation(kind, waiting) for kind in kinds], axis=0)
+        return last
 
-    def add_peer_rooms(self) -> None:
-        """An eviction needs the room on the peer, which stays until the load has ended."""
-        if self._rows.of_kinds(*EVICTION).any():
-            evicted, vacated = self._rows_of(Kind.E), self._rows_of(Kind.V)
-            room, load = self._index.rows_of(Kind.A), self._index.rows_of(Kind.L)
-            self._require(evicted, ACROSS, room[self._activations(evicted)], "room on the peer")
-            self._require(vacated, OWN, load[self._activations(vacated)], "load")
-
-    def add_transfers(self) -> None:
-        """A drop needs what has left, a return needs the drop, a backward what comes back."""
-        offload, drop = self._index.parts(Kind.O), self._index.parts(Kind.D)
-        if self._rows.of_kinds(*EVICTION).any():
-            offload = offload.copy()
-            offload[:, :, 0] = np.maximum(offload[:, :, 0], self._index.rows_of(Kind.E))
-        dropped, returned = self._rows_of(Kind.D), self._rows_of(Kind.R, Kind.L)
-        part = self._rows.part
-        self._require(dropped, OWN, offload[*self._activations(dropped), part[dropped]], "offload or eviction")
-        self._require(returned, OWN, drop[*self._activations(returned), part[returned]], "drop")
-        # An activation has one of these at most, or C after R; all parts' reloads stand on one stream, in order.
-        restored, backward = self._index.rows_of(Kind.R, Kind.C, Kind.L), self._rows_of(Kind.B, Kind.BW)
-        self.needs[backward, RESTORED] = restored[self._activations(backward)]
-        again = self._rows_of(Kind.C)
-        if len(again):
-            self.needs[again, RESTORED] = self._index.rows_of(Kind.R)[self._activations(again)]
-
-    def add_updates(self) -> None:
-        """Optimizers on the host: gradients out, then the update; forwards need the parameters."""
-        if self._rows.of_kinds(*OPTIMIZER).any():
-            sent, updated, forward = self._rows_of(Kind.G), self._rows_of(Kind.U), self._rows_of(Kind.F)
-            last_gradient = self._index.rows_of(Kind.W, Kind.BW).max(axis=1)
-            self._require(sent, OWN, last_gradient[self._rows.stage[sent]], "weight gradient")
-            self._require(updated, OWN, self._index.rows_of(Kind.G)[self._activations(updated)], "gradients")
-            self.needs[forward, RESTORED] = self._index.rows_of(Kind.P)[self._rows.stage[forward], 0]
+    def add_kind(self, kind: Kind, waiting: Ints) -> None:
+        """What ops of a kind need of their own activation, as `KINDS` has it."""
+        info = KINDS[kind]
+        if info.needs:
+            self._require(waiting, OWN, self._last(info.needs, waiting), info.missing)
+        if info.across is not None:
+            self._require(waiting, ACROSS, self._last([info.across], waiting), KINDS[info.across].word)
+        if restored := [each for each in info.restored if each in self._index.present]:
+            self.needs[waiting, RESTORED] = self._last(restored, waiting)
 
     def add_neighbour_stages(self) -> None:
         """A forward needs that of the stage before it on the route, a backward that of the stage after it."""
         costs = self._problem.costs
         ways = (((Kind.F,), costs.before, FORWARDS), ((Kind.B, Kind.BW), costs.after, GRADIENTS))
         for kinds, neighbours, way in ways:
-            waiting, targets = self._rows_of(*kinds), self._index.rows_of(*kinds)
-            stage, microbatch = self._activations(waiting)
+            waiting, targets = np.flatnonzero(self._rows.of_kinds(*kinds)), self._index.rows_of(*kinds)
+            stage, microbatch = self._rows.stage[waiting], self._rows.microbatch[waiting]
             neighbour = neighbours[costs.route[microbatch], stage]
             inner = neighbour >= 0
             waiting, stage, neighbour = waiting[inner], stage[inner], neighbour[inner]

@@ -10,11 +10,9 @@ import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.model.arrays import NONE, OFF_ROUTE, Flags, Ints, Table
-from optpipe.model.ops import EVICTION, HOST_LINK, OPTIMIZER, TRANSFERS, Kind, Op, Pair
+from optpipe.model.ops import EVICTION, HOST_LINK, IN_PARTS, KINDS, OPTIMIZER, TRANSFERS, Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, marks_of
-
-PARTED = frozenset({Kind.O, Kind.D, Kind.R})
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
@@ -169,10 +167,10 @@ class Index:
         """(S, m, parts) rows of a kind; of one that stands in no parts (S, m, 1). Only to be read."""
         if kind not in self._found:
             rows = np.flatnonzero(self._rows.kind == kind)
-            shape = self._shape if kind in PARTED else (*self._shape[:2], 1)
+            shape = self._shape if kind in IN_PARTS else (*self._shape[:2], 1)
             if len(rows):
                 table = np.full(shape, NONE)
-                part = self._rows.part[rows] if kind in PARTED else 0
+                part = self._rows.part[rows] if kind in IN_PARTS else 0
                 table[self._rows.stage[rows], self._rows.microbatch[rows], part] = rows
             else:
                 table = np.broadcast_to(np.int64(NONE), shape)  # takes no memory, however many parts there may be
@@ -185,3 +183,27 @@ class Index:
         last_parts = [table[:, :, 0] if table.shape[2] == 1 else table.max(axis=2) for table in tables]
         last: Ints = last_parts[0] if len(last_parts) == 1 else np.max(last_parts, axis=0)
         return last
+
+    @cached_property
+    def present(self) -> dict[Kind, Ints]:
+        """(k,) the rows of each kind that there is."""
+        return {Kind(kind): np.flatnonzero(self._rows.kind == kind) for kind in np.unique(self._rows.kind).tolist()}
+
+    def of_same_activation(self, kind: Kind, rows: Ints) -> Ints:
+        """(k,) for rows of one kind, the row of another `kind` for the same stage, micro-batch and part: the last one
+        where there are several, as of micro-batches for what runs once. `NONE` where there is none."""
+        if kind not in self.present:
+            return np.full(len(rows), NONE)
+        stage, microbatch, part = (each[rows] for each in (self._rows.stage, self._rows.microbatch, self._rows.part))
+        info = KINDS[Kind(int(self._rows.kind[rows[0]]))]
+        if info.once:
+            last: Ints = self.rows_of(kind).max(axis=1)[stage]
+            return last
+        if KINDS[kind].once:
+            microbatch = np.zeros_like(microbatch)
+        table = self.parts(kind)
+        if kind in IN_PARTS and info.in_parts:
+            return table[stage, microbatch, part]
+        whole = self.rows_of(kind)[stage, microbatch]
+        # What moves an activation as a whole has no further parts.
+        return np.where(part == 0, whole, NONE) if info.in_parts and kind in TRANSFERS else whole

@@ -72,15 +72,17 @@ def _choose_replica(ops: Sequence[MeasuredOp], replica: int | None) -> tuple[Seq
     chosen = replicas[0] if replica is None else replica
     if chosen not in replicas:
         raise InputError(f"replica = {chosen}: one of the replicas {listed(replicas)} is expected")
-    told = [] if len(replicas) == 1 else [f"{len(replicas) - 1} of {len(replicas)} replicas: this is replica {chosen}"]
-    return [each for each in ops if each.replica == chosen], told
+    others = len(replicas) - 1
+    left_out = [f"{others} of {len(replicas)} replicas: this is replica {chosen}"] if others else []
+    return [each for each in ops if each.replica == chosen], left_out
 
 
 def _take_last_step(training: TrainingSteps, steps: Collection[int]) -> tuple[TrainingSteps, list[str]]:
     """The last of the steps, and how many are left out, as a sentence."""
     step = training.steps[-1]
-    told = [] if len(steps) == 1 else [f"{len(steps) - 1} of {len(steps)} steps: this is step {step[0].step}"]
-    return replace(training, steps=(step,)), told
+    others = len(steps) - 1
+    left_out = [f"{others} of {len(steps)} steps: this is step {step[0].step}"] if others else []
+    return replace(training, steps=(step,)), left_out
 
 
 def _order_that_ran(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, list[str]]:
@@ -91,8 +93,8 @@ def _order_that_ran(training: TrainingSteps, problem: Problem) -> tuple[Schedule
         schedule = Schedule(problem, tuple(map(Program.from_items, orders[-1])), method="measured")
         others = sum(order != orders[-1] for order in orders)
         if not (complaints := schedule.compiled.complaints):
-            told = f"the order of {others} of {len(orders)} steps: the last one ran in another"
-            return schedule, [told] if others else []
+            ignored = f"the order of {others} of {len(orders)} steps: the last one ran in another"
+            return schedule, [ignored] if others else []
         reason = complaints[0]
     return None, [f"the measured order: {reason}"]
 
@@ -199,18 +201,18 @@ def _unused_times(
     times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, options: ProblemOptions, is_one_step: bool
 ) -> list[str]:
     """What of the times and of what is given is not in the problem, or counts otherwise than it ran."""
-    said = []
+    sentences = []
     fused = [s for s, by_kind in enumerate(times) if {Kind.B, Kind.W, Kind.BW} <= by_kind.keys()]
     if fused and not is_one_step:
-        said.append(
+        sentences.append(
             f"the times of BW on stage {fused[0]}{' and others' if fused[1:] else ''}: B and W were measured apart, "
             "and a BW takes the sum of the two"
         )
     if options.weight_share is not None and all(Kind.W in by_kind for by_kind in times):
-        said.append("the share of W that was given: B and W were measured apart")
+        sentences.append("the share of W that was given: B and W were measured apart")
     if overlap := training.overlap:
-        said.append(overlap)
-    return said
+        sentences.append(overlap)
+    return sentences
 
 
 def _stage_times(figures: Figures, weight_share: float | None) -> dict[str, EachMs]:

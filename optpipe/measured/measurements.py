@@ -95,22 +95,22 @@ def unknown_sentences(
     options: ProblemOptions,
 ) -> list[str]:
     """What the measurements do not say, and what the problem has instead."""
-    said = []
+    sentences = []
     if options.activation_bytes is None:
-        said.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")
-    said.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
+        sentences.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")
+    sentences.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
     if options.activation_budget_bytes is None:
-        said.append(
+        sentences.append(
             f"the activation budget: {'what the measured order holds' if ordered else 'no limit'}; "
             "give --activation-budget-bytes"
         )
     if options.weight_share is None and any(Kind.W not in each for each in times):
-        said.append(
+        sentences.append(
             "how a backward divides into B and W: all of it is B, so a split gains nothing; give --weight-share"
         )
     if message is None and devices > 1:
-        said.append("the time of messages: 0; edit p2p_ms")
-    said.append(
+        sentences.append("the time of messages: 0; edit p2p_ms")
+    sentences.append(
         "offloading and recomputing: impossible; add offload_ms, reload_ms, offload_bytes, or recompute_ms, ..."
     )
-    return said
+    return sentences

@@ -173,15 +173,15 @@ def _numbered_from_0(steps: Mapping[int, Step]) -> tuple[dict[int, Step], list[s
     firsts = [min(each.op.microbatch for each in step) for step in steps.values()]
     ends = [_microbatches(step) for step in steps.values()]
     if set(firsts) == {1}:
-        told = "the numbers of micro-batches: they begin with 1, which is micro-batch 0 here"
+        sentence = "the numbers of micro-batches: they begin with 1, which is micro-batch 0 here"
     elif any(firsts) and firsts == [0, *ends[:-1]]:
-        told = "the numbers of micro-batches: they go on from step to step, and begin with 0 in each step here"
+        sentence = "the numbers of micro-batches: they go on from step to step, and begin with 0 in each step here"
     else:
         return dict(steps), []
     return {
         n: [each._replace(op=each.op._replace(microbatch=each.op.microbatch - first)) for each in step]
         for (n, step), first in zip(steps.items(), firsts, strict=True)
-    }, [told]
+    }, [sentence]
 
 
 def _microbatches(step: Step) -> int:

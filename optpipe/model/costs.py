@@ -11,25 +11,9 @@ import numpy as np
 
 from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints, Table
 from optpipe.model.figures import EachMs
-from optpipe.model.ops import Kind
+from optpipe.model.ops import KINDS, Kind
 from optpipe.model.records import Device, Message, Stage
 
-# The field that says how long an op of each kind takes; drops, accepts and vacates take no time, and what C takes
-# depends on the level (`LevelCosts`).
-MS_FIELDS: dict[Kind, tuple[str, ...]] = {
-    Kind.F: ("forward_ms",),
-    Kind.B: ("backward_input_ms",),
-    Kind.W: ("backward_weight_ms",),
-    Kind.BW: ("backward_input_ms", "backward_weight_ms"),
-    Kind.O: ("offload_ms",),
-    Kind.R: ("reload_ms",),
-    Kind.E: ("evict_ms",),
-    Kind.L: ("load_ms",),
-    Kind.G: ("gradient_out_ms",),
-    Kind.U: ("update_ms",),
-    Kind.P: ("parameters_in_ms",),
-}
-IN_PARTS = (Kind.O, Kind.R)
 FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
 
 
@@ -235,16 +219,17 @@ def _by_microbatch(figures: Sequence[Any], microbatches: int, dtype: Any) -> Any
 
 
 def _durations_ms(stages: Sequence[Stage], parts: Ints, microbatches: int) -> Floats:
-    ms = {
-        field: _by_microbatch([getattr(stage, field) for stage in stages], microbatches, np.float64)
-        for fields in MS_FIELDS.values()
-        for field in fields
+    """(len(Kind), S, m) by the fields of each kind. What C takes depends on the level (`LevelCosts`)."""
+    fields = {
+        name: _by_microbatch([getattr(stage, name) for stage in stages], microbatches, np.float64)
+        for info in KINDS.values()
+        for name in info.ms
     }
-    width = max(map(stored_width, ms.values()))
+    width = max(map(stored_width, fields.values()))
     table = np.zeros((len(Kind), len(stages), width))
-    for kind, fields in MS_FIELDS.items():
-        table[kind] = sum(ms[field][:, :width] for field in fields)
-        if kind in IN_PARTS:
+    for kind, info in KINDS.items():
+        table[kind] = sum(fields[name][:, :width] for name in info.ms)
+        if info.in_parts:
             table[kind] /= parts[:, None]
     return np.broadcast_to(table, (len(Kind), len(stages), microbatches))
 

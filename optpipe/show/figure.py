@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from optpipe.errors import InputError
 from optpipe.evaluate.causes import Causes, Gaps, Ready
 from optpipe.evaluate.objective import gap
-from optpipe.model.ops import COMPUTE, INWARD, MARKS, Kind
+from optpipe.model.ops import COMPUTE, INWARD, KINDS, MARKS, Kind
 from optpipe.show.changes import changes
-from optpipe.show.lanes import COLOURS, NAMES, Scheduled, darker, depths, kinds_in, memory_steps, text_colour
+from optpipe.show.lanes import Scheduled, colour_of, darker, depths, kinds_in, memory_steps, text_colour
 
 # Where an op lies within its device's row: over the whole compute lane, its upper or its lower half, or on the lane of
 # one direction of the links or of the host.
@@ -66,15 +66,15 @@ def side_by_side(
         "title": last.problem.name or last.method or "schedule",
         "lower_bound_ms": lower_bound_ms,
         "gap": gap(last.makespan_ms, lower_bound_ms),
-        "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in schedules)],
+        "kinds": [_kind(kind) for kind in KINDS if any(kind in kinds_in(each) for each in schedules)],
         "letters": [kind.name for kind in Kind],
         "schedules": [_schedule(each, marks, memory) for each, marks in zip(schedules, changed, strict=True)],
     }
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
-    colour = COLOURS[kind]
-    return {"letter": kind.name, "name": NAMES[kind], "colour": colour, "text": text_colour(colour)}
+    colour = colour_of(kind)
+    return {"letter": kind.name, "name": KINDS[kind].word, "colour": colour, "text": text_colour(colour)}
 
 
 def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _colours(schedule: Scheduled) -> tuple[list[str], NDArray[Any]]:
     rows = schedule.timeline.rows
     used, of_row = np.unique(rows.kind * len(shades) + of_stage[rows.stage], return_inverse=True)
     pairs = [divmod(code, len(shades)) for code in used.tolist()]
-    return [darker(COLOURS.get(Kind(kind), "#000000"), float(shades[shade])) for kind, shade in pairs], of_row
+    return [darker(colour_of(Kind(kind)), float(shades[shade])) for kind, shade in pairs], of_row
 
 
 def _lanes(schedule: Scheduled) -> NDArray[Any]:

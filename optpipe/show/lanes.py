@@ -10,39 +10,9 @@ import numpy as np
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.ops import MARKS, Kind, Op
+from optpipe.model.ops import KINDS, MARKS, Kind, Op
 from optpipe.model.problem import Problem
 
-# The colour of each kind in every picture. Those of compute ops, offload and reload are Okabe and Ito's, which people
-# who do not see all colours tell apart; forward, backward and weight gradient also differ in grey print.
-COLOURS = {
-    Kind.F: "#0072B2",
-    Kind.B: "#E69F00",
-    Kind.W: "#009E73",
-    Kind.BW: "#D55E00",
-    Kind.C: "#8C8C8C",
-    Kind.O: "#CC79A7",
-    Kind.R: "#56B4E9",
-    Kind.E: "#AA4499",
-    Kind.L: "#44AA99",
-    Kind.G: "#882255",
-    Kind.U: "#999933",
-    Kind.P: "#332288",
-}
-NAMES = {
-    Kind.F: "forward",
-    Kind.B: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.BW: "backward",
-    Kind.C: "recompute",
-    Kind.O: "offload",
-    Kind.R: "reload",
-    Kind.E: "evict",
-    Kind.L: "load",
-    Kind.G: "gradients out",
-    Kind.U: "update on the host",
-    Kind.P: "parameters in",
-}
 LIGHT, DARK = "#ffffff", "#111111"  # of text on a colour
 DARKEST = 0.42  # the share of black in the colours of a device's last stage
 
@@ -90,7 +60,7 @@ def blocks(schedule: Scheduled) -> Iterator[Block]:
         *(c.tolist() for c in columns), strict=True
     ):
         if kind not in MARKS:
-            colour = darker(COLOURS[Kind(kind)], depth[stage])
+            colour = darker(colour_of(Kind(kind)), depth[stage])
             yield Block(
                 Op(Kind(kind), stage, microbatch, part),
                 device,
@@ -100,6 +70,10 @@ def blocks(schedule: Scheduled) -> Iterator[Block]:
                 colour,
                 "upper" if joined else "lower" if second else "",
             )
+
+
+def colour_of(kind: Kind) -> str:
+    return KINDS[kind].colour or "#000000"
 
 
 def several_stages(problem: Problem) -> bool:
@@ -145,4 +119,4 @@ def memory_over_time(schedule: Scheduled, device: int) -> list[tuple[float, int]
 def kinds_in(schedule: Scheduled) -> list[Kind]:
     """The kinds of op in a schedule that the legend names."""
     kinds = set(np.unique(schedule.compiled.rows.kind).tolist())
-    return [kind for kind in COLOURS if kind in kinds]
+    return [kind for kind in KINDS if kind in kinds - MARKS]

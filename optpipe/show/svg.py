@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from optpipe.model.ops import KINDS
 from optpipe.model.records import Device
 from optpipe.printable import printable
 from optpipe.show.lanes import (
-    COLOURS,
-    NAMES,
     Block,
     Scheduled,
     blocks,
+    colour_of,
     kinds_in,
     memory_over_time,
     several_stages,
@@ -79,9 +79,9 @@ def _head(schedule: Scheduled, title: str) -> Iterator[str]:
     yield f'<text x="{WIDTH - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
     x = float(LEFT)
     for kind in kinds_in(schedule):
-        yield f'<rect x="{x}" y="30" width="11" height="11" rx="2" fill="{COLOURS[kind]}"/>'
-        yield f'<text x="{x + 16}" y="40" fill="#333">{NAMES[kind]}</text>'
-        x += 30 + 6.4 * len(NAMES[kind])
+        yield f'<rect x="{x}" y="30" width="11" height="11" rx="2" fill="{colour_of(kind)}"/>'
+        yield f'<text x="{x + 16}" y="40" fill="#333">{KINDS[kind].word}</text>'
+        x += 30 + 6.4 * len(KINDS[kind].word)
     yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
     peaks = zip(schedule.problem.devices, schedule.compiled.certificate.device, strict=True)
     dashed = any(device.activation_budget_bytes == _tallest(device, peak.bytes) for device, peak in peaks)

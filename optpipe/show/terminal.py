@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from rich.text import Text
 
-from optpipe.model.ops import COMPUTE, Kind
-from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, memory_steps, several_stages, text_colour
+from optpipe.model.ops import COMPUTE, KINDS, Kind
+from optpipe.show.lanes import Scheduled, blocks, colour_of, kinds_in, memory_steps, several_stages, text_colour
 from optpipe.sizes import bytes_text
 
 LABEL = 12
@@ -49,8 +49,8 @@ def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colo
     text.append(" " * LABEL)
     for kind in kinds_in(schedule):
         if kind in COMPUTE:
-            text.append("  " if colours else f"{_letter(kind)} =", f"on {COLOURS[kind]}")
-            text.append(f" {NAMES[kind]}   ")
+            text.append("  " if colours else f"{_letter(kind)} =", f"on {colour_of(kind)}")
+            text.append(f" {KINDS[kind].word}   ")
     text.rstrip()
     below = ", below it the memory in use" if doubled and colours else ""
     text.append(f"\n{' ' * LABEL}a digit is the last one of the micro-batch's number{below}")

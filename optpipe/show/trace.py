@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from optpipe.model.ops import TRANSFERS, Op
-from optpipe.show.lanes import NAMES, Scheduled, blocks, memory_over_time
+from optpipe.model.ops import KINDS, TRANSFERS, Op
+from optpipe.show.lanes import Scheduled, blocks, memory_over_time
 
 
 class Track(NamedTuple):
@@ -55,7 +55,7 @@ def document(tracks: Iterable[Track]) -> str:
                 "pid": pid,
                 "tid": int(op.kind in TRANSFERS),
                 "name": str(op),
-                "cat": NAMES[op.kind],
+                "cat": KINDS[op.kind].word,
                 "ts": start * 1000,
                 "dur": (end - start) * 1000,
             }

@@ -130,13 +130,13 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
     values, sigma = prior, max(gpu.unexplained, SURE)
     for _ in range(ROUNDS):
         values, hessian = _minimize(residuals, values, prior, precision, sigma)
-        told = (hessian - precision) * sigma**2
+        information = (hessian - precision) * sigma**2
         sigma = max(float(np.median(abs(residuals(values)))) / 0.67, SURE)
     unexplained = max(sigma, gpu.unexplained * min(1.0, len(NAMES) / len(observations)) ** 0.5)
     learned = with_logarithms(gpu, values)
     return learned.model_copy(
         update={
-            "covariance": tuple(map(tuple, np.linalg.inv(precision + told / unexplained**2).tolist())),
+            "covariance": tuple(map(tuple, np.linalg.inv(precision + information / unexplained**2).tolist())),
             "unexplained": unexplained,
         }
     )

@@ -48,8 +48,8 @@ def test_parameters_of_a_later_stage_come_in_during_a_forward():
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("0F0 1F0 1BW0 0BW0 1G0 1U0", "1P0 is missing: an optimizer on the host is G, U and P"),
-        ("1P0 0F0 1F0 1BW0 0BW0", "1U0 is missing: an optimizer on the host is G, U and P"),
+        ("0F0 1F0 1BW0 0BW0 1G0 1U0", "1U0 has no 1P0: an optimizer on the host is G, U and P"),
+        ("1P0 0F0 1F0 1BW0 0BW0", "1P0 has no 1U0: an optimizer on the host is G, U and P"),
         ("0F0 1F0 1P0 1BW0 0BW0 1G0 1U0", "1P0 stands after 1F0"),
         ("1P0 0F0 1F0 1G0 1BW0 0BW0 1U0", "1BW0 stands after 1G0"),
         ("1P0 0F0 1F0 1B0 1G0 1W0 0BW0 1U0", "1W0 stands after 1G0"),

@@ -143,7 +143,7 @@ FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]
         (FINE, [1, 0], 1, r"places its stages on devices \[0, 1\], this pipeline on \[1, 0\]"),
         (FINE, [0, 1], 2, "is for 1 micro-batches, this pipeline runs 2"),
         ([["0F0", "0BW0"], ["1F0"]], [0, 1], 1, "stage 1, micro-batch 0 has no backward"),
-        ([["0F0", "0BW0"], ["1F0", "1O0", "1D0", "1BW0"]], [0, 1], 1, "has no reload"),
+        ([["0F0", "0BW0"], ["1F0", "1O0", "1D0", "1BW0"]], [0, 1], 1, "1O0 has no 1R0"),
     ],
 )
 def test_a_schedule_that_cannot_run_here_is_refused(

@@ -14,7 +14,8 @@ from support.problems import pipeline, stage
 from support.problems.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, certify, check
-from optpipe.evaluate.effects import TABLE, Effect
+from optpipe.evaluate.effects import TABLE
+from optpipe.model.ops import Effect
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.bounds.least_memory import infeasibility, least_memory

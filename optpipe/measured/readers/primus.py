@@ -96,8 +96,8 @@ def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording
                 f"shape is missing: by their times, chunks lie neither looped ({wrong['looped']}) nor in a v "
                 f"({wrong['v']})"
             )
-        told = [f"the looped placement: {wrong['looped']}, so the chunks lie in a v"] if fitting == ["v"] else []
-        return Recording(placed[fitting[0]], tuple(told))
+        sentences = [f"the looped placement: {wrong['looped']}, so the chunks lie in a v"] if fitting == ["v"] else []
+        return Recording(placed[fitting[0]], tuple(sentences))
     if wrong[shape] and fitting:
         raise InputError(f"shape = {shape!r}: {wrong[shape]}; by their times the chunks lie in the shape {fitting[0]}")
     return Recording(placed[shape])

@@ -33,8 +33,8 @@ class Process(NamedTuple):
     @property
     def distributed(self) -> dict[str, Any]:
         """What the trace says of the run."""
-        told = self.content.get("distributedInfo")
-        return told if isinstance(told, dict) else {}
+        info = self.content.get("distributedInfo")
+        return info if isinstance(info, dict) else {}
 
     @property
     def base_ms(self) -> float:
@@ -63,10 +63,10 @@ class Process(NamedTuple):
 
 def one_of_equals(processes: Sequence[Process]) -> tuple[list[Process], tuple[str, ...]]:
     """Of tensor and context parallel ranks, which compute the same ops, the first; and which were left out."""
-    given = {process.rank for process in processes}
-    first = [min(given & process.group(_SAME_OPS), default=process.rank) for process in processes]
+    ranks = {process.rank for process in processes}
+    first = [min(ranks & process.group(_SAME_OPS), default=process.rank) for process in processes]
     kept = [process for process, rank in zip(processes, first, strict=True) if process.rank == rank]
-    if not (others := sorted(given - {process.rank for process in kept})):
+    if not (others := sorted(ranks - {process.rank for process in kept})):
         return kept, ()
     return kept, (f"ranks {listed(others)}: tensor or context parallel ranks, which compute the same ops as others",)
 
@@ -138,7 +138,7 @@ def _stage_twice(pipeline: Iterable[Process]) -> tuple[int, str, str] | None:
 
 def _require_all_ranks(pipeline: Sequence[Process]) -> None:
     """Raises InputError if a stage has a neighbour, or the group of the pipeline a rank, whose trace is not given."""
-    given = {process.rank for process in pipeline}
+    ranks = {process.rank for process in pipeline}
     stages = {each.op.stage for process in pipeline for each in process.ranges.ops}
     for process in pipeline:
         if missing := process.ranges.neighbours - stages:
@@ -146,7 +146,7 @@ def _require_all_ranks(pipeline: Sequence[Process]) -> None:
                 f"the trace of a rank is missing: a stage in {process.name} exchanges messages with stage "
                 f"{min(missing)}; give the traces of all ranks of the pipeline"
             )
-        if others := process.group(_PIPELINE) - given:
+        if others := process.group(_PIPELINE) - ranks:
             raise InputError(
                 f"the trace of rank {min(others)} is missing, which is in the pipeline of {process.name}: give the "
                 "traces of all its ranks"

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from optpipe.evaluate.effects import TABLE, nothing
-from optpipe.model.ops import Kind
+from optpipe.evaluate.effects import TABLE
+from optpipe.model.ops import Kind, nothing
 
 B, W = TABLE[Kind.B], TABLE[Kind.W]
 TABLES = {

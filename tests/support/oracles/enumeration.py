@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optpipe import Kind, Op, Problem, Program, Schedule, Stage
-from optpipe.evaluate.effects import TABLE, Effect
+from optpipe.evaluate.effects import TABLE
 from optpipe.evaluate.objective import Objective
+from optpipe.model.ops import Effect
 from optpipe.model.records import OFFLOAD, Level
 from support import problems
 from support.oracles.timed_programs import TimedPrograms
