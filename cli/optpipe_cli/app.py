@@ -15,42 +15,21 @@ COMMANDS = {
     "Start here": {
         "try": ("example:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
         "solve": ("solve:solve", "Find the best schedule within the time limit; Ctrl-C keeps the best so far."),
-        "compare": (
-            "compare:compare",
-            "Compare all published schedules, heuristics and the solver; say what does not fit.",
-        ),
-        "diagnose": (
-            "diagnose:diagnose",
-            "Say where the time of a trace's steps goes, why, and what to change in its stack.",
-        ),
-        "plan": (
-            "plan:plan",
-            "Divide a model over GPUs and schedule it, as fast as memory allows; Ctrl-C as for solve.",
-        ),
+        "compare": ("compare:compare", "Compare all published schedules, heuristics and the solver's answer."),
+        "diagnose": ("diagnose:diagnose", "Say where the time of a trace's steps goes, why, and what to change."),
+        "plan": ("plan:plan", "Divide a model over GPUs and schedule it, as fast as memory allows."),
     },
     "Problems": {
         "model": ("model:model", "Make a problem of a transformer's shape, by formula, and say what was assumed."),
-        "calibrate": (
-            "calibrate:calibrate",
-            "Learn the cost model's parameters: from kernels here, or measured iterations.",
-        ),
+        "calibrate": ("calibrate:calibrate", "Learn the cost model's parameters, from kernels or measured iterations."),
         "profile": ("profile:profile", "Measure a model's stages, copies and messages, and make a problem of them."),
     },
     "Schedules": {
         "show": ("schedule_commands:show", "Show a schedule in the terminal, or write a page, a picture or a trace."),
-        "check": (
-            "schedule_commands:check",
-            "Say all that is wrong with a schedule; exit code 0 if it runs and fits, or 1.",
-        ),
+        "check": ("schedule_commands:check", "Say all that is wrong with a schedule; exit code 1 if anything is."),
         "simulate": ("schedule_commands:simulate", "Compute the times of a schedule for a problem."),
-        "export": (
-            "schedule_commands:export",
-            "Write a schedule as another program takes it, such as PyTorch or Megatron.",
-        ),
-        "import": (
-            "schedule_commands:import_",
-            "Read a schedule of another program, write it as a file, and check it.",
-        ),
+        "export": ("schedule_commands:export", "Write a schedule as another program takes it, such as PyTorch."),
+        "import": ("schedule_commands:import_", "Read a schedule of another program, and check it."),
     },
     "Service": {
         "serve": ("serve:serve", "Run the service that solves problems while a training runs."),
@@ -67,10 +46,7 @@ OF_GROUP = {
         "from": ("measured:from_", "Make a problem of op times; say what they leave open, and what was not used.")
     },
     "cache": {
-        "lookup": (
-            "cache:lookup",
-            "Find the schedule of this problem or the most similar one; exit code 1 if none is.",
-        ),
+        "lookup": ("cache:lookup", "Find the schedule of this problem or of the most similar one; or exit code 1."),
         "add": ("cache:add", "Check and add schedules, without their bounds; none if one is not valid."),
         "list": ("cache:list_", "List the schedules in the cache."),
         "export": ("cache:export", "Write all entries to a file for `import`."),

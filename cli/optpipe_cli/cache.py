@@ -17,9 +17,7 @@ from optpipe_cache import Cache, user_cache
 from optpipe_cli.output import Json, Output, ProblemPath, echo, print_json, print_rows, require_writable
 from optpipe_solver.bounds import lower_bound
 
-At = Annotated[
-    Path | None, Parameter(help="The cache's file. Default: $OPTPIPE_CACHE, or one in the user's cache folder.")
-]
+At = Annotated[Path | None, Parameter(help="Its file. Default: $OPTPIPE_CACHE, or one in the user's cache folder.")]
 
 
 def lookup(

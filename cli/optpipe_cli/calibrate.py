@@ -36,8 +36,8 @@ def calibrate(
 ) -> None:
     """`optpipe calibrate`."""
     before = read_gpu(gpu)
-    rows = [row for path in measured or () for row in _read(path, vocabulary)]
-    tables = {str(path): _read(path, vocabulary) for path in check or ()}
+    rows = [row for path in measured or () for row in read_iterations(read_text(path), str(path), vocabulary)]
+    tables = {str(path): read_iterations(read_text(path), str(path), vocabulary) for path in check or ()}
     after = learn(before, rows) if rows else before if tables else _measured(before, device)
     predicted = {name: [iteration_ms(row.on(after)) for row in table] for name, table in tables.items()}
     if output:
@@ -60,10 +60,6 @@ def calibrate(
         echo(f"left unexplained: {after.unexplained:.1%} of an iteration")
     if output:
         echo(f"written to {output}")
-
-
-def _read(path: Path, vocabulary: int) -> list[Iteration]:
-    return read_iterations(read_text(path), str(path), vocabulary)
 
 
 def _measured(gpu: Gpu, device: str) -> Gpu:

@@ -25,7 +25,7 @@ from optpipe.schedule import Schedule
 from optpipe.show.svg import gantt
 from optpipe.sizes import bytes_text, told_apart
 from optpipe_cli.options import Options
-from optpipe_cli.output import Json, NewFolder, echo, print_json, print_table
+from optpipe_cli.output import Json, NewFolder, echo, print_json, print_table, sizes_text
 from optpipe_cli.terminal import waiting
 from optpipe_solver.systems import SYSTEMS, in_best_order
 
@@ -77,7 +77,10 @@ def watched(
 
 def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
     """What people read, 80 columns wide: the schedules, what the best one gains and why, and what does not apply."""
-    yield f"{printable(name)}: {_sizes(comparison.problem)}"
+    ratios = sorted({round(ratio, 9) for ratio in offload_ratio(comparison.problem) if ratio is not None})
+    least_and_most = " to ".join(f"{ratio:.3g}" for ratio in dict.fromkeys((*ratios[:1], *ratios[-1:])))
+    k = f"k = {least_and_most}" if ratios else "no stage can be offloaded"
+    yield f"{printable(name)}: {sizes_text(comparison.problem)}, {k}"
     if any(row.schedule for row in comparison.rows):
         yield table(comparison)
         yield ""
@@ -145,13 +148,6 @@ def label(row: Row) -> str:
 def title(row: Row) -> str:
     """Return the method, and for rows of searches whether the stages were free."""
     return f"{row.method}, any" if is_search(row.method) and row.placements == "all" else row.method
-
-
-def _sizes(problem: Problem) -> str:
-    ratios = sorted({round(ratio, 9) for ratio in offload_ratio(problem) if ratio is not None})
-    least_and_most = " to ".join(f"{ratio:.3g}" for ratio in dict.fromkeys((*ratios[:1], *ratios[-1:])))
-    k = f"k = {least_and_most}" if ratios else "no stage can be offloaded"
-    return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches, {k}"
 
 
 def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -29,10 +28,7 @@ def diagnose(
     files: Annotated[list[Path], Parameter(help="A trace, the traces of all ranks, or their folder.")],
     /,
     *,
-    form: Annotated[
-        str | None,
-        Parameter(help="torch-trace, primus, straggler, megatron-timers or csv. Default: as the files look."),
-    ] = None,
+    form: Annotated[str | None, Parameter(help="As of `problem from`. Default: as the files look.")] = None,
     stack: Annotated[str | None, Parameter(help="Write lines for torch, megatron, primus or optpipe.")] = None,
     layers: Annotated[Numbers, Parameter(help="Layers of a stage: of all, or of each with commas between.")] = (),
     memory: Annotated[float | None, Parameter(help="Activations that a device may hold. Default: as today.")] = None,
@@ -58,7 +54,9 @@ def diagnose(
         )
     if html:
         picture(diagnosis).save(html)
-    written = [*_written(diagnosis, output)] if output else []
+    files_of_cures = {output / cure.file[0]: cure.file[1] for cure in diagnosis.cures.cures if cure.file and output}
+    for path, text in files_of_cures.items():
+        write_file(path, text)
     if json:
         print_json(diagnosis.to_dict())
         return
@@ -66,7 +64,7 @@ def diagnose(
     best = diagnosis.cures.cures[0] if diagnosis.cures.cures else None
     if best and best.file and not output:
         echo(f"--output FOLDER writes {best.file[0]}")
-    for path in (*written, *([html] if html else [])):
+    for path in (*files_of_cures, *([html] if html else [])):
         echo(f"written: {path}")
 
 
@@ -112,11 +110,3 @@ def _cures(diagnosis: Diagnosis) -> Table:
         held = f"{max(cure.activations):g} (today {max(diagnosis.cures.held):g})"
         table.add_row(cure.title, f"{cure.ms.mean():.5g}", f"{cure.gain:.1%}", f"{cure.most:.1%}", held)
     return table
-
-
-def _written(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
-    for cure in diagnosis.cures.cures:
-        if cure.file:
-            path = folder / cure.file[0]
-            write_file(path, cure.file[1])
-            yield path

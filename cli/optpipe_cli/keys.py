@@ -14,10 +14,7 @@ from optpipe_cli.output import Json, echo, print_json, print_rows
 if TYPE_CHECKING:
     from optpipe_server.database.keys import Keys
 
-DatabaseUrl = Annotated[
-    str,
-    Parameter(env_var="OPTPIPE_DATABASE", help="The service's database URL. The service may be running."),
-]
+DatabaseUrl = Annotated[str, Parameter(env_var="OPTPIPE_DATABASE", help="The service's; the service may be running.")]
 DEFAULT = "sqlite:///optpipe.db"  # as `optpipe serve`
 
 

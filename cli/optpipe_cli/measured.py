@@ -26,9 +26,7 @@ def from_(
     /,
     *,
     activation_bytes: Annotated[Numbers | None, Parameter(help="What a stage saves in a forward.")] = None,
-    activation_budget_bytes: Annotated[
-        NonNegativeInt | None, Parameter(help="A device's budget. Default: what the measured order holds at most.")
-    ] = None,
+    activation_budget_bytes: Annotated[NonNegativeInt | None, Parameter(help="Default: what was held at most.")] = None,
     weight_share: WeightShare = None,
     run: RunOptions = RunFacts(),
     step: Annotated[NonNegativeInt | None, Parameter(help="Take one step, with each micro-batch's own times.")] = None,

@@ -40,7 +40,13 @@ def model(
 ) -> None:
     """`optpipe model`."""
     if presets:
-        _list_presets(json)
+        sources = {"models": {n: m.source for n, m in MODELS.items()}, "gpus": {n: g.source for n, g in GPUS.items()}}
+        if json:
+            print_json(sources)
+        for title, entries in sources.items() if not json else ():
+            echo(title)
+            for preset_name, source in entries.items():
+                echo(f"  {preset_name:18} {source}")
         return
     if name is None:
         raise InputError("NAME is missing: a preset, which --presets lists, or a config.json")
@@ -161,14 +167,3 @@ def read_gpu(name: str) -> Gpu:
     """The preset, or the data sheet that a file has."""
     path = Path(name)
     return preset(GPUS, "gpu", name) if name in GPUS or not path.exists() else Gpu.from_json(read_file(path), name)
-
-
-def _list_presets(json: bool) -> None:
-    sources = {"models": {n: m.source for n, m in MODELS.items()}, "gpus": {n: g.source for n, g in GPUS.items()}}
-    if json:
-        print_json(sources)
-        return
-    for title, entries in sources.items():
-        echo(title)
-        for name, source in entries.items():
-            echo(f"  {name:18} {source}")

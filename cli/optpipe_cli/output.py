@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from optpipe.errors import InputError
+from optpipe.model.problem import Problem
 from optpipe.printable import printable
 from optpipe_cli.terminal import Plain, new_console
 
@@ -91,3 +92,8 @@ def print_figures(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     for row in rows:
         table.add_row(*row)
     print_table(table)
+
+
+def sizes_text(problem: Problem) -> str:
+    """Return such as `4 devices, 8 stages, 16 micro-batches`."""
+    return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches"

@@ -45,10 +45,7 @@ def plan(
     attention: Annotated[str, Parameter(help="flash or unfused.")] = "flash",
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = True,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = "optpipe",
-    today: Annotated[
-        str | None,
-        Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': the plan starts there and says what it gains."),
-    ] = None,
+    today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
     margin: Annotated[float, Parameter(help="Share of each GPU's memory that stays free.")] = 0.05,
     host_memory_gb: Annotated[float | None, Parameter(help="Pinned host memory of each GPU.")] = None,
     options: Annotated[Options[PlanOptions], Parameter(group="Search")] = PlanOptions(),

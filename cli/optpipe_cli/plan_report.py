@@ -171,7 +171,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "lower_bound_ms": plan.lower_bound_ms,
         "today": plan.today and _running(plan.today),
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
-        "other_divisions": [_figures(other) | _differs(best, other) for other in plan.other_divisions],
+        "other_divisions": [_figures(other) | {"longer": _longer(best, other)} for other in plan.other_divisions],
         "frontier": [
             {"bytes": held, "iteration_ms": ms, "candidate": str(candidate), "method": method}
             for held, ms, candidate, method in plan.frontier
@@ -190,9 +190,9 @@ def _running(today: Running) -> dict[str, Any]:
     }
 
 
-def _differs(best: Candidate, other: Candidate) -> dict[str, Any]:
+def _longer(best: Candidate, other: Candidate) -> dict[str, Any]:
     each = difference(best, other)
-    return {"longer": {"logarithm": each.longer, "standard_deviation": each.spread, "variance": each.variance}}
+    return {"logarithm": each.longer, "standard_deviation": each.spread, "variance": each.variance}
 
 
 def _figures(candidate: Candidate) -> dict[str, Any]:

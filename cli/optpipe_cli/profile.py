@@ -36,21 +36,12 @@ OF_LEVEL = ["checkpoint_bytes" if name == "activation_bytes" else name for name 
 
 def profile(
     *,
-    model: Annotated[
-        str,
-        Parameter(help="MODULE:FUNCTION, called with rank and ranks, which returns a Setup; or a config.json."),
-    ],
-    ranks: Annotated[
-        int | None,
-        Parameter(help="How many ranks to start here. Without it, this is a rank that torchrun has started."),
-    ] = None,
+    model: Annotated[str, Parameter(help="MODULE:FUNCTION(rank, ranks) that returns a Setup; or a config.json.")],
+    ranks: Annotated[int | None, Parameter(help="How many to start here. Default: torchrun has started them.")] = None,
     microbatches: Annotated[PositiveInt, Parameter(help="How many micro-batches a batch has.")] = 8,
     microbatch_size: Annotated[PositiveInt | None, Parameter(help="Sequences, of a config. Default: 1.")] = None,
     sequence: Annotated[PositiveInt | None, Parameter(help="Tokens. Default: a config's longest.")] = None,
-    activation_budget_bytes: Annotated[
-        NonNegativeInt | None,
-        Parameter(help="A rank's budget for activations. Default on a GPU: the memory that is left."),
-    ] = None,
+    activation_budget_bytes: Annotated[NonNegativeInt | None, Parameter(help="Default on a GPU: what is left.")] = None,
     offload_parts: Annotated[PositiveInt, Parameter(help="In how many parts an activation may be offloaded.")] = 1,
     repeats: Annotated[PositiveInt, Parameter(help="How often each op is measured at least.")] = 7,
     output: Output = None,

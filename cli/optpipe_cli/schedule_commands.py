@@ -32,6 +32,7 @@ from optpipe_cli.output import (
     echo,
     print_json,
     require_writable,
+    sizes_text,
 )
 from optpipe_cli.terminal import new_console
 from optpipe_solver.bounds import lower_bound
@@ -88,16 +89,12 @@ def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
 
 def _size_complaint(file: ScheduleFile, placed: Problem) -> list[str]:
     """One complaint, not one for each op, if the file's problem has other numbers of devices, stages, micro-batches."""
-    if file.placement or _sizes(file.problem) == _sizes(placed):
+    if file.placement or sizes_text(file.problem) == sizes_text(placed):
         return []
     theirs, given = (
-        f"{printable(problem.name) or 'a problem'} ({_sizes(problem)})" for problem in (file.problem, placed)
+        f"{printable(problem.name) or 'a problem'} ({sizes_text(problem)})" for problem in (file.problem, placed)
     )
     return [f"the schedule was made for {theirs}, not for {given}"]
-
-
-def _sizes(problem: Problem) -> str:
-    return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches"
 
 
 def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
@@ -184,9 +181,7 @@ def export(
     schedule: SchedulePath,
     /,
     *,
-    to: Annotated[
-        str, Parameter(help="The form to write: torch-csv, torch-comms, torch-comms-waits, megatron, primus or json.")
-    ],
+    to: Annotated[str, Parameter(help="torch-csv, torch-comms, torch-comms-waits, megatron, primus or json.")],
     output: Output = None,
     without_offload: Annotated[Flag, Parameter(help="Leave offloads out; tell the memory it costs.")] = False,
 ) -> None:

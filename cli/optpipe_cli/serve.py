@@ -13,14 +13,8 @@ if TYPE_CHECKING:
     from optpipe_server import Settings
 
 Database = Annotated[str, Parameter(env_var="OPTPIPE_DATABASE")]
-Threads = Annotated[
-    int | None,
-    Parameter(validator=Number(gte=1, lte=1024), help="Threads of all searches together. Default: all cores but one."),
-]
-MemoryMib = Annotated[
-    int | None,
-    Parameter(validator=Number(gte=64), help="Memory limit for all processes of one search. Default: none."),
-]
+Threads = Annotated[int | None, Parameter(validator=Number(gte=1, lte=1024), help="Of all searches together.")]
+MemoryMib = Annotated[int | None, Parameter(validator=Number(gte=64), help="Of one search's processes together.")]
 LogJson = Annotated[bool | None, Parameter(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")]
 
 
@@ -29,17 +23,12 @@ def serve(
     host: Annotated[str, Parameter(help="Address. One that others can reach needs a key first.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port; 0 takes a free one. It is printed.")] = 8000,
     database: Annotated[Database, Parameter(help="sqlite:///FILE or postgresql://...")] = "sqlite:///optpipe.db",
-    solves: Annotated[
-        int, Parameter(validator=Number(gte=0, lte=1000), help="Searches at a time; 0 leaves them to `optpipe worker`.")
-    ] = 1,
+    solves: Annotated[int, Parameter(validator=Number(gte=0, lte=1000), help="Searches at a time; 0: workers'.")] = 1,
     threads: Threads = None,
     memory_mib: MemoryMib = None,
     open_jobs: Annotated[NonNegativeInt, Parameter(help="Jobs of one key that wait or run, at most.")] = 100,
     keep: Annotated[PositiveInt | None, Parameter(help="Finished jobs to keep. Default: all.")] = None,
-    keep_days: Annotated[
-        NonNegativeFloat | None,
-        Parameter(help="Days after which finished jobs and unused schedules are deleted. Default: never."),
-    ] = None,
+    keep_days: Annotated[NonNegativeFloat | None, Parameter(help="Of finished jobs and unused schedules.")] = None,
     streams: Annotated[PositiveInt, Parameter(help="Event streams at a time, at most.")] = 1000,
     log_json: LogJson = None,
 ) -> None:

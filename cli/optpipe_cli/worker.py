@@ -19,11 +19,7 @@ def worker(
     name: Annotated[str | None, Parameter(help="In the database and the logs. Default: host and process.")] = None,
     metrics_host: Annotated[str, Parameter(help="Address of /metrics and /healthz.")] = "127.0.0.1",
     metrics_port: Annotated[
-        int | None,
-        Parameter(
-            validator=Number(gte=0, lte=65535),
-            help="Port of /metrics and /healthz; 0 takes a free one. Default: not served.",
-        ),
+        int | None, Parameter(validator=Number(gte=0, lte=65535), help="Default: not served.")
     ] = None,
     log_json: LogJson = None,
 ) -> None:
