@@ -80,16 +80,9 @@ def test_as_json_with_pictures(run, tmp_path):
     assert "fastlink-4x8 · gpipe" in drawn["gpipe.svg"]
 
 
-@pytest.mark.parametrize(
-    ("methods", "apart"),
-    [
-        ("1f1b", ["1f1b"]),
-        ("gis:group=5,1f1b, auto", ["gis:group=5", "1f1b", "auto"]),
-        ("x:a=1,b=2,y:c=3,auto", ["x:a=1,b=2", "y:c=3", "auto"]),
-    ],
-)
-def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
-    assert CompareOptions(methods=methods).methods == tuple(apart)  # type: ignore[arg-type]
+def test_parameters_of_one_method_stand_between_commas_too():
+    options = CompareOptions(methods="gis:group=5,1f1b,x:a=1,b=2,y:c=3, auto")  # type: ignore[arg-type]
+    assert options.methods == ("gis:group=5", "1f1b", "x:a=1,b=2", "y:c=3", "auto")
 
 
 def test_the_frontier_has_no_dominated_points():

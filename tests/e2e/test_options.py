@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -254,36 +252,6 @@ def test_a_wrong_value_is_refused_in_the_same_words(
     (told,) = refusals(doors, option)
     assert told.startswith(f"{option.name} = ")
     assert asked == []
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("solve x.json --milp-ops 3.5", "--milp-ops = '3.5': input should be a valid integer"),
-        ("compare x.json --time-limit soon", "--time-limit = 'soon': input should be a valid number"),
-        ("profile --model m --ranks many", "--ranks = 'many': an integer was expected. See optpipe profile --help."),
-        ("cache prune -1", 'Invalid value "-1" for KEEP. Must be >= 0. See optpipe cache prune --help.'),
-        ("diagnose trace.json --layers 3,x", "Invalid value for --layers: '3,x': one number, or several with commas"),
-        ("model gpt2 --pp 4 --layers 3,x", "--layers = '3,x': numbers with commas between were expected. See optpipe"),
-        ("model gpt2 --ep 3", "ep = 3: must divide dp · cp = 1. See optpipe model --help."),
-        ("solve", "PROBLEM is missing. See optpipe solve --help."),
-        ("solve p.json -o", "-o has no value. See optpipe solve --help."),
-        ("check a b c", "'c': nothing more was expected. See optpipe check --help."),
-        ("solv", 'Unknown command "solv". Did you mean "solve"? Available commands: '),
-        ("solve ''", "PROBLEM is empty: a name or a number was expected"),
-        ("solve p.json -o ''", "--output is empty: a name or a number was expected"),
-        ("keys list --jso", "Unknown option: --jso. Did you mean --json? See optpipe keys list --help."),
-    ],
-)
-def test_wrong_words_of_a_command_end_in_one_sentence(
-    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["optpipe", *shlex.split(words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1)
-    assert said.startswith(f"error: {told}")
 
 
 def test_the_page_has_a_table_of_all_options() -> None:
