@@ -33,7 +33,7 @@ COMMANDS = {
     },
     "Service": {
         "serve": ("serve:serve", "Run the service that solves problems while a training runs."),
-        "worker": ("worker:worker", "Solve jobs of a service whose database is PostgreSQL, until told to end."),
+        "worker": ("worker:worker", "Solve jobs of a service whose database is PostgreSQL, until it is stopped."),
     },
 }
 GROUPS = {

@@ -42,8 +42,8 @@ def compare(
 ) -> None:
     """`optpipe compare`."""
     is_schedule = '"optpipe.schedule/' in read_text(problem)[:100]  # as every schedule file begins
-    given = Schedule.load(problem) if is_schedule else None
-    posed = given.problem if given else Problem.load(problem)
+    filed = Schedule.load(problem) if is_schedule else None
+    posed = filed.problem if filed else Problem.load(problem)
     comparison = watched(posed, options, quiet=json)
     for row in comparison.rows if pictures else ():
         if row.schedule and pictures:
@@ -54,8 +54,8 @@ def compare(
         return
     for line in lines(comparison, posed.name or problem.stem):
         print_table(line)
-    if given:
-        echo(f"{problem.name}: {given.makespan_ms:.5g} ms, by {given.method or 'hand'}")
+    if filed:
+        echo(f"{problem.name}: {filed.makespan_ms:.5g} ms, by {filed.method or 'hand'}")
     for row in comparison.rows:
         for note in row.result.notes:
             if note != row.reason:
@@ -66,13 +66,13 @@ def watched(
     problem: Problem, options: CompareOptions, quiet: bool = False, starts: Sequence[Schedule] = ()
 ) -> Comparison:
     """Run `optpipe.compare` with a line on stderr that shows the progress."""
-    with waiting("comparing", quiet) as say:
+    with waiting("comparing", quiet) as show:
 
-        def tell(row: Row) -> None:
+        def report(row: Row) -> None:
             value = f"{row.value_ms:.5g} ms" if row.value_ms is not None else "no schedule"
-            say(f"comparing, after {label(row)}: {value}")
+            show(f"comparing, after {label(row)}: {value}")
 
-        return compared(problem, options.methods, starts=starts, report=tell, **options.search())
+        return compared(problem, options.methods, starts=starts, report=report, **options.search())
 
 
 def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:

@@ -63,7 +63,7 @@ def _missing_file(url: str) -> bool:
 
 
 def _require_file(url: str) -> None:
-    """Raise `InputError` where a database would be made only to tell that it has no keys."""
+    """Raise `InputError` where a database would be made only to find no keys in it."""
     from optpipe.errors import InputError
 
     if _missing_file(url):

@@ -129,7 +129,7 @@ def _less_memory(plan: Plan) -> Iterator[str]:
 
 def _other_divisions(plan: Plan) -> Iterator[str]:
     """The best candidate of each, whether it is really slower, and what to measure where that is open."""
-    yield "other divisions, each by its best candidate; ≥ is a bound, ≈ cannot be told from the best one"
+    yield "other divisions, each by its best candidate; ≥ is a bound, ≈ cannot be distinguished from the best one"
     differences = [difference(plan.best, other) for other in plan.other_divisions[:OTHERS]]
     for other, each in zip(plan.other_divisions, differences, strict=False):
         text = f"{other.iteration_ms / S:.4g}" if other.schedule else f"≥ {other.bound_ms / S:.4g}"
@@ -140,7 +140,7 @@ def _other_divisions(plan: Plan) -> Iterator[str]:
 
 
 def _to_measure(open_one: Difference) -> str:
-    """What to measure to tell the runner-up from the best one."""
+    """What to measure to distinguish the runner-up from the best one."""
     measures = {
         UNEXPLAINED: "a step of each",
         "link_fraction": "iterations with tensor parallelism, for optpipe calibrate --from",
@@ -238,7 +238,7 @@ def write(plan: Plan, folder: Path) -> None:
 
 
 def _settings(plan: Plan) -> dict[str, list[str]]:
-    """What the stack is to be told, by stack."""
+    """The settings of each stack."""
     if plan.question.stack == "torch":
         return {"torchtitan": torchtitan(plan.best, CSV), "NeMo AutoModel": nemo(plan.best, CSV)}
     return {"Megatron-LM": megatron(plan.best)} if plan.question.stack == "megatron" else {}

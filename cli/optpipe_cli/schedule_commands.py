@@ -45,11 +45,11 @@ def check(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False
     wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
     if not wrong and file.problem.sha256 == posed.sha256:
         _bound_proven_here(file)
-    tell(placed, wrong, json)
+    _print_verdict(placed, wrong, json)
 
 
 def _bound_proven_here(file: ScheduleFile) -> float | None:
-    """Return the bound that is computed here of the problem in a file that tells one; say so if the file's is higher.
+    """Return the bound that is computed here of the problem in a file that has one; note it if the file's is higher.
 
     Whoever writes a file can write any bound into it.
     """
@@ -62,7 +62,7 @@ def _bound_proven_here(file: ScheduleFile) -> float | None:
     return bound_ms
 
 
-def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
+def _print_verdict(schedule: Schedule, wrong: list[str], json: bool) -> None:
     """Print what `check` finds; exit code 1 if anything is wrong."""
     problem = schedule.problem
     if json:
@@ -183,7 +183,7 @@ def export(
     *,
     to: Annotated[str, Parameter(help="torch-csv, torch-comms, torch-comms-waits, megatron, primus or json.")],
     output: Output = None,
-    without_offload: Annotated[Flag, Parameter(help="Leave offloads out; tell the memory it costs.")] = False,
+    without_offload: Annotated[Flag, Parameter(help="Leave offloads out; print what memory that costs.")] = False,
 ) -> None:
     """`optpipe export`."""
     exported = exported_as(Schedule.load(schedule), to, without_offload)
@@ -206,7 +206,7 @@ def import_(
     """`optpipe import`."""
     imported = import_schedule(file, Problem.load(problem))
     imported.save(output)
-    tell(imported, complaints(imported.problem, imported), json)
+    _print_verdict(imported, complaints(imported.problem, imported), json)
 
 
 def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedule]:

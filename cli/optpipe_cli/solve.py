@@ -61,7 +61,7 @@ def solve(
     running = search(posed, options, start, None if no_cache else usable_cache())
     result = _last_result(running, options.time_limit_s, quiet=json)
     try:
-        _tell(result, json)
+        _print_result(result, json)
         has_other_stages = is_search(options.method) and len(posed.devices) > 1 and len(posed.all_routes) == 1
         if not json and result.placements == "keep" and has_other_stages:
             echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
@@ -94,7 +94,7 @@ def _last_result(running: Search, time_limit_s: float, quiet: bool) -> Result:
     return last
 
 
-def _tell(result: Result, json: bool) -> None:
+def _print_result(result: Result, json: bool) -> None:
     if json:
         print_json(result.to_dict())
         return
