@@ -22,7 +22,8 @@ from support.service.rest import submit
 
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe_server.database import Database, Leases
+from optpipe_server.database import Database
+from optpipe_server.database.searches import Searches
 from optpipe_server.http.job_updates import POLL_S
 from optpipe_server.http.server import Server
 
@@ -41,19 +42,21 @@ Shared = tuple[str, Server]
 @pytest.fixture
 def api(database_url: str, tmp_path: Path, fake_solver: None) -> Iterator[Shared]:
     """A server whose jobs the test itself works on."""
-    with running(replace(settings_in(tmp_path, database_url), solves=0, lease_s=60.0)) as served:
+    with running(replace(settings_in(tmp_path, database_url), solves=0)) as served:
         yield served
 
 
 def work(database: Database, pause_s: float) -> None:
     """Do what a worker does for one job, step by step."""
-    leases = Leases(database, "test", 60.0)
-    claim = leases.claim()
+    searches = Searches(database, "test")
+    job_id = searches.first_open(())
+    assert job_id is not None
+    claim = searches.begin(job_id)
     assert claim is not None
     for schedule in BETTER:
         time.sleep(pause_s)
-        leases.append(claim, Result("feasible", schedule, method=schedule.method))
-    leases.finish(claim, "done", Result("feasible", BETTER[-1], method=BETTER[-1].method), 1.0)
+        searches.append(claim, Result("feasible", schedule, method=schedule.method))
+    searches.finish(claim, "done", Result("feasible", BETTER[-1], method=BETTER[-1].method), 1.0)
 
 
 async def follow(http: httpx.AsyncClient, job: dict[str, Any], chance: random.Random, breaks: int) -> list[int]:
