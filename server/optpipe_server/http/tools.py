@@ -95,6 +95,8 @@ async def diagnose(asked: Annotated[DiagnoseOptions, Query()], request: Request,
                 if await request.is_disconnected():
                     wanted.unlink(missing_ok=True)
             text = await task
+        except InputError as error:
+            raise InputError(f"diagnose: {error}") from None
         finally:
             task.cancel()
     return HTMLResponse(text) if asked.to == "html" else Response(text, media_type="application/json")
