@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.ranks.odd_modules import BATCH, WIDTH, Of, Scaled, gated, linear, slope
-from support.ranks.split_stages import CPU, batches, runner
+from support.ranks.split_stages import CPU, batches, require_as_plain, runner
+from support.ranks.split_stages import run as run_ops
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
@@ -60,14 +61,6 @@ def test_layer_norms_wait_for_w_if_they_may(shape: tuple[int, ...]) -> None:
     )
     assert not run(module, x, norms=False).held()
     assert module.weight.grad is not None
-
-
-def test_gradients_come_at_once_outside_a_pipeline() -> None:
-    module = nn.Sequential(nn.Conv1d(5, 5, 1), nn.Linear(8, 6))
-    with Splitting():
-        y = module(torch.randn(2, 5, 8))
-    torch.autograd.backward(y.sum())
-    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -119,11 +112,14 @@ def test_a_weight_that_is_used_otherwise_is_the_parameter(odd: Callable[[Tensor,
 # Errors
 
 
-def test_a_derivative_through_a_split_graph_is_refused(link: Link) -> None:
-    """Its second half would be lost, and nobody would know."""
-    stage = StageRunner(0, Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh())), CPU, link, HostPool(CPU))
-    with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through conv1d"):
-        learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+def test_a_stage_that_takes_gradients_itself_is_not_split(link: Link) -> None:
+    """The second half of a derivative would be lost."""
+    module = Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), linear(), nn.Tanh()))
+    plain, x = copy.deepcopy(module), batches(1)[0].requires_grad_()
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
+    learn(stage, (x,))
+    require_as_plain(module, plain, [x.detach()], run_ops(stage, "F0 B0 W0", [x.detach()]))
+    assert stage.split.at_b == {name for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("layer", [linear, lambda: nn.LayerNorm(WIDTH)])

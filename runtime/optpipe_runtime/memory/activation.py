@@ -10,7 +10,7 @@ DTensor the part on this rank is captured, and the result of a collective when i
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -50,7 +50,7 @@ class Activation:
     def __init__(
         self,
         device: torch.device,
-        excluded: frozenset[int],
+        excluded: Set[int],
         shared: frozenset[int] = frozenset(),
         leaving: Container[int] = frozenset(),
     ) -> None:

@@ -6,7 +6,7 @@ random numbers, buffers and attributes of the first time (`replay`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,12 +55,12 @@ class Forwards:
     ) -> None:
         self._index, self._module, self._device, self._loss_fn = index, module, device, loss_fn
         self._split, self._replay = split, replay
-        self.excluded: frozenset[int] = frozenset()
+        self.excluded: set[int] = set()
         self.results: dict[int, Any] | None = None
         self.sizes: dict[str, tuple[int, ...]] = {}
 
-    def new_activation(self, io: StageIO, staying: Iterable[Tensor] = ()) -> Activation:
-        excluded = self.excluded.union(map(storage_key, staying))
+    def new_activation(self, io: StageIO, staying: Sequence[Tensor] = ()) -> Activation:
+        excluded = self.excluded | set(map(storage_key, staying)) if staying else self.excluded
         return Activation(self._device, excluded, io.shared_blocks, io.large_elsewhere)
 
     def new_checkpoint(self) -> Activation:
@@ -112,7 +112,7 @@ class Forwards:
         used = Given(*clones((given.inputs, given.target, dict(given.kwargs)))) if io.changes_inputs else given
         repeating: AbstractContextManager[object] = _NOTHING
         if level.keeps is None:
-            with torch.no_grad(), self._split.mode():
+            with torch.no_grad(), self._split.splitting(None, as_torch=False):
                 outputs = self.outputs(io, used, microbatch)
         else:  # torch chooses some kernels by whether there is a graph
             keeping = Keeping(level, self._index, self._device)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
+from torch import Tensor
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
@@ -18,7 +20,6 @@ from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
 from optpipe_runtime.stage.outside import leaves_of
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.running import Given, Running
-from optpipe_runtime.stage.split import computed_at_once, would_hold
 from optpipe_runtime.torch_private.modules import must_stay_whole
 from optpipe_runtime.torch_private.tensors import version
 
@@ -53,7 +54,24 @@ def learn(
     if anew:
         stage.split.learn_anew(stage.module)
     given = Given(inputs, target or (), dict(kwargs))
-    with stage.replay.undisturbed(), torch.enable_grad():
+    try:
+        io, leaves = _run_noting(stage, io, given)
+    except Exception as error:
+        if not must_stay_whole(error):
+            raise
+        stage.split.whole = True
+        io, leaves = _run_noting(stage, io, given)
+    stage.outside.note(leaves)
+    stage.io[form] = io
+    stage.io[form] = _with_blocks(stage, io, given, form)
+    return stage.io[form]
+
+
+def _run_noting(stage: StageRunner, io: StageIO, given: Given) -> tuple[StageIO, list[ReferenceType[Tensor]]]:
+    """A forward of torch's own: notes the stage's calls, and adds what it gives. Returns the leaves of its graph, too,
+    without inputs and the module's parameters."""
+    assert stage.split.calls is not None
+    with stage.replay.undisturbed(), torch.enable_grad(), stage.split.calls.noting(stage.split.whole):
         copies = clones(given)
         outputs = stage.forwards.outputs(io, copies)
         if io.ends and not outputs[0].requires_grad:
@@ -61,38 +79,23 @@ def learn(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
         leaves = leaves_of(outputs, (*tensors_in(given), *stage.module.parameters()))
-    stage.io[form] = io = replace(
+    io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),
-        reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
+        reached=tuple(reached_inputs(output, tensors_in(given.inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
         changes_inputs=any(version(tensor) for tensor in tensors_in(copies)),
     )
-    del outputs
-    stage.outside.note(leaves)
-    stage.io[form] = _with_blocks(stage, io, given, form)
-    return stage.io[form]
+    return io, leaves
 
 
 def _with_blocks(stage: StageRunner, io: StageIO, given: Given, form: int) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
     assert stage.split.calls is not None
-    before = computed_at_once()
-    stage.split.noting = stage.split.calls.note
-    try:  # the graph lives as long as `running`
-        running, activation = _run(stage, given, form)
-    except Exception as error:
-        if not must_stay_whole(error):
-            raise
-        stage.abandon()
-        stage.split.whole = True
-        running, activation = _run(stage, given, form)
-    finally:
-        stage.split.noting = None
-    stage.split.calls.computes_gradients |= computed_at_once() != before
+    running, activation = _run(stage, given, form)  # the graph lives as long as `running`
     nbytes = activation.nbytes
-    if stage.split.norms_wait and would_hold(running.edges.values()) > nbytes:
+    if stage.split.norms_wait and stage.split.calls.would_hold > nbytes:
         # W gains least by the products of layer norms, and a B should not need more memory than its F.
         stage.split.norms_wait = False
     activation.offload(0, 1, Nowhere())

@@ -89,7 +89,8 @@ class StageRunner:
         Offloads go in `parts` parts."""
         self._parts = parts
         staying = (*self.parameters(), *self._buffers(), *batch)
-        self.forwards.excluded = frozenset(storage_key(tensor) for tensor in staying)
+        excluded = {storage_key(tensor) for tensor in staying} | self.split.casts.storages()
+        self.forwards.excluded = self.split.casts.staying = excluded
 
     def end_step(self) -> None:
         """Call it after a step, and after whatever else has run forwards."""

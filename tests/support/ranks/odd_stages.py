@@ -192,8 +192,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
 # more than F kept.
 AT_B: dict[str, set[str]] = {
     "batch norm": {"0.weight", "0.bias", "2.weight", "2.bias"},
-    "spectral norm": {"0.parametrizations.weight.original", "0.bias"},
-    "weight norm": {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1", "0.bias"},
+    "spectral norm": {"0.parametrizations.weight.original"},
+    "weight norm": {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1"},
     "an lstm of one's own": {f"layers.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     "lstm": {f"layers.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     "transformer layer in evaluation": {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"},
@@ -210,5 +210,5 @@ AT_B: dict[str, set[str]] = {
     "a scale": {"1.weight"},
     "bags of words": {"layers.0.weight"},
     "mapped": {f"layers.0.{i}.{name}" for i in range(3) for name in ("weight", "bias")},
-    "a gradient in a forward": {f"layers.0.{i}.weight" for i in (0, 2, 3)},  # by the derivative's own derivative
+    "a gradient in a forward": {f"layers.0.{i}.{name}" for i in (0, 2, 3) for name in ("weight", "bias")},
 }

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
+from optpipe_runtime.stage.split.queue import can_wait, plain, weight_grads
+from optpipe_runtime.torch_private.tensors import base, unview
 
 
 def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -32,6 +34,22 @@ def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return func(*args, **kwargs)  # no weights, only weights, or tensors of other kinds
     result: Tensor = _Split.apply(func, tuple(kwargs), weights, *values)  # type: ignore[no-untyped-call]
     return result
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Indices have no gradient, so all of the backward waits for W."""
+    options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    if max_norm is not None or sparse:  # changes the weight; or has a gradient that W cannot add to another one
+        return functional.embedding(input, weight, *options)
+    return split(functional.embedding, input, weight, *options)
 
 
 class _Split(torch.autograd.Function):
@@ -56,8 +74,8 @@ class _Split(torch.autograd.Function):
         kept.clear()
         ctx.kept, ctx.y, ctx.inputs = kept, get_gradient_edge(y), {i: get_gradient_edge(inner[i]) for i in inputs}
         ctx.weights, ctx.count, ctx.name = {i: values[i] for i in weights}, len(values), func.__name__
-        ctx.waiting = waits(y, *(values[i] for i in inputs))
-        return not_a_view(y.detach())
+        result = y.detach()
+        return result if base(result) is None else unview(result)  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -3,24 +3,22 @@ modules are not changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from optpipe_runtime.stage.split import graph, layers
-from optpipe_runtime.stage.split.layers import Casts
-from optpipe_runtime.stage.split.queue import can_wait
+from optpipe_runtime.stage.split import graph, hooked
+from optpipe_runtime.stage.split.hooked import SCALES, Casts
 from optpipe_runtime.torch_private.tensors import GROUPED_MM, is_mapping
 
 aten = torch.ops.aten
-Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]  # func, args, kwargs
+Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]  # func, args, kwargs, and what it returned
 _BY_GRAPH: frozenset[Any] = frozenset(
     {
         *(functional.conv1d, functional.conv2d, functional.conv3d),
@@ -42,25 +40,23 @@ _EXPORTED: frozenset[Any] = frozenset(  # the same, as torch.export writes them
 )
 LINEAR = frozenset({functional.linear, aten.linear.default})
 # Batch and group norms take too little time at W for the memory that they would hold until then.
-_WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH | _EXPORTED} | {
-    functional.embedding: layers.embedding,
-}
-# A norm that is written out ends in a product with its scale.
-SCALES: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, aten.mul.Tensor})
-_NORMS: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in SCALES} | {
-    **dict.fromkeys((functional.rms_norm, torch.rms_norm, aten.rms_norm.default), layers.rms_norm),
-    functional.layer_norm: layers.layer_norm,
+_NORMS: dict[Any, Callable[..., Tensor]] = {
+    **{func: partial(hooked.scale, func) for func in SCALES},
+    **dict.fromkeys((functional.rms_norm, torch.rms_norm, aten.rms_norm.default), hooked.rms_norm),
+    functional.layer_norm: hooked.layer_norm,
     aten.layer_norm.default: partial(graph.split, aten.layer_norm.default),
 }
-_WITH_NORMS = _WAITING | _NORMS
-_ENDING = frozenset({*LINEAR, *_WAITING, functional.multi_head_attention_forward})  # compiled regions
+_OTHERS: dict[Any, Callable[..., Tensor]] = {
+    **{func: partial(graph.split, func) for func in _BY_GRAPH | _EXPORTED},
+    functional.embedding: graph.embedding,
+}
+_ALL = _OTHERS | _NORMS
+_ENDING = frozenset({*LINEAR, *_OTHERS, functional.multi_head_attention_forward})  # compiled regions
 
 
-def waiting(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The weights of a call whose gradients may wait for W, by any of the ways here."""
-    if func not in LINEAR and func is not functional.multi_head_attention_forward and func not in _WITH_NORMS:
-        return []
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and can_wait(value)]
+def is_split(func: Any) -> bool:
+    """Whether weight gradients of its calls may wait for W."""
+    return func in LINEAR or func in _ALL
 
 
 def is_norm(func: Any) -> bool:
@@ -74,16 +70,16 @@ class Splitting(TorchFunctionMode):
 
     In a compiled module such an op ends the compiled region, and the next one begins after it: what lies between the
     ops stays compiled, norms too. With `whole` it stays in its region, and its gradient comes at B. So does that of ops
-    within vmap and its like, which accept no custom autograd function. `note` is told all calls outside of regions.
+    within vmap and its like, which accept no custom autograd function. With `note`, all calls outside of regions are
+    only noted.
     """
 
     def __init__(
         self, norms: bool = True, casts: Casts | None = None, note: Note | None = None, whole: bool = False
     ) -> None:
         super().__init__()
-        self._whole = whole
-        self._waiting = _WITH_NORMS if norms else _WAITING
-        self._note = note
+        self._whole, self._note = whole, note
+        self._split = _ALL if norms else _OTHERS
         self._casts = casts or Casts()
 
     def run(self, func: Any, *args: Any) -> Tensor:
@@ -100,17 +96,18 @@ class Splitting(TorchFunctionMode):
             return self._interpreted(func, args, kwargs) if ends else func(*args, **kwargs)
         if is_mapping():
             return func(*args, **kwargs)
-        if self._note is not None:
-            self._note(func, args, kwargs)
-        if func in LINEAR:  # without a graph, too: it keeps casts
-            return layers.linear(self._casts, *args, **kwargs)
-        if not torch.is_grad_enabled():  # a forward that is to be recomputed
-            return func(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:
+        if func is functional.multi_head_attention_forward and (self._note or torch.is_grad_enabled()):
             with self:
                 return _opened(func)(*args, **kwargs)
-        split = self._waiting.get(func, func)
-        return split(*args, **kwargs)
+        if self._note is not None:
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+            return result
+        if func in LINEAR:  # without a graph, too: it keeps casts
+            return hooked.linear(self._casts, *args, **kwargs)
+        if not torch.is_grad_enabled():  # a forward that is to be recomputed
+            return func(*args, **kwargs)
+        return self._split.get(func, func)(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so a region that calls it ends
     def _interpreted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -130,17 +127,3 @@ def _opened(func: FunctionType) -> FunctionType:
     opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
-
-
-def would_hold(edges: Iterable[GradientEdge]) -> int:
-    """An upper bound on the bytes that a graph made under `Splitting` leaves to W: inputs of its ops, each counted
-    once, and the gradients that reach them."""
-    nodes: list[Any] = [edge.node for edge in edges]
-    seen = set(nodes)
-    for node in nodes:  # the list grows in the loop
-        fresh = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= fresh
-        nodes += fresh
-    owed: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
-    inputs = {key: nbytes for _, inputs in owed for key, nbytes in inputs.items()}
-    return sum(nbytes for nbytes, _ in owed) + sum(inputs.values())

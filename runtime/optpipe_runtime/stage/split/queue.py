@@ -16,11 +16,9 @@ from optpipe_runtime.memory.storage import StorageRef, storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.torch_private.tensors import (
     AsyncCollectiveTensor,
-    base,
     has_hooks,
     saves_tensors,
     storage_id,
-    unview,
     version,
 )
 
@@ -73,13 +71,7 @@ class WeightQueue:
 
 
 _filling: WeightQueue | None = None
-_outside = 0
 _one_at_a_time = Lock()
-
-
-def computed_at_once() -> int:
-    """How many weight gradients were asked for outside of a stage's backward."""
-    return _outside
 
 
 def filling() -> WeightQueue | None:
@@ -112,9 +104,7 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
     Sequence[Tensor | None]
         None for each parameter in a B; elsewhere, in a BW or without a pipeline, `compute()`.
     """
-    global _outside
     queue = _filling
-    _outside += queue is None
     if queue is None or not queue.deferring or not all(can_wait(parameter) for parameter in parameters):
         return compute()
     queue.push(lambda: accumulate(parameters, compute(), holds), holds)
@@ -200,18 +190,8 @@ def can_wait(weight: Tensor) -> bool:
     return False
 
 
-def waits(y: Tensor, *inputs: Tensor) -> tuple[int, dict[int, int]]:
-    """What an op leaves to W at most: the bytes of its output's gradient, and those of its inputs, by storage."""
-    return local(y).nbytes, {storage_key(x): local(x).nbytes for x in inputs}
-
-
 def plain(tensor: Tensor) -> bool:
     """Whether a tensor is numbers in one storage: not nested, not of a device mesh, and of no subclass with ops of its
     own. The result of a collective is, once it is there."""
     kinds = Tensor, nn.Parameter, AsyncCollectiveTensor
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def not_a_view(y: Tensor) -> Tensor:
-    """The result of an autograd function: what follows could not change a view in place."""
-    return y if base(y) is None else unview(y)
