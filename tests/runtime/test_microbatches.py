@@ -3,7 +3,6 @@ shapes that do not follow from others are learned."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,7 +39,6 @@ from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler, assign, pack
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute.executor import Executor
-from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.steps.planned import tokens_and_squares
 
 BETWEEN = Turn((Sizes(1, 9), Sizes(2, 5), Sizes(3, 16), Sizes(1, 7)), weighted=True)
@@ -191,27 +189,9 @@ def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
     return losses
 
 
-def uneven(planned: bool) -> str:
-    """What a rank is told whose loader has a batch more than that of rank 1, which has gone."""
-    batches = [given_here(FIRST, seed) for seed in range(4 - dist.get_rank())]
-    try:
-        with planning(10**6) as (train, _):
-            if planned:
-                for inputs, targets in train.ahead([(each["inputs"], each["targets"]) for each in batches]):
-                    train.step(inputs, targets)
-            else:
-                pipe = train._pipe
-                pipe.load(one_at_a_time(pipe.layout.unmeasured()))
-                for each in batches:
-                    pipe.step(**each)
-    except OptPipeError as error:
-        return str(error)
-    os._exit(0)
-
-
-def misused() -> list[str]:
+def misused(wrong: str) -> str:
     """Planned steps on two ranks, wrongly used: what each rank is told."""
-    number, told = dist.get_rank(), []
+    number = dist.get_rank()
     turns = [Turn((Sizes(1, 4), Sizes(2, 7))), Turn((Sizes(1, 5), Sizes(2, 9))), Turn((Sizes(1, 6), Sizes(1, 4)))]
     batches = [[Microbatches(part) for part in batch(turn, seed)] for seed, turn in enumerate(turns)]
 
@@ -228,16 +208,15 @@ def misused() -> list[str]:
             for k in run:
                 steps.step(*batches[k])
 
-    for wrong in (
-        lambda: train([0, 1], [0, 2]),
-        lambda: train([0, 1][: number + 1], [0, 1]),
-        lambda: train([0], [0], stages=3),
-        lambda: train([0], [0], features=lambda tokens: {"tokens": float("nan")}),
-    ):
-        with pytest.raises(OptPipeError) as caught:
-            wrong()
-        told.append(str(caught.value))
-    return told
+    calls = {
+        "not announced": lambda: train([0, 1], [0, 2]),
+        "one more": lambda: train([0, 1][: number + 1], [0, 1]),
+        "other costs": lambda: train([0], [0], stages=3),
+        "not a number": lambda: train([0], [0], features=lambda tokens: {"tokens": float("nan")}),
+    }
+    with pytest.raises(OptPipeError) as caught:
+        calls[wrong]()
+    return str(caught.value)
 
 
 def test_the_next_training_starts_from_the_rules_of_the_last(ranks: Ranks, tmp_path: Path) -> None:
@@ -291,21 +270,16 @@ def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks) -> None
         assert found == pytest.approx(expected.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_rank_with_more_batches_is_told_which_one_has_fewer(ranks: Ranks, planned: bool) -> None:
-    told = ranks.survivors(uneven, dying=1, planned=planned)
-    assert told == [
-        "rank 1 closed its pipeline after step 3, and rank 0 goes on with step 4: give all ranks equally many batches"
-    ]
-
-
-def test_wrong_use_is_told_on_every_rank(ranks: Ranks) -> None:
-    parts = [
-        "the micro-batches of this step are not those that were announced for it",
-        "rank 1 announces step 2 and rank 0 step 1: all ranks must have equally many batches",
-        "costs is of a pipeline of 3 stages: this one has 2",
-        "microbatches[0].tokens = nan: a number from 0 to 2^53 was expected",
-    ]
-    for told in ranks(misused):
-        for sentence, part in zip(told, parts, strict=True):
-            assert part in sentence
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ("not announced", "the micro-batches of this step are not those that were announced for it"),
+        ("one more", "rank 1 announces step 2 and rank 0 step 1: all ranks must have equally many batches"),
+        ("other costs", "costs is of a pipeline of 3 stages: this one has 2"),
+        ("not a number", "microbatches[0].tokens = nan: a number from 0 to 2^53 was expected"),
+    ],
+)
+def test_wrong_use_is_told(ranks: Ranks, wrong: str, part: str) -> None:
+    told = ranks.to_the_end(misused, wrong=wrong)
+    assert any(part in sentence for sentence in told)
+    assert all(part in sentence or "lost its connection" in sentence for sentence in told)

@@ -127,14 +127,13 @@ def test_what_goes_wrong_is_told_on_all_ranks(ranks: Ranks) -> None:
     assert told("differs") == [["max_norm is 1.0 on rank 0 and 2.0 on rank 1: it must be the same on every rank"]] * 2
     (closure,), _ = told("closure")
     assert closure.startswith("post_validate: optimizer.step was given a closure or a scale")
-    (first,), (second,) = told("one rank")
-    assert first == second
-    assert "has called" in first
-    assert "and another rank something else" in first
-    (first,), (second,) = told("raises")
-    assert (first, second) == ("rank 1: KeyError: 'data'", "'data'")
+    both = ranks.to_the_end(ours.told_of, schedule=schedule, what="one rank")
+    assert any("has called" in why and "and another rank something else" in why for (why,) in both)
+    ((lost,),) = ranks.survivors(ours.told_of, dying=1, schedule=schedule, what="raises")
+    assert "KeyError: 'data'" in ranks.why
+    assert "rank 0 lost its connection" in lost
 
 
 def test_a_rank_that_is_killed_with_an_update_ahead_is_told(ranks: Ranks) -> None:
     ((told,),) = ranks.survivors(ours.told_of, dying=1, schedule=schedules()[0], what="killed")
-    assert told.startswith("rank 1 did not answer any more; rank 0 lost its connection")
+    assert "rank 0 lost its connection" in told

@@ -30,7 +30,7 @@ class Executor:
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._stages, self._messages = rank, rank.stages, rank.messages
-        self._clock = Clock(rank.device, rank.team.require_alive)
+        self._clock = Clock(rank.device)
         self._bytes = ByteCounts(rank)
         self._handlers: dict[Kind, Handler] = StageOps(rank).handlers
         for feature in rank.features:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.clock import wait_for
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
@@ -43,14 +42,13 @@ class HostOptimizer:
         factory: Factory,
         link: Link,
         updates: CopyEngine,
-        require: Callable[[], object],
         clipped: bool = False,
     ) -> None:
         """`factory` gets the host's copies of those `named` parameters that require a gradient, and returns their
-        optimizer. U runs on `updates`, which the optimizers of a rank share, and not if `require` raises while it waits
-        for the gradients; if `clipped` not before `apply`. Raises `InputError` if the stage cannot be updated here."""
+        optimizer. U runs on `updates`, which the optimizers of a rank share; if
+        `clipped` not before `apply`. Raises `InputError` if the stage cannot be updated here."""
         self._stage, self._factory, self._link, self._updates = stage, factory, link, updates
-        self._require, self._clipped = require, clipped
+        self._clipped = clipped
         self._parameters = list(host_parameters(stage, named))
         self.optimizer = factory([(entry.name, entry.master) for entry in self._parameters])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -128,7 +126,7 @@ class HostOptimizer:
         instead."""
         for handle in self._out:
             if isinstance(handle.end, torch.cuda.Event):
-                wait_for(handle.end, self._require)
+                handle.end.synchronize()
             else:
                 handle.wait()
 
@@ -215,7 +213,7 @@ class HostOptimizer:
     def duplicate(self) -> HostOptimizer:
         """Another optimizer of the same parameters, to `try_ops` with."""
         named = [(entry.name, entry.parameter) for entry in self._parameters]
-        return HostOptimizer(self._stage, named, self._factory, self._link, self._updates, self._require)
+        return HostOptimizer(self._stage, named, self._factory, self._link, self._updates)
 
     @torch.no_grad()
     def try_ops(self) -> dict[str, Sequence[Handle]]:

@@ -170,10 +170,9 @@ def _on_host(rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> dic
                 )
     if not hosted:
         return {}
-    updates, require = _update_engine(rank.device), rank.team.require_alive
+    updates = _update_engine(rank.device)
     return {
-        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, require, clipped)
-        for s in hosted
+        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], rank.link, updates, clipped) for s in hosted
     }
 
 

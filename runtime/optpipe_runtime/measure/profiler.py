@@ -63,7 +63,7 @@ def profile(rank: Rank, learner: Learner, batch: Batch, given_budget: int | None
 
 
 def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
-    clock = Clock(rank.device, rank.team.require_alive)
+    clock = Clock(rank.device)
     data = rank.cut(batch, rank.layout.microbatches)
     # Clones, because a stage or the loss may change them in place in every round.
     inputs, targets = (clones(column[0]) if column else () for column in (data.inputs, data.targets))

@@ -125,7 +125,6 @@ class StepRunner:
             self.schedules.planned = None
         if isinstance(report, OptPipeError):
             raise report
-        self.rank.team.steps += 1
         for tie in self.ties:
             tie.end_step()
         norm = self.validations[-1].norm if self.validations else None

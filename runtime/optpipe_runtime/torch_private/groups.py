@@ -8,15 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
+from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = ["PrefixStore", "Store", "default_store", "delayed_parameters", "described_groups", "set_timeout", "timeouts"]
-
-
-def default_store() -> Store:
-    """The store that all ranks met in. A rank that fails leaves the reason there, when no group works any more."""
-    return _get_default_store()
 
 
 def described_groups() -> list[tuple[str, list[int]]]:

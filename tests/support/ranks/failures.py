@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, pipeline, refusals
+from support.ranks.cases import batch, loss_fn, own_stages, pipeline, refusals
 
 
 class Trouble(NamedTuple):
@@ -43,13 +43,10 @@ class Counts:
 
 
 class Told(NamedTuple):
-    """On one rank: what its step raised, what the step after said, and a step of a new pipeline in the same process."""
+    """On one rank: what its step raised, and what the step after said."""
 
     error: str
-    note: str
     later: str
-    losses: list[float] | None
-    gradients: Gradients
 
 
 class _Fuse(torch.autograd.Function):
@@ -90,64 +87,68 @@ def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -
     if rank == trouble.rank:
         first = min(modules)
         modules[first] = _Armed(modules[first], trouble)
-    error, note, later = "", "", ""
     pipe = Pipeline(modules, placement, loss_fn, m)
     pipe.load(schedule)
+    error = ""
     try:
         for step in range(3):  # a rank whose part of a step is done hears of it in the next
             if trouble.where == "between" and rank == trouble.rank and step == trouble.nth:
                 trouble.strike()
             pipe.step(*batch(0, m))
-    except (OptPipeError, ValueError) as raised:
-        error, note = f"{type(raised).__name__}: {raised}", " ".join(getattr(raised, "__notes__", []))
-    try:
-        pipe.step(*batch(0, m))
     except OptPipeError as raised:
-        later = str(raised)
+        error = str(raised)
+    (later,) = refusals(lambda: pipe.step(*batch(0, m)))
     pipe.close()
-    if trouble.kill:
-        return Told(error, note, later, None, {})
-    modules = own_stages(placement)
-    with pipeline(modules, schedule) as pipe:
-        report = pipe.step(*batch(0, m))
-    return Told(error, note, later, report.losses, numbers(modules))
+    return Told(error, later)
 
 
-def interrupted(placement: Sequence[int], schedule: Schedule) -> str:
-    """Rank 0 is interrupted in a step that rank 1 begins only when rank 0 has left it."""
-    rank, m, store = dist.get_rank(), schedule.problem.microbatches, dist.distributed_c10d._get_default_store()
-    modules: dict[int, nn.Module] = dict(own_stages(placement))
-    try:
-        with pipeline(modules, schedule) as pipe:
-            pipe.step(*batch(0, m))
-            modules[rank].zero_grad()  # a rank that accumulates waits until the others have begun the step
-            if rank == 0:
-                modules[0].register_forward_pre_hook(_interrupt)
-            else:
-                store.wait(["interrupted"])
-            pipe.step(*batch(0, m))
-    except (KeyboardInterrupt, OptPipeError) as error:
-        store.set("interrupted", "")
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt("enough")
-
-
-def leaving(placement: Sequence[int], schedule: Schedule) -> str:
+def leaving(placement: Sequence[int], schedule: Schedule) -> list[str]:
     """Rank 1 leaves its `with` by an error of its own, between two steps."""
     m = schedule.problem.microbatches
-    try:
-        with pipeline(own_stages(placement), schedule) as pipe:
+    with pipeline(own_stages(placement), schedule) as pipe:
+        pipe.step(*batch(0, m))
+        if dist.get_rank() == 1:
+            raise KeyError("data")
+        return refusals(lambda: [pipe.step(*batch(0, m)) for _ in range(2)])
+
+
+def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
+    """A step of rank 1 raises, and its process goes on. What each rank is told."""
+    m = schedule.problem.microbatches
+    modules = own_stages(placement)
+    if dist.get_rank() == 1:
+        modules[1] = _Armed(modules[1], Trouble(1, "forward", 2))
+    with Pipeline(modules, placement, loss_fn, m) as pipe:
+        pipe.load(schedule)
+        try:
             pipe.step(*batch(0, m))
-            if dist.get_rank() == 1:
-                raise KeyError("data")
+        except (OptPipeError, ValueError) as error:
+            return [str(error), *refusals(lambda: pipe.step(*batch(0, m)))]
+    return []
+
+
+def frozen(placement: Sequence[int], schedule: Schedule) -> str:
+    """The last rank is stopped within a step. The others wake it when they have heard."""
+    rank, m = dist.get_rank(), schedule.problem.microbatches
+    with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+        pids = pipe.gather(os.getpid())
+        pipe.load(schedule)
+        pipe.step(*batch(0, m))
+        try:
+            if rank == len(pids) - 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
             pipe.step(*batch(0, m))
-    except (KeyError, OptPipeError) as error:
-        return f"{type(error).__name__}: {error}"
+        except OptPipeError as error:
+            os.kill(pids[-1], signal.SIGCONT)
+            return str(error)
     return ""
+
+
+def timeouts(placement: Sequence[int]) -> set[float]:
+    """Of all groups that a pipeline makes, in seconds. Its own has torch's default."""
+    with Pipeline(own_stages(placement), placement, loss_fn, 2, group=dist.new_group()) as pipe:
+        groups: list[Any] = [subgroup._group for subgroup in pipe._rank.team._subgroups]
+        return {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups if g is not None}
 
 
 def apart(placement: Sequence[int], different: Mapping[str, Any]) -> str:

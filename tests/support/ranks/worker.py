@@ -1,4 +1,5 @@
-"""Rank processes over gloo on loopback. Each runs the functions that it is sent, and answers with their results."""
+"""Rank processes over gloo on loopback. Each runs the functions that it is sent, and answers with their results. One
+whose function raises ends, as a training script does."""
 
 from __future__ import annotations
 
@@ -35,10 +36,9 @@ def serve(
     import torch.distributed as dist
 
     from optpipe import anytime
-    from optpipe_runtime.ranks import team
 
     torch.set_num_threads(1)
-    team.ANSWER_S, anytime.GRACE_S = ANSWER_S, GRACE_S
+    anytime.GRACE_S = GRACE_S
     if ON_CUDA:
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -49,18 +49,21 @@ def serve(
         timeout=timedelta(seconds=timeout_s),
     )
     while (request := connection.recv()) is not None:
-        function, arguments = request
+        function, arguments, ends = request
         try:
             connection.send((True, function(**arguments)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+            ends = True
+        if ends:
+            os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 TIMEOUT_S = 240.0  # of a call; pytest ends a test after 300 s
+LATE = "no answer in time"
 AFTER_A_FAILURE_S = 60.0  # how long the other ranks may take to hear of a failure
-ANSWER_S = 4.0  # how long a rank that lives may take to answer when another is gone
 
 
 class Ranks:
@@ -77,6 +80,7 @@ class Ranks:
     ) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
         self._timeout_s = timeout_s  # of torch's process groups
+        self.why = ""
         self.environment = environment or {}
         self._start()
 
@@ -100,7 +104,7 @@ class Ranks:
             self._connections.append(ours)
 
     def __call__(self, function: Callable[..., Any], timeout: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
-        answers = self._ask(function, timeout, arguments)
+        answers = self._ask(function, timeout, arguments, ends=False)
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
         if failed:
             self._end()
@@ -108,22 +112,28 @@ class Ranks:
             raise AssertionError("\n".join(failed))
         return [result for _, result in answers]
 
-    def survivors(
-        self, function: Callable[..., Any], dying: int, timeout: float = TIMEOUT_S, **arguments: Any
-    ) -> list[Any]:
-        """Calls a function during which one rank's process ends; returns the results of the others. Then all processes
-        are replaced."""
-        answers = self._ask(function, TIMEOUT_S, arguments)
+    def to_the_end(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Calls a function after which each process ends. Returns the results, or the tracebacks of errors. Then all
+        processes are replaced."""
+        answers = self._ask(function, TIMEOUT_S, arguments, ends=True)
         self._end()
         self._start()
-        assert answers.pop(dying) == (False, "its process has ended")
-        assert all(fine for fine, _ in answers), answers
+        assert (False, LATE) not in answers, answers
         return [result for _, result in answers]
 
-    def _ask(self, function: Callable[..., Any], timeout: float, arguments: dict[str, Any]) -> list[tuple[bool, Any]]:
+    def survivors(self, function: Callable[..., Any], dying: int, **arguments: Any) -> list[Any]:
+        """The same of a function that raises on one rank, or during which its process ends: the results of the others.
+        `why` is the error."""
+        results = self.to_the_end(function, **arguments)
+        self.why = results.pop(dying)
+        return results
+
+    def _ask(
+        self, function: Callable[..., Any], timeout: float, arguments: dict[str, Any], ends: bool
+    ) -> list[tuple[bool, Any]]:
         for connection in self._connections:
-            connection.send((function, arguments))
-        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
+            connection.send((function, arguments, ends))
+        answers: list[tuple[bool, Any]] = [(False, LATE)] * self.world
         waiting, until = set(range(self.world)), time.monotonic() + timeout
         while waiting and (left := until - time.monotonic()) > 0:
             for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
