@@ -30,7 +30,7 @@ from optpipe.sizes import bytes_text
 from optpipe_cli.output import Json, print_figures, print_json
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.stage.timer import Spread
+from optpipe_runtime.stage.trial import Spread
 from optpipe_solver import methods
 from optpipe_solver.systems import SYSTEMS
 

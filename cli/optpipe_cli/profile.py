@@ -22,7 +22,7 @@ from optpipe_cli.terminal import new_console
 
 if TYPE_CHECKING:
     from optpipe_runtime.measure.measured import Measured
-    from optpipe_runtime.stage.timer import Spread
+    from optpipe_runtime.stage.trial import Spread
 
 MODULE = "optpipe_cli"  # which the ranks run
 TITLE = "times in ms: median ± interquartile range; sizes in MB, of one micro-batch"

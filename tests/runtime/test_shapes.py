@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from optpipe_runtime.stage.io import Spec, StageIO
-from optpipe_runtime.stage.shapes import Passing, Passings, Shape, Sizes, extremes_first
+from optpipe_runtime.stage.shapes import Dimensions, LearnedRoutes, RouteSpecs, Shape, extremes_first
 
 WIDTH = 8
 
 
-def passing(sizes: Sizes, lengths: Callable[[int], int] = lambda length: length) -> Passing:
+def passing(sizes: Dimensions, lengths: Callable[[int], int] = lambda length: length) -> RouteSpecs:
     """Of one stage whose output has rows, another length and a width; its loss is a number."""
     rows, length = sizes[:2]
     given = Spec((rows, length), torch.int64, False)
@@ -28,8 +28,8 @@ def passing(sizes: Sizes, lengths: Callable[[int], int] = lambda length: length)
     )
 
 
-def learned(*all_sizes: Sizes, lengths: Callable[[int], int] = lambda length: length) -> Passings:
-    passings = Passings()
+def learned(*all_sizes: Dimensions, lengths: Callable[[int], int] = lambda length: length) -> LearnedRoutes:
+    passings = LearnedRoutes()
     for sizes in all_sizes:
         passings.add(sizes, passing(sizes, lengths))
     return passings
@@ -37,9 +37,9 @@ def learned(*all_sizes: Sizes, lengths: Callable[[int], int] = lambda length: le
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 99)), min_size=1, max_size=12), st.integers(1, 3))
-def test_what_is_derived_is_what_would_be_learned(shapes: list[Sizes], factor: int) -> None:
+def test_what_is_derived_is_what_would_be_learned(shapes: list[Dimensions], factor: int) -> None:
     """Inputs and targets have the same sizes; the output is so many times as long."""
-    passings = Passings()
+    passings = LearnedRoutes()
     for _, sizes in extremes_first([Shape(None, (*sizes, *sizes)) for sizes in shapes]):
         expected = passing(sizes, lambda length: factor * length)
         found = passings.find(sizes)
@@ -58,7 +58,7 @@ def test_what_is_derived_is_what_would_be_learned(shapes: list[Sizes], factor: i
         (lambda length: length, (1, 6, 1, 5)),  # by inputs or by targets: not known
     ],
 )
-def test_other_shapes_are_learned(lengths: Callable[[int], int], new: Sizes) -> None:
+def test_other_shapes_are_learned(lengths: Callable[[int], int], new: Dimensions) -> None:
     assert learned((1, 4, 1, 4), (1, 16, 1, 16), lengths=lengths).find(new) is None
 
 

@@ -13,7 +13,7 @@ from optpipe_runtime.measure import profiler
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.outside import Outside
-from optpipe_runtime.stage.timer import OpTimer, Spread
+from optpipe_runtime.stage.trial import OpTimer, Spread
 
 
 class Ticking:

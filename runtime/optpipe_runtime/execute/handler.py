@@ -14,8 +14,7 @@ from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
-from optpipe_runtime.stage.timer import Spread
-from optpipe_runtime.stage.trial import Trials
+from optpipe_runtime.stage.trial import Spread, Trials
 
 
 class Done(NamedTuple):

@@ -15,7 +15,7 @@ from optpipe_runtime.execute.batch import Batch, BatchShapes, shape_of, together
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
-from optpipe_runtime.stage.shapes import Passing, Passings, Shape, extremes_first
+from optpipe_runtime.stage.shapes import LearnedRoutes, RouteSpecs, Shape, extremes_first
 
 Modes = tuple[int, ...]  # by rank
 
@@ -28,7 +28,8 @@ class Learner:
         self._rank, self._gather_all = rank, gather_all
         self._current: Sequence[BatchShapes] | None = None  # what all ranks had of the micro-batches that `io` is for
         self._stage_modes: Modes | None = None  # for which the stages themselves were learned
-        self._passings: dict[tuple[Modes, int, Hashable], Passings] = defaultdict(Passings)  # also by route, and kind
+        # By modes, route, and kind of micro-batch.
+        self._routes: dict[tuple[Modes, int, Hashable], LearnedRoutes] = defaultdict(LearnedRoutes)
         self._mode_numbers: dict[Hashable, int] = {}
 
     @property
@@ -106,8 +107,8 @@ class Learner:
         shapes = [together(by_rank, j) for j in range(m)]
         anew = self._stage_modes is None or not (evaluating or self._stage_modes == modes)
         if anew:  # the stages themselves are learned with the first shape
-            for key in [key for key in self._passings if key[0] == modes]:
-                del self._passings[key]
+            for key in [key for key in self._routes if key[0] == modes]:
+                del self._routes[key]
         # An evaluation, whose modes are others, may use what was learned for the training.
         usable = [modes, self._stage_modes] if evaluating and self._stage_modes is not None else [modes]
         missing = self._missing(shapes, usable)
@@ -121,7 +122,7 @@ class Learner:
                 assert batch is not None
                 fresh = {s for s in self._rank.layout.routes[r] if anew and s not in stages}
                 stages |= fresh
-                self._passings[modes, r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
+                self._routes[modes, r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
         if anew:
             self._stage_modes = modes
         self._fill_in(shapes, usable, varies=count is not None)
@@ -141,10 +142,10 @@ class Learner:
                 )
         return counts.get(first)
 
-    def _find(self, usable: Sequence[Modes], r: int, shape: Shape, varies: bool = False) -> Passing | None:
+    def _find(self, usable: Sequence[Modes], r: int, shape: Shape, varies: bool = False) -> RouteSpecs | None:
         """What passes on a route, by what was learned for one of these modes."""
         for modes in usable:
-            passings = self._passings[modes, r, shape.kind]
+            passings = self._routes[modes, r, shape.kind]
             if (passing := passings.find(shape.sizes)) is not None:
                 return passings.among_others(passing) if varies else passing
         return None
@@ -177,7 +178,7 @@ class Learner:
                     if s in rank.stages:
                         rank.stages[s].io[form] = io
 
-    def _learn_route(self, r: int, j: int, batch: Batch, fresh: Set[int]) -> Passing:
+    def _learn_route(self, r: int, j: int, batch: Batch, fresh: Set[int]) -> RouteSpecs:
         """Collective: learns the shapes of what passes between the stages for micro-batch j, and which gradients come
         back; of `fresh` stages all else, too. Each inner peer learns its own; what decides about an op's collectives is
         agreed on."""

@@ -43,8 +43,7 @@ from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.runner import StageRunner
-from optpipe_runtime.stage.timer import Spread
-from optpipe_runtime.stage.trial import Trial, Trials
+from optpipe_runtime.stage.trial import Spread, Trial, Trials
 
 
 class Evictions(Feature):

@@ -23,8 +23,7 @@ from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
-from optpipe_runtime.stage.timer import OpTimer, Spread
-from optpipe_runtime.stage.trial import Trials
+from optpipe_runtime.stage.trial import OpTimer, Spread, Trials
 
 
 class HostUpdates(Feature):

@@ -27,7 +27,7 @@ from optpipe_runtime.lowering.plan import StageMicrobatch
 from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.memory.saved import storage_key
 from optpipe_runtime.torch_private.pipelining import (
     WAITS_FOR_SENDS,
     Action,

@@ -15,7 +15,7 @@ from optpipe.model.records import Stage
 from optpipe.steps.cost_model import ONCE
 from optpipe_runtime.measure.together import LinkTimes
 from optpipe_runtime.memory import pci
-from optpipe_runtime.stage.timer import Spread
+from optpipe_runtime.stage.trial import Spread
 
 # Of several measurements the least counts: what certainly leaves, and what each device has.
 DEVICE_LEAST = ("activation_budget_bytes", "host_memory_bytes")

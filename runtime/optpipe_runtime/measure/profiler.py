@@ -37,8 +37,7 @@ from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
-from optpipe_runtime.stage.timer import Spread
-from optpipe_runtime.stage.trial import Trial, Trials
+from optpipe_runtime.stage.trial import Spread, Trial, Trials
 
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes")
 
@@ -235,7 +234,7 @@ def budget(rank: Rank, gradients: Mapping[nn.Parameter, int]) -> int:
     cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
     still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
     for s, stage in rank.stages.items():
-        still_to_come += stage.split.cast_bytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
+        still_to_come += stage.split.casts.nbytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
         for parameter in (*rank.replicas.parameters(s), *stage.outside.named_parameters().values()):
             if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
                 still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))

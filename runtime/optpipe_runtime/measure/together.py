@@ -17,8 +17,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.stage.levels import Level
-from optpipe_runtime.stage.timer import OpTimer, Spread
-from optpipe_runtime.stage.trial import Trial, Trials
+from optpipe_runtime.stage.trial import OpTimer, Spread, Trial, Trials
 
 WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000

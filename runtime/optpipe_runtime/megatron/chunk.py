@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe_runtime.ranks.grid import Told
+from optpipe_runtime.ranks.grid import CheckedStage
 from optpipe_runtime.stage.split import weight_grads
 from optpipe_runtime.torch_private.trees import tree_leaves
 
@@ -39,7 +39,7 @@ class Step:
     tokens: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Chunk(Told):
+class Chunk(CheckedStage):
     """A chunk of Megatron's as a stage: takes what comes from the previous one, and `place`, which has the number of
     the micro-batch."""
 

@@ -19,8 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_runtime.memory.engines import Destination, Handle
-from optpipe_runtime.memory.saved import Block, Saved, Staying
-from optpipe_runtime.memory.storage import StorageRef, storage_key
+from optpipe_runtime.memory.saved import Block, Saved, Staying, StorageRef, storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.torch_private.tensors import storage_id, version
 

@@ -10,11 +10,31 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.storage import StorageRef
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.torch_private.tensors import spec, version
+from optpipe_runtime.torch_private.tensors import spec, storage_id, version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of the storage of what this rank has of a tensor, while it lives."""
+    return storage_id(local(tensor).untyped_storage())
+
+
+class StorageRef:
+    """A weak reference to a storage: tells whether it still takes memory."""
+
+    __slots__ = ("_ref", "key", "nbytes")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.key, self.nbytes = storage_id(storage), storage.nbytes()
+        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything refers to the storage."""
+        return not self._ref.expired()  # type: ignore[no-untyped-call]
 
 
 class OffloadedError(RuntimeError):

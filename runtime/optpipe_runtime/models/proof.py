@@ -41,7 +41,7 @@ class Case(NamedTuple):
     given: dict[str, Tensor]
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """What came out of one forward and backward."""
 
     output: Tensor
@@ -119,7 +119,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def _run_of_the_whole(whole: Side, case: Case) -> Run | None:
+def _run_of_the_whole(whole: Side, case: Case) -> RunResult | None:
     """None if the model does not take what the case gives it beside the tokens."""
     try:
         return _run(whole, case)
@@ -145,7 +145,7 @@ def _cases(embedding: Any, config: Any) -> Iterator[Case]:
     yield Case(True, {"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
 
 
-def _run(side: Side, case: Case) -> Run:
+def _run(side: Side, case: Case) -> RunResult:
     """A forward, and a backward from random weights on what comes out."""
     for module in side.modules:
         module.train(case.training)
@@ -162,10 +162,10 @@ def _run(side: Side, case: Case) -> Run:
         gradients[name] = torch.stack(there).sum(0) if there else torch.zeros(())
     if not all(tensor.isfinite().all() for tensor in (output, *gradients.values())):
         raise InputError("with random weights not all numbers of a small run are finite")
-    return Run(output.detach(), gradients)
+    return RunResult(output.detach(), gradients)
 
 
-def _difference(whole: Run, row: Side, case: Case) -> str | None:
+def _difference(whole: RunResult, row: Side, case: Case) -> str | None:
     """What a run of its stages does otherwise than one of the model."""
     try:
         run = _run(row, case)

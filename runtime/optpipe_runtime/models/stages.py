@@ -15,8 +15,7 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule
 from optpipe_runtime.models.causal_lm import CausalLM
-from optpipe_runtime.models.chain import Layers
-from optpipe_runtime.models.part import Model, Part
+from optpipe_runtime.models.part import Layers, Model, Part
 from optpipe_runtime.models.traced import traced
 from optpipe_runtime.torch_private.modules import compiled_call, is_compiled, is_wrapped
 from optpipe_runtime.torch_private.pipelining import StageBase

@@ -23,7 +23,7 @@ from optpipe_runtime.ranks.parts import dimensions
 Pipelines = tuple[tuple[int, ...], ...]  # the ranks of each, by their numbers in the default group
 
 
-class Answer(NamedTuple):
+class RankGroups(NamedTuple):
     """What one rank has given. A text instead of ranks says what is wrong with it."""
 
     pipeline: Any
@@ -48,7 +48,7 @@ class Grid:
 def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
     peers. Raises `InputError` on all ranks if one gives what is invalid."""
-    answers = [Answer(*answer) for answer in gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)]
+    answers = [RankGroups(*answer) for answer in gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)]
     _require_ranks(answers)
     _require_equal_pipelines(answers)
     teams = [tuple(answers[peer].pipeline for peer in answer.peers) for answer in answers]  # of each rank
@@ -57,7 +57,7 @@ def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank].pipeline))
 
 
-def _require_ranks(answers: Sequence[Answer]) -> None:
+def _require_ranks(answers: Sequence[RankGroups]) -> None:
     for pipeline, peers in answers:
         if isinstance(pipeline, str):
             raise InputError(f"group: {pipeline}")
@@ -65,7 +65,7 @@ def _require_ranks(answers: Sequence[Answer]) -> None:
             raise InputError(f"inner: {peers}")
 
 
-def _require_equal_pipelines(answers: Sequence[Answer]) -> None:
+def _require_equal_pipelines(answers: Sequence[RankGroups]) -> None:
     """Every rank must be in one pipeline, and all must be equally large."""
     pipelines = sorted({answer.pipeline for answer in answers})
     members = sorted(rank for ranks in pipelines for rank in ranks)
@@ -76,7 +76,7 @@ def _require_equal_pipelines(answers: Sequence[Answer]) -> None:
         )
 
 
-def _require_same_peers(answers: Sequence[Answer], teams: Sequence[Pipelines]) -> None:
+def _require_same_peers(answers: Sequence[RankGroups], teams: Sequence[Pipelines]) -> None:
     """The k-th rank of a pipeline must have one peer in each pipeline of its team, the k-th rank there. All ranks of a
     team must see the same team."""
     for rank, (pipeline, peers) in enumerate(answers):
@@ -137,7 +137,7 @@ def ranks_of(members: dist.ProcessGroup | DeviceMesh | Any) -> tuple[int, ...]:
 # What a stage communicates with inside its ops
 
 
-class Told(nn.Module):
+class CheckedStage(nn.Module):
     """A stage of which the caller knows with whom its ops communicate. Its parts may hold other groups, for what runs
     between two steps."""
 
@@ -145,7 +145,7 @@ class Told(nn.Module):
 def require_inner(s: int, module: nn.Module, inner: Collection[int], replicas: Collection[int] = ()) -> None:
     """Raises `InputError` if a stage's ops communicate with ranks that are not its inner peers: these may run another
     schedule. DTensors may also be spread over `replicas`, by `fully_shard`, which communicates between the steps."""
-    for name, ranks in () if isinstance(module, Told) else _communicating(module):
+    for name, ranks in () if isinstance(module, CheckedStage) else _communicating(module):
         if not ranks <= set(inner) and not ranks <= set(replicas):
             allowed = f"of which inner has {sorted(inner)}" if len(inner) > 1 else "which all must run one schedule"
             raise InputError(

@@ -6,27 +6,73 @@ random numbers, buffers and attributes of the first time (`replay`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
+from optpipe.model.ops import Kind
 from optpipe_runtime.memory.activation import EVERY, Activation
-from optpipe_runtime.memory.saved import Saved
-from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.memory.saved import Saved, storage_key
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.entrance import enter
-from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones
+from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, enter
 from optpipe_runtime.stage.levels import Keeping, Level, saving_nothing
-from optpipe_runtime.stage.replay import AsFirst, Replay
-from optpipe_runtime.stage.running import Given, Running
-from optpipe_runtime.stage.split import SplitBackward
+from optpipe_runtime.stage.split import SplitBackward, WeightQueue
+from optpipe_runtime.stage.state import AsFirst, Replay
 from optpipe_runtime.torch_private.trees import tree_map_only
+
+
+class Arguments(NamedTuple):
+    """What a forward gets: from the stage before or the batch, where the route ends for the loss, and by name."""
+
+    inputs: Tensors
+    target: Tensors
+    kwargs: Mapping[str, Any]
+
+
+@dataclass
+class Running:
+    """What a stage has of a micro-batch.
+
+    Attributes
+    ----------
+    activation
+        What autograd has saved; with a C to come, the inputs.
+    queue
+        What B leaves to W.
+    edges
+        Where the backward enters the graph, by number of the output.
+    input_gradients
+        What the backward has computed for the inputs, by number. A list of none or one.
+    again
+        Runs the forward once more, for C.
+    backward
+        The op that will come, B or BW; None if that is not known.
+    captured
+        Whether `activation` counts and moves what autograd saves.
+    saved_outputs
+        The numbers of the outputs that share memory with what is saved.
+    stand_ins
+        Copies of buffers that C has used in their places. Like buffers they are no activations.
+    """
+
+    io: StageIO
+    activation: Activation
+    queue: WeightQueue = field(default_factory=WeightQueue)
+    edges: dict[int, GradientEdge] = field(default_factory=dict)
+    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
+    again: Callable[[], None] | None = None
+    backward: Kind | None = None
+    captured: bool = True
+    saved_outputs: frozenset[int] = frozenset()
+    stand_ins: Sequence[Tensor] = ()
+
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -67,31 +113,35 @@ class Forwards:
         """All of it leaves, so that bytes follow from lengths."""
         return Activation(self._device, self.excluded, leaving=EVERY)
 
-    def outputs(self, io: StageIO, given: Given, microbatch: int | None = None) -> Tensors:
+    def outputs(self, io: StageIO, arguments: Arguments, microbatch: int | None = None) -> Tensors:
         """What the module returns, or the loss where the route ends."""
-        result = self._module(*given.inputs, **given.kwargs)
+        result = self._module(*arguments.inputs, **arguments.kwargs)
         if io.ends:
             assert self._loss_fn is not None
             if self.results is not None and microbatch is not None:
                 self.results[microbatch] = tree_map_only(Tensor, Tensor.detach, result)
-            result = self._loss_fn(result, *given.target)
+            result = self._loss_fn(result, *arguments.target)
             if not isinstance(result, Tensor) or result.numel() != 1:
                 raise InputError("loss_fn must return a tensor with one number, the loss of a micro-batch")
         return as_tensors(result, f"stage {self._index}")
 
     @torch.no_grad()
-    def evaluate(self, io: StageIO, microbatch: int, given: Given) -> Tensors:
+    def evaluate(self, io: StageIO, microbatch: int, arguments: Arguments) -> Tensors:
         """F without a backward to follow: keeps nothing."""
-        outputs = self.outputs(io, given, microbatch)
+        outputs = self.outputs(io, arguments, microbatch)
         return self._detached(Running(io, self.new_activation(io)), outputs)
 
     def run(
-        self, running: Running, microbatch: int, given: Given, mode: AbstractContextManager[object] = _NOTHING
+        self,
+        running: Running,
+        microbatch: int,
+        arguments: Arguments,
+        mode: AbstractContextManager[object] = _NOTHING,
     ) -> Tensors:
         """An F or a C that keeps what autograd saves."""
         io = running.io
         with running.activation.capture() if running.captured else nullcontext():
-            outputs = self._with_graph(running, microbatch, given, mode)
+            outputs = self._with_graph(running, microbatch, arguments, mode)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
             raise InputError(
                 f"stage {self._index} needs a gradient that it did not need at the start: unfreeze first, then "
@@ -103,13 +153,17 @@ class Forwards:
             self._own_results(running, microbatch)
         return self._detached(running, outputs)
 
-    def run_to_repeat(self, running: Running, microbatch: int, given: Given, level: Level) -> Tensors:
+    def run_to_repeat(self, running: Running, microbatch: int, arguments: Arguments, level: Level) -> Tensors:
         """An F that a C repeats: keeps the inputs, and the results that the level keeps."""
         io, activation = running.io, running.activation
-        stored = given._replace(inputs=tree_map_only(Tensor, activation.store, given.inputs))
+        stored = arguments._replace(inputs=tree_map_only(Tensor, activation.store, arguments.inputs))
         as_first = self._replay.as_now()
         # What the forward changes in place must be for C as it is now.
-        used = Given(*clones((given.inputs, given.target, dict(given.kwargs)))) if io.changes_inputs else given
+        used = (
+            Arguments(*clones((arguments.inputs, arguments.target, dict(arguments.kwargs))))
+            if io.changes_inputs
+            else arguments
+        )
         repeating: AbstractContextManager[object] = _NOTHING
         if level.keeps is None:
             with torch.no_grad(), self._split.splitting(None, as_torch=False):
@@ -129,7 +183,7 @@ class Forwards:
         self,
         running: Running,
         microbatch: int,
-        stored: Given,
+        stored: Arguments,
         as_first: AsFirst,
         repeating: AbstractContextManager[object],
         captured: bool,
@@ -138,19 +192,19 @@ class Forwards:
         running.activation.restore()
         running.activation.release()  # the graph keeps what it needs of it
         running.captured = captured
-        given = stored._replace(inputs=tree_map_only(Saved, Saved.tensor, stored.inputs))
+        arguments = stored._replace(inputs=tree_map_only(Saved, Saved.tensor, stored.inputs))
         with as_first() as running.stand_ins:
             running.activation = self.new_activation(running.io, running.stand_ins)
-            self.run(running, microbatch, given, repeating)
+            self.run(running, microbatch, arguments, repeating)
 
     def _with_graph(
-        self, running: Running, microbatch: int, given: Given, mode: AbstractContextManager[object]
+        self, running: Running, microbatch: int, arguments: Arguments, mode: AbstractContextManager[object]
     ) -> Tensors:
         io = running.io
         wanted = [] if io.begins else [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
         with torch.enable_grad(), self._split.splitting(running.backward, io.as_torch), mode:
-            entered = enter(given.inputs, wanted, running.input_gradients)
-            return self.outputs(io, given._replace(inputs=entered), microbatch)
+            entered = enter(arguments.inputs, wanted, running.input_gradients)
+            return self.outputs(io, arguments._replace(inputs=entered), microbatch)
 
     def _own_results(self, running: Running, microbatch: int) -> None:
         """A result that is saved, too, may leave."""

@@ -15,11 +15,10 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import Nowhere
-from optpipe_runtime.stage.entrance import reached_inputs
-from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
+from optpipe_runtime.stage.forwards import Arguments, Running
+from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, reached_inputs, tensors_in
 from optpipe_runtime.stage.outside import leaves_of
 from optpipe_runtime.stage.runner import StageRunner
-from optpipe_runtime.stage.running import Given, Running
 from optpipe_runtime.torch_private.modules import must_stay_whole
 from optpipe_runtime.torch_private.tensors import version
 
@@ -53,47 +52,47 @@ def learn(
     io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     if anew:
         stage.split.learn_anew(stage.module)
-    given = Given(inputs, target or (), dict(kwargs))
+    arguments = Arguments(inputs, target or (), dict(kwargs))
     try:
-        io, leaves = _run_noting(stage, io, given)
+        io, leaves = _run_noting(stage, io, arguments)
     except Exception as error:
         if not must_stay_whole(error):
             raise
         stage.split.whole = True
-        io, leaves = _run_noting(stage, io, given)
+        io, leaves = _run_noting(stage, io, arguments)
     stage.outside.note(leaves)
     stage.io[form] = io
-    stage.io[form] = _with_blocks(stage, io, given, form)
+    stage.io[form] = _with_blocks(stage, io, arguments, form)
     return stage.io[form]
 
 
-def _run_noting(stage: StageRunner, io: StageIO, given: Given) -> tuple[StageIO, list[ReferenceType[Tensor]]]:
+def _run_noting(stage: StageRunner, io: StageIO, arguments: Arguments) -> tuple[StageIO, list[ReferenceType[Tensor]]]:
     """A forward of torch's own: notes the stage's calls, and adds what it gives. Returns the leaves of its graph, too,
     without inputs and the module's parameters."""
     assert stage.split.calls is not None
     with stage.replay.undisturbed(), torch.enable_grad(), stage.split.calls.noting(stage.split.whole):
-        copies = clones(given)
+        copies = clones(arguments)
         outputs = stage.forwards.outputs(io, copies)
         if io.ends and not outputs[0].requires_grad:
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
             )
-        leaves = leaves_of(outputs, (*tensors_in(given), *stage.module.parameters()))
+        leaves = leaves_of(outputs, (*tensors_in(arguments), *stage.module.parameters()))
     io = replace(
         io,
         outputs=tuple(Spec.from_tensor(output) for output in outputs),
-        reached=tuple(reached_inputs(output, tensors_in(given.inputs)) for output in outputs),
+        reached=tuple(reached_inputs(output, tensors_in(arguments.inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
         changes_inputs=any(version(tensor) for tensor in tensors_in(copies)),
     )
     return io, leaves
 
 
-def _with_blocks(stage: StageRunner, io: StageIO, given: Given, form: int) -> StageIO:
+def _with_blocks(stage: StageRunner, io: StageIO, arguments: Arguments, form: int) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
     assert stage.split.calls is not None
-    running, activation = _run(stage, given, form)  # the graph lives as long as `running`
+    running, activation = _run(stage, arguments, form)  # the graph lives as long as `running`
     nbytes = activation.nbytes
     if stage.split.norms_wait and stage.split.calls.would_hold > nbytes:
         # W gains least by the products of layer norms, and a B should not need more memory than its F.
@@ -111,17 +110,19 @@ def _with_blocks(stage: StageRunner, io: StageIO, given: Given, form: int) -> St
     )
     del running, activation
     stage.io[form] = io
-    _, activation = _run(stage, given, form, Kind.BW)
+    _, activation = _run(stage, arguments, form, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
 
 
-def _run(stage: StageRunner, given: Given, form: int, backward: Kind | None = None) -> tuple[Running, Activation]:
+def _run(
+    stage: StageRunner, arguments: Arguments, form: int, backward: Kind | None = None
+) -> tuple[Running, Activation]:
     """Runs a forward for which this backward op is known to come, and forgets it."""
     with stage.replay.undisturbed():
-        batch, target, named = clones(given if stage.io[form].begins else given._replace(inputs=()))
+        batch, target, named = clones(arguments if stage.io[form].begins else arguments._replace(inputs=()))
         stage.start_step(tensors_in((batch, target, named)), 1)
-        inputs = batch if stage.io[form].begins else tuple(tensor.detach().clone() for tensor in given.inputs)
+        inputs = batch if stage.io[form].begins else tuple(tensor.detach().clone() for tensor in arguments.inputs)
         stage.forward(0, inputs, target, form=form, backward=backward, kwargs=named)
         running = stage.forget(0)
         return running, running.activation

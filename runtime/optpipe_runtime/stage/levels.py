@@ -22,12 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe.errors import InputError
 from optpipe.model.records import MOST_LEVELS
 from optpipe_runtime.memory.activation import Activation
-from optpipe_runtime.memory.saved import Saved
-from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.memory.saved import Saved, storage_key
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.state import Restore, save_random
-from optpipe_runtime.torch_private.ops import makes_new, written
-from optpipe_runtime.torch_private.tensors import version
+from optpipe_runtime.torch_private.tensors import makes_new, version, written
 from optpipe_runtime.torch_private.trees import tree_map_only
 
 aten = torch.ops.aten

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe_runtime.stage.entrance import reached_leaves
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.io import Tensors, reached_leaves
 
 DEEPEST = 4  # functions that call functions, lists in lists
 MOST_ENTRIES = 64  # of a list or a dict

@@ -18,15 +18,13 @@ from optpipe_runtime.memory.activation import Activation, balance
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.saved import in_place_errors
-from optpipe_runtime.memory.storage import storage_key
-from optpipe_runtime.stage.forwards import Forwards
+from optpipe_runtime.memory.saved import in_place_errors, storage_key
+from optpipe_runtime.stage.forwards import Arguments, Forwards, Running
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.outside import Outside
-from optpipe_runtime.stage.replay import Replay
-from optpipe_runtime.stage.running import Given, Running
 from optpipe_runtime.stage.split import SplitBackward
+from optpipe_runtime.stage.state import Replay
 from optpipe_runtime.torch_private.modules import buffers_of
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -131,12 +129,12 @@ class StageRunner:
         """F: the outputs for the next stage, or the loss. With `recompute` only what this level keeps stays, and C
         repeats the forward. Host time is saved if it is known which `backward` op will come, B or BW, and if what
         autograd saves need not be `captured`, because it is neither counted nor moved."""
-        io, given, forwards = self.io[form], Given(inputs, target, kwargs), self.forwards
+        io, arguments, forwards = self.io[form], Arguments(inputs, target, kwargs), self.forwards
         activation = forwards.new_activation(io) if recompute is None else forwards.new_checkpoint()
         running = self._running[microbatch] = Running(io, activation, backward=backward, captured=captured)
         if recompute is None:
-            return forwards.run(running, microbatch, given)
-        return forwards.run_to_repeat(running, microbatch, given, recompute)
+            return forwards.run(running, microbatch, arguments)
+        return forwards.run_to_repeat(running, microbatch, arguments, recompute)
 
     def evaluate(
         self,
@@ -147,7 +145,7 @@ class StageRunner:
         kwargs: Mapping[str, Any] = _NONE,
     ) -> Tensors:
         """F without a backward to follow: keeps nothing."""
-        return self.forwards.evaluate(self.io[form], microbatch, Given(inputs, target, kwargs))
+        return self.forwards.evaluate(self.io[form], microbatch, Arguments(inputs, target, kwargs))
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the

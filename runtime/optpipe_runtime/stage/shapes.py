@@ -16,8 +16,8 @@ from optpipe_runtime.stage.io import Spec, StageIO
 
 MOST_KEPT = 1024  # shapes of one kind; the oldest go first
 
-Sizes = tuple[int, ...]
-Passing = tuple[StageIO, ...]  # of each stage of a route, in order
+Dimensions = tuple[int, ...]
+RouteSpecs = tuple[StageIO, ...]  # of each stage of a route, in order
 
 
 class Shape(NamedTuple):
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     """
 
     kind: Hashable
-    sizes: Sizes
+    sizes: Dimensions
 
 
 class _Rule(NamedTuple):
@@ -43,7 +43,7 @@ class _Rule(NamedTuple):
     given: int = 1
     at: int | None = None
 
-    def of_sizes(self, sizes: Sizes) -> int | None:
+    def of_sizes(self, sizes: Dimensions) -> int | None:
         """None if it is no whole number."""
         if self.at is None:
             return self.size
@@ -51,16 +51,16 @@ class _Rule(NamedTuple):
         return None if rest else whole
 
 
-class Passings:
+class LearnedRoutes:
     """What passes on one route, for micro-batches of one kind."""
 
     def __init__(self) -> None:
-        self._learned: dict[Sizes, Passing] = {}
-        self._derived: dict[Sizes, Passing | None] = {}  # since something was learned
+        self._learned: dict[Dimensions, RouteSpecs] = {}
+        self._derived: dict[Dimensions, RouteSpecs | None] = {}  # since something was learned
         self._large: list[frozenset[int]] = []  # of each stage, the blocks that are large in any shape
         self._rules: list[list[_Rule]] | None = None  # None: nothing can be derived
 
-    def add(self, sizes: Sizes, passing: Passing) -> None:
+    def add(self, sizes: Dimensions, passing: RouteSpecs) -> None:
         """What was learned of a shape."""
         self._learned[sizes] = passing
         self._derived.clear()
@@ -72,7 +72,7 @@ class Passings:
             for same_stage in zip(*self._learned.values(), strict=True)
         ]
 
-    def find(self, sizes: Sizes) -> Passing | None:
+    def find(self, sizes: Dimensions) -> RouteSpecs | None:
         """What passes for a shape; None if it must be learned."""
         if sizes in self._learned:
             return self._learned[sizes]
@@ -82,11 +82,11 @@ class Passings:
             self._derived[sizes] = self._derive(sizes)
         return self._derived[sizes]
 
-    def among_others(self, passing: Passing) -> Passing:
+    def among_others(self, passing: RouteSpecs) -> RouteSpecs:
         """The same, in a step with micro-batches of other shapes."""
         return tuple(replace(io, large_elsewhere=large) for io, large in zip(passing, self._large, strict=True))
 
-    def _derive(self, sizes: Sizes) -> Passing | None:
+    def _derive(self, sizes: Dimensions) -> RouteSpecs | None:
         if self._rules is None or not self._lies_between(sizes):
             return None
         derived = []
@@ -97,7 +97,7 @@ class Passings:
             derived.append(size)
         return _resized(list(self._learned.values()), iter(derived))
 
-    def _lies_between(self, sizes: Sizes) -> bool:
+    def _lies_between(self, sizes: Dimensions) -> bool:
         learned = zip(*self._learned, strict=True)
         return all(min(column) <= size <= max(column) for size, column in zip(sizes, learned, strict=True))
 
@@ -117,16 +117,16 @@ class Passings:
         return all_rules if all(all_rules) else None
 
 
-def _specs(passing: Passing) -> Iterator[Spec]:
+def _specs(passing: RouteSpecs) -> Iterator[Spec]:
     for io in passing:
         yield from (*io.inputs, *io.outputs)
 
 
-def _sizes_of(passing: Passing) -> Sizes:
+def _sizes_of(passing: RouteSpecs) -> Dimensions:
     return tuple(size for spec in _specs(passing) for size in spec.shape)
 
 
-def _without_sizes(passing: Passing) -> Hashable:
+def _without_sizes(passing: RouteSpecs) -> Hashable:
     """What must be equal for shapes to be derived from each other."""
     return tuple(
         (io.begins, io.ends, io.reached, io.needed, tuple((len(s.shape), *s[1:]) for s in (*io.inputs, *io.outputs)))
@@ -134,7 +134,7 @@ def _without_sizes(passing: Passing) -> Hashable:
     )
 
 
-def _resized(learned: Sequence[Passing], sizes: Iterator[int]) -> Passing:
+def _resized(learned: Sequence[RouteSpecs], sizes: Iterator[int]) -> RouteSpecs:
     """What passes with these sizes. What only costs memory or a copy is as in the least favourable shape."""
     derived = []
     for same_stage in zip(*learned, strict=True):

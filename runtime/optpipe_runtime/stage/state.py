@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     contents: Any
 
 
-class State:
+class ModuleState:
     """Of the modules of a stage."""
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
@@ -66,7 +66,7 @@ class State:
             if name not in vars(nn.Module())
         ]
 
-    def save(self) -> Saved:
+    def save(self) -> SavedState:
         """What it is now."""
         copied: dict[int, Any] = {}  # contents by identity, because several modules may have one tensor
         places = [(table, name) for part in self._modules() for table in [buffers_of(part)] for name in table]
@@ -75,7 +75,7 @@ class State:
             for table, name in (*places, *self._attributes)
             if not _is_activation(value := table.get(name, MISSING))
         ]
-        return Saved(entries)
+        return SavedState(entries)
 
     def forget_copies(self) -> None:
         """After a step."""
@@ -112,8 +112,8 @@ class State:
         return last
 
 
-class Saved:
-    """What a `State` was."""
+class SavedState:
+    """What a `ModuleState` was."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -211,3 +211,66 @@ def save_random(device: torch.device) -> Restore:
 def _is_activation(value: Any) -> bool:
     """Whether a forward has left a tensor with its graph: to save it would hold all that the graph has saved."""
     return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+# A context in which all that forwards change is as it was at some forward; its value are the tensors that stand in.
+AsFirst = Callable[[], AbstractContextManager[list[Tensor]]]
+
+
+class Replay:
+    """Random numbers, gradients and what else forwards change, of one stage."""
+
+    def __init__(
+        self,
+        modules: Callable[[], Iterable[nn.Module]],
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        self._state, self._parameters, self._device = ModuleState(modules), parameters, device
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """What runs in this context leaves all but gradients as it was."""
+        saved, restore_random = self._state.save(), save_random(self._device)
+        try:
+            yield
+        finally:
+            saved.restore()
+            restore_random()
+
+    def as_now(self) -> AsFirst:
+        """Returns a context in which random numbers, buffers and attributes are what they are now. It leaves them as it
+        finds them. Its value are the tensors that stand in for others meanwhile."""
+        saved, restore_random = self._state.save(), save_random(self._device)
+
+        @contextmanager
+        def again() -> Iterator[list[Tensor]]:
+            restore_later = save_random(self._device)
+            try:
+                with saved.standing_in() as stand_ins:
+                    restore_random()
+                    yield stand_ins
+            finally:
+                restore_later()
+
+        return again
+
+    def snapshot(self) -> Restore:
+        """Saves what a step changes in the modules. Returns a function that restores it."""
+        gradients = [
+            (p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self._parameters()
+        ]
+        saved = self._state.save()
+
+        def restore() -> None:
+            for parameter, gradient, value in gradients:
+                parameter.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.detach().copy_(value)
+            saved.restore()
+
+        return restore
+
+    def end_step(self) -> None:
+        """Lets go of copies."""
+        self._state.forget_copies()

@@ -1,8 +1,8 @@
-"""Private names of tensors, storages and autograd."""
+"""Private names of tensors, storages, ops and autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -13,12 +13,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what a collective gives before it ends
 from torch.distributed.tensor import DTensor
 
+from optpipe_runtime.torch_private.trees import tree_leaves
+
 __all__ = [
     "GROUPED_MM",
     "AsyncCollectiveTensor",
     "base",
     "has_hooks",
     "is_mapping",
+    "makes_new",
     "own_part",
     "saved_tensors_hooks_in_force",
     "saves_tensors",
@@ -27,6 +30,7 @@ __all__ = [
     "unview",
     "version",
     "without_subclass_functions",
+    "written",
 ]
 
 # What functional.grouped_mm calls, and thus what a mode sees. Some releases lack it.
@@ -89,3 +93,19 @@ def is_mapping() -> bool:
 def without_subclass_functions() -> AbstractContextManager[Any]:
     """In this context no `__torch_function__` of a subclass is called; the public one also turns off modes."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+@lru_cache
+def makes_new(op: Any) -> bool:
+    """Whether all that an op returns is new, no view and nothing that it has changed, by its schema."""
+    schema = op._schema
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
+
+
+def written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that an op changes in place."""
+    if op._schema.is_mutable:
+        for k, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[k] if k < len(args) else kwargs.get(argument.name)
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

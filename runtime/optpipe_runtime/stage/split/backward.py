@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.memory.saved import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.split.hooked import SCALES, Casts, Hooked, called_by
 from optpipe_runtime.stage.split.mode import LINEAR, Splitting, is_norm, is_split

@@ -22,8 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.saved import Staying
-from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.memory.saved import Staying, storage_key
 from optpipe_runtime.stage.split import graph
 from optpipe_runtime.stage.split.queue import Gradients, accumulate, filling, plain
 from optpipe_runtime.torch_private.modules import parameters_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from optpipe_runtime.memory.storage import StorageRef, storage_key
+from optpipe_runtime.memory.saved import StorageRef, storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.torch_private.tensors import (
     AsyncCollectiveTensor,
