@@ -15,7 +15,7 @@ from optpipe.model.ops import Kind
 from optpipe_runtime.memory.saved import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.split.hooked import SCALES, Casts, Hooked, called_by
-from optpipe_runtime.stage.split.mode import LINEAR, Splitting, is_norm, is_split
+from optpipe_runtime.stage.split.mode import LINEAR, Splitting, is_norm
 from optpipe_runtime.stage.split.modules import Delayed, delaying
 from optpipe_runtime.stage.split.queue import WeightQueue, accumulated, added_at_once, can_wait, main_grad
 from optpipe_runtime.torch_private.modules import is_compiled, parameters_of
@@ -68,8 +68,8 @@ class Calls:
         return saved
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        """Takes one call of a function of torch."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)] if is_split(func) else ()
+        """Takes one call of a function that may be split."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         weights = [tensor for tensor in tensors if can_wait(tensor)]
         if not weights:
             return

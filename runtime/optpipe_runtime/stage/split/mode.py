@@ -51,12 +51,8 @@ _OTHERS: dict[Any, Callable[..., Tensor]] = {
     functional.embedding: graph.embedding,
 }
 _ALL = _OTHERS | _NORMS
+_SEEN = frozenset({*_ALL, *LINEAR, functional.multi_head_attention_forward})
 _ENDING = frozenset({*LINEAR, *_OTHERS, functional.multi_head_attention_forward})  # compiled regions
-
-
-def is_split(func: Any) -> bool:
-    """Whether weight gradients of its calls may wait for W."""
-    return func in LINEAR or func in _ALL
 
 
 def is_norm(func: Any) -> bool:
@@ -70,8 +66,8 @@ class Splitting(TorchFunctionMode):
 
     In a compiled module such an op ends the compiled region, and the next one begins after it: what lies between the
     ops stays compiled, norms too. With `whole` it stays in its region, and its gradient comes at B. So does that of ops
-    within vmap and its like, which accept no custom autograd function. With `note`, all calls outside of regions are
-    only noted.
+    within vmap and its like, which accept no custom autograd function. With `note`, calls outside of regions are only
+    noted.
     """
 
     def __init__(
@@ -91,6 +87,8 @@ class Splitting(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN:
+            return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             ends = not self._whole and func in _ENDING and torch.is_grad_enabled() and _trains(*args, *kwargs.values())
             return self._interpreted(func, args, kwargs) if ends else func(*args, **kwargs)
