@@ -1,6 +1,5 @@
 """What a stage keeps of a micro-batch, how it leaves the device, and how it comes back.
 
-- `storage`: storages and whether they still take memory;
 - `activation`: what autograd has `saved` for one micro-batch, offloaded and reloaded in parts;
 - `engines`: what runs transfers beside compute: a thread on CPU, a side stream on CUDA;
 - `host_pool`, `link`: offloads to host memory; `host_memory`: its pages; `pci`: where a GPU is.

@@ -1,5 +1,5 @@
-"""What autograd has saved: `Saved` in an activation's blocks, `Staying` elsewhere. Both refuse a tensor that was
-changed in place afterwards."""
+"""Storages of tensors, and whether they still take memory (`StorageRef`). What autograd has saved: `Saved` in an
+activation's blocks, `Staying` elsewhere. Both refuse a tensor that was changed in place afterwards."""
 
 from __future__ import annotations
 

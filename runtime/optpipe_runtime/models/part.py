@@ -1,4 +1,5 @@
-"""What models have in common that can be cut: `Model`, and `Part`, a stage of one."""
+"""What models have in common that can be cut: `Model`, and `Part`, a stage of one. `Layers`: a list of layers, each of
+which takes what the one before returns."""
 
 from __future__ import annotations
 

@@ -49,24 +49,11 @@ def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
     """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
     peers. Raises `InputError` on all ranks if one gives what is invalid."""
     answers = [RankGroups(*answer) for answer in gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)]
-    _require_ranks(answers)
-    _require_equal_pipelines(answers)
-    teams = [tuple(answers[peer].pipeline for peer in answer.peers) for answer in answers]  # of each rank
-    _require_same_peers(answers, teams)
-    rank = dist.get_rank()
-    return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank].pipeline))
-
-
-def _require_ranks(answers: Sequence[RankGroups]) -> None:
     for pipeline, peers in answers:
         if isinstance(pipeline, str):
             raise InputError(f"group: {pipeline}")
         if isinstance(peers, str):
             raise InputError(f"inner: {peers}")
-
-
-def _require_equal_pipelines(answers: Sequence[RankGroups]) -> None:
-    """Every rank must be in one pipeline, and all must be equally large."""
     pipelines = sorted({answer.pipeline for answer in answers})
     members = sorted(rank for ranks in pipelines for rank in ranks)
     if members != list(range(len(answers))) or len({len(ranks) for ranks in pipelines}) > 1:
@@ -74,6 +61,10 @@ def _require_equal_pipelines(answers: Sequence[RankGroups]) -> None:
             f"group: the pipelines have ranks {[list(ranks) for ranks in pipelines]}; every rank must be in exactly "
             "one, and all must be equally large"
         )
+    teams = [tuple(answers[peer].pipeline for peer in answer.peers) for answer in answers]  # of each rank
+    _require_same_peers(answers, teams)
+    rank = dist.get_rank()
+    return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank].pipeline))
 
 
 def _require_same_peers(answers: Sequence[RankGroups], teams: Sequence[Pipelines]) -> None:

@@ -36,7 +36,8 @@ from optpipe_runtime.torch_private.groups import delayed_parameters
 
 
 class Copied:
-    """One stage."""
+    """A stage in `DistributedDataParallel`, whose own forward and backward run once a step, when all gradients are
+    complete."""
 
     def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
         require_apart(

@@ -53,8 +53,20 @@ class Sharded:
             require_apart(stage, "fully_shard", list(members), team, "mesh")
             self.ranks.update(members)
         shards: list[Any] = [parameter.shard for parameter in self._parameters]
-        _require_on_device(stage, shards)
-        self._warn_of_others(set(shards))
+        for shard in shards:
+            if shard.device.type != (kind := shard.device_mesh.device_type):
+                raise InputError(
+                    f"stage {stage}: fully_shard keeps parameters on {shard.device.type} and gathers them on {kind}: "
+                    "leave out offload_policy, a pipeline's parameters are where it computes"
+                )
+        others = [name for name, p in module.named_parameters() if p.requires_grad and p not in set(shards)]
+        if others:
+            log.warning(
+                "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
+                stage,
+                others[0],
+                len(others) - 1,
+            )
         self.is_sharded = any(
             placement.is_shard() and along <= self.ranks
             for shard in shards
@@ -66,16 +78,6 @@ class Sharded:
         self._read: list[Tensor] = []  # whole gradients that a reduction reads
         self._window: set[int] | None = None  # indices of the parameters with a gradient in this step's windows
         self._largest: Counter[ShardedParameter] = Counter()  # elements of the largest whole gradient that was counted
-
-    def _warn_of_others(self, shards: set[nn.Parameter]) -> None:
-        others = [name for name, p in self._module.named_parameters() if p.requires_grad and p not in shards]
-        if others:
-            log.warning(
-                "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
-                self._stage,
-                others[0],
-                len(others) - 1,
-            )
 
     # Parameters
 
@@ -161,7 +163,7 @@ class Sharded:
         """Behind the last W: from here on the stage is left to `reduce`. Returns its whole gradients."""
         self._is_whole = False
         self._make_reducible()
-        self._read = self._gradients()
+        self._read = [gradient for _, gradient in self.whole_gradients()]
         return self._read
 
     def reduce(self) -> None:
@@ -174,7 +176,7 @@ class Sharded:
         """Behind a backward or W that is not the last: takes the whole gradients away. Returns them, and a collective
         that reduces them and adds the result to the gradients of the shards."""
         self._make_reducible()
-        self._read = self._gradients()
+        self._read = [gradient for _, gradient in self.whole_gradients()]
         with_gradient = {i for i, parameter in enumerate(self._parameters) if parameter.gradients}
         if self._window not in (None, with_gradient):
             odd = min(with_gradient ^ self._window)
@@ -207,26 +209,19 @@ class Sharded:
         minus_least, most = both.tolist()
         return -minus_least, most
 
-    def _gradients(self) -> list[Tensor]:
-        return [gradient for _, gradient in self.whole_gradients()]
-
     def _make_reducible(self) -> None:
-        """Gives whole gradients the types and placements in which FSDP reduces them."""
-        self._unify_types()
-        self._place_as_parameters()
+        """Gives whole gradients the types and placements in which FSDP reduces them.
 
-    def _unify_types(self) -> None:
-        """FSDP reduces a group in one type. It has put aside, in the type of the reduction, the gradients that came in
-        an autograd backward, but not those of a W, which come outside of one."""
+        It reduces a group in one type. It has put aside, in the type of the reduction, the gradients that came in an
+        autograd backward, but not those of a W, which come outside of one. And gradients are spread over inner peers as
+        their parameters are: here, in the order of the program. FSDP would do it when it reduces, beside ops whose
+        collectives with the peers come at any time.
+        """
         for group in self._groups:
             if any(parameter.aside is not None for parameter in group.parameters):
                 for parameter in group.parameters:
                     if parameter.aside is None:
                         parameter.put_aside()
-
-    def _place_as_parameters(self) -> None:
-        """Spreads gradients over inner peers as their parameters are: here, in the order of the program. FSDP would do
-        it when it reduces, beside ops whose collectives with the peers come at any time."""
         for parameter in self._parameters:
             whole: Any = parameter.whole
             if isinstance(whole, DTensor):
@@ -243,17 +238,6 @@ class Sharded:
             part.set_reshard_after_backward(is_last)
             if self.is_sharded:
                 part.set_reshard_after_forward(False)
-
-
-def _require_on_device(stage: int, shards: list[Any]) -> None:
-    """Raises `InputError` if parameters are kept on another device than they are gathered on."""
-    for shard in shards:
-        mesh = shard.device_mesh
-        if shard.device.type != mesh.device_type:
-            raise InputError(
-                f"stage {stage}: fully_shard keeps parameters on {shard.device.type} and gathers them on "
-                f"{mesh.device_type}: leave out offload_policy, a pipeline's parameters are where it computes"
-            )
 
 
 def require_apart(stage: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:

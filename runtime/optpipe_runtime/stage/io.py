@@ -1,4 +1,4 @@
-"""`StageIO`: the tensors that a stage gets and gives."""
+"""`StageIO`: the tensors that a stage gets and gives; `enter` makes those that it gets a part of its graph."""
 
 from __future__ import annotations
 

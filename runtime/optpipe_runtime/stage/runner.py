@@ -171,7 +171,7 @@ class StageRunner:
             )
         if edges:
             by_output = dict(zip(io.needed, gradients, strict=True))
-            with self.split.noting_at_b() if split else nullcontext():
+            with self.split.finding_at_b() if split and self.split.at_b is None else nullcontext():
                 self._walk(running, list(edges.values()), [by_output[k] for k in edges])
         if not split:
             self.split.run(running.queue)

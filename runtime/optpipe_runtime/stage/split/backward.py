@@ -154,12 +154,9 @@ class SplitBackward:
     def mode(self) -> Splitting:
         return Splitting(self.norms_wait, self.casts, whole=self.whole)
 
-    def noting_at_b(self) -> AbstractContextManager[object]:
-        """Around the first B: finds `at_b`, the parameters to whose gradients something is added in this context."""
-        return self._find_at_b() if self.at_b is None else _NOTHING
-
     @contextmanager
-    def _find_at_b(self) -> Iterator[None]:
+    def finding_at_b(self) -> Iterator[None]:
+        """Around the first B: finds `at_b`, the parameters to whose gradients something is added in this context."""
         parameters = self._named_parameters()
         before = {name: accumulated(parameter) for name, parameter in parameters.items()}
         in_buffers = {name: parameter for name, parameter in parameters.items() if main_grad(parameter) is not None}

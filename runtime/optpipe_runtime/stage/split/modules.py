@@ -22,11 +22,8 @@ from optpipe_runtime.stage.split.queue import accumulate, accumulated, filling
 
 def delaying(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those that delay weight gradients."""
-    return [part for part in modules if _delays(part)]
-
-
-def _delays(part: Any) -> bool:
-    return hasattr(part, "need_backward_dw") and bool(part.need_backward_dw())
+    any_modules: list[Any] = [part for part in modules if hasattr(part, "need_backward_dw")]
+    return [part for part in any_modules if part.need_backward_dw()]
 
 
 class Delayed:
