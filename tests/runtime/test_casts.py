@@ -82,7 +82,7 @@ def test_each_weight_is_cast_once_a_step(recompute: Level | None, split: bool, l
         assert step(stage, recompute, split) == 2
         assert all(map(torch.equal, [p.grad for p in module.parameters()], expected))  # type: ignore[arg-type]
         stage.end_step()
-        assert stage.split.cast_bytes == 2 * (WIDTH * WIDTH + WIDTH) * 2, "weights and biases"
+        assert stage.split.casts.nbytes == 2 * (WIDTH * WIDTH + WIDTH) * 2, "weights and biases"
 
 
 def test_a_parameter_that_changes_is_cast_again() -> None:

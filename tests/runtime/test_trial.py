@@ -64,7 +64,10 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     stages[1].weight.grad = torch.zeros(10, 10)
     runners = {
         s: SimpleNamespace(
-            module=module, outside=Outside(None, module), buffer_bytes=0, split=SimpleNamespace(cast_bytes=100 * s)
+            module=module,
+            outside=Outside(None, module),
+            buffer_bytes=0,
+            split=SimpleNamespace(casts=SimpleNamespace(nbytes=100 * s)),
         )
         for s, module in stages.items()
     }

@@ -74,7 +74,9 @@ def require_equal(model: Any, cut: Cut) -> None:
                 if difference:
                     break
         except Exception as error:
-            reason = _told(error) if isinstance(error, InputError) else f"a small run of it fails with {_told(error)}"
+            reason = (
+                _reason(error) if isinstance(error, InputError) else f"a small run of it fails with {_reason(error)}"
+            )
             raise InputError(f"model is a {kind}: it cannot be compared with a row of its stages: {reason}") from None
     if difference:
         raise InputError(f"model is a {kind}: {difference}; give a list of its layers, or cut it by torch's SplitPoint")
@@ -170,7 +172,7 @@ def _difference(whole: RunResult, row: Side, case: Case) -> str | None:
     try:
         run = _run(row, case)
     except Exception as error:
-        return f"as a row of stages it fails with {_told(error)}"
+        return f"as a row of stages it fails with {_reason(error)}"
     if whole.output.shape != run.output.shape or not _equal(whole.output, run.output, OUTPUT_TOLERANCE):
         return "as a row of stages it has other logits, so its forward does more than pass hidden states on"
     largest = max(float(gradient.abs().max()) for gradient in whole.gradients.values())
@@ -185,7 +187,7 @@ def _equal(one: Tensor, other: Tensor, relative: float, absolute: float = 0.0) -
     return bool(difference.max() <= relative * largest.max() + absolute) if one.numel() else True
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, InputError):
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -175,11 +175,6 @@ class SplitBackward:
         kind = self._device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
-    @property
-    def cast_bytes(self) -> int:
-        """What casts of parameters took in the last step, under autocast."""
-        return self.casts.nbytes
-
     def end_step(self) -> None:
         self.casts.clear()
 

@@ -36,20 +36,16 @@ def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+_EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def embedding(input: Tensor, weight: Tensor, *options: Any, **named: Any) -> Tensor:
     """Indices have no gradient, so all of the backward waits for W."""
-    options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    if max_norm is not None or sparse:  # changes the weight; or has a gradient that W cannot add to another one
-        return functional.embedding(input, weight, *options)
-    return split(functional.embedding, input, weight, *options)
+    named = dict(zip(_EMBEDDING_OPTIONS, options, strict=False)) | named
+    if named.get("max_norm") is not None or named.get("sparse"):
+        # Changes the weight; or has a gradient that W cannot add to another one.
+        return functional.embedding(input, weight, **named)
+    return split(functional.embedding, input, weight, **named)
 
 
 class _Split(torch.autograd.Function):

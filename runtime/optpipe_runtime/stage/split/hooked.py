@@ -249,9 +249,7 @@ class Hooked:
 
     def __init__(self, modules: Iterable[nn.Module], scaling: Iterable[nn.Module], run: Callable[..., Tensor]) -> None:
         # What is written into `vars` of a module is found before its class's forward, and before its parameters.
-        self._forwards = [
-            (vars(module), partial(_FORWARDS[type(module).forward][1], module, run)) for module in modules
-        ]
+        self._forwards = [(vars(module), _replaced(module, run)) for module in modules]
         self._scaling = [(vars(module), parameters_of(module)) for module in scaling]
 
     def __enter__(self) -> None:
@@ -267,37 +265,37 @@ class Hooked:
             attributes.pop("weight", None)
 
 
-def _linear(module: nn.Linear, run: Callable[..., Tensor], input: Tensor) -> Tensor:
-    own = parameters_of(module)
-    return run(functional.linear, input, own["weight"], own["bias"])
-
-
-def _layer_norm(module: nn.LayerNorm, run: Callable[..., Tensor], input: Tensor) -> Tensor:
-    own = parameters_of(module)
-    return run(functional.layer_norm, input, module.normalized_shape, own["weight"], own["bias"], module.eps)
-
-
-def _rms_norm(module: nn.RMSNorm, run: Callable[..., Tensor], input: Tensor) -> Tensor:
-    return run(functional.rms_norm, input, module.normalized_shape, parameters_of(module)["weight"], module.eps)
-
-
-def _embedding(module: nn.Embedding, run: Callable[..., Tensor], input: Tensor) -> Tensor:
-    options = module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
-    return run(functional.embedding, input, module.weight, *options)
-
-
-# By the class's own forward, which a subclass may have, too: the function that it calls, and its replacement.
-_FORWARDS: dict[Any, tuple[Any, Callable[..., Tensor]]] = {
-    nn.Linear.forward: (functional.linear, _linear),
-    nn.LayerNorm.forward: (functional.layer_norm, _layer_norm),
-    nn.RMSNorm.forward: (functional.rms_norm, _rms_norm),
-    nn.Embedding.forward: (functional.embedding, _embedding),
+# By the class's own forward, which a subclass may have, too: the function that it calls, and with what after the input.
+_FORWARDS: dict[Any, tuple[Any, Callable[[Any, Mapping[str, Any]], tuple[Any, ...]]]] = {
+    nn.Linear.forward: (functional.linear, lambda part, own: (own["weight"], own["bias"])),
+    nn.LayerNorm.forward: (
+        functional.layer_norm,
+        lambda part, own: (part.normalized_shape, own["weight"], own["bias"], part.eps),
+    ),
+    nn.RMSNorm.forward: (functional.rms_norm, lambda part, own: (part.normalized_shape, own["weight"], part.eps)),
+    nn.Embedding.forward: (
+        functional.embedding,
+        lambda part, own: (
+            own["weight"],
+            part.padding_idx,
+            part.max_norm,
+            part.norm_type,
+            part.scale_grad_by_freq,
+            part.sparse,
+        ),
+    ),
 }
 
 
 def called_by(module: nn.Module) -> Any:
     """The function that a module's forward calls, if it can be replaced; else None."""
     return _FORWARDS[type(module).forward][0] if type(module).forward in _FORWARDS else None
+
+
+def _replaced(module: nn.Module, run: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    func, options = _FORWARDS[type(module).forward]
+    own = parameters_of(module)
+    return lambda input: run(func, input, *options(module, own))
 
 
 class ScalingWeight(Tensor):
