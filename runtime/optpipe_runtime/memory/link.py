@@ -120,16 +120,16 @@ def streams_used(layout: Layout, rank: int) -> int:
 
 def require_queues(layout: Layout, rank: int, device: torch.device) -> None:
     """Raises `InputError` if streams of this rank on CUDA may share hardware queues."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(DEFAULT_QUEUES))
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(DEFAULT_QUEUES))
     used = streams_used(layout, rank)
     needed = QUEUES if layout.shared_links else min(used, QUEUES)
-    if device.type == "cuda" and used > 1 and not (given.isdecimal() and int(given) >= needed):
+    if device.type == "cuda" and used > 1 and not (queues.isdecimal() and int(queues) >= needed):
         why = (
             "links are shared, and a copy that waits for its turn may hold up what it waits for"
             if layout.shared_links
             else f"rank {rank} uses {used} streams, and what waits for a message holds up all in the same queue"
         )
-        raise InputError(f"CUDA_DEVICE_MAX_CONNECTIONS is {given}: set it to {needed} before the script starts; {why}")
+        raise InputError(f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: set it to {needed} before the script starts; {why}")
 
 
 def channel_tokens(team: Team, layout: Layout, device: torch.device) -> tuple[ChannelToken, ...]:

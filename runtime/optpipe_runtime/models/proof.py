@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """What a run is given, and in which mode."""
 
     training: bool
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 class RunResult(NamedTuple):
@@ -88,8 +88,8 @@ def _nothing_compiled() -> AbstractContextManager[Any]:
 
 
 def _whole(small: Any) -> Side:
-    def forward(**given: Tensor) -> Tensor:
-        output: Any = small(use_cache=False, **given)
+    def forward(**inputs: Tensor) -> Tensor:
+        output: Any = small(use_cache=False, **inputs)
         if not isinstance(getattr(output, "logits", None), Tensor):
             raise InputError("what it returns has no logits")
         logits: Tensor = output.logits
@@ -126,7 +126,7 @@ def _run_of_the_whole(whole: Side, case: Case) -> RunResult | None:
     try:
         return _run(whole, case)
     except TypeError as error:
-        if len(case.given) == 1 or "unexpected keyword argument" not in str(error):
+        if len(case.inputs) == 1 or "unexpected keyword argument" not in str(error):
             raise
         return None
 
@@ -154,7 +154,7 @@ def _run(side: Side, case: Case) -> RunResult:
     copies = [twin for twins in side.parameters.values() for twin in twins]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(2)
-        output = side.forward(**{name: value.clone() for name, value in case.given.items()})
+        output = side.forward(**{name: value.clone() for name, value in case.inputs.items()})
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
         loss = (output.float() * weights).sum()
         by_copy = dict(zip(copies, torch.autograd.grad(loss, copies, allow_unused=True), strict=True))

@@ -74,7 +74,7 @@ def _source(value: Value, carried: Sequence[Value], node: Node) -> Callable[[Seq
     if value[0] is node:
         return lambda _, outputs: outputs[value[1]]
     place = carried.index(value)
-    return lambda given, _: given[place]
+    return lambda inputs, _: inputs[place]
 
 
 class _Stage(Part):
@@ -91,8 +91,8 @@ class _Stage(Part):
         super().__init__("module.")
         self.module, self._inside, self._sources, self._names = module, inside, sources, names
 
-    def forward(self, *given: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
-        values = [*given, *(kwargs[name] for name in self._names[len(given) :])]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
+        values = [*inputs, *(kwargs[name] for name in self._names[len(inputs) :])]
         result = self.module(*(values[k] for k in self._inside))
         outputs = result if isinstance(result, tuple | list) else (result,)
         after = tuple(source(values, outputs) for source in self._sources)

@@ -74,20 +74,20 @@ LEVELS = {
 }
 
 
-def as_levels(given: Sequence[str | Policy]) -> dict[str, Level]:
+def as_levels(entries: Sequence[str | Policy]) -> dict[str, Level]:
     """By name: from the names of levels and the user's policies. Raises `InputError`."""
-    if isinstance(given, str):
-        raise InputError(f"recompute = {given!r}: must be a sequence, such as ({given!r},)")
-    if len(given) > MOST_LEVELS:
-        raise InputError(f"recompute has {len(given)} entries: a stage has at most {MOST_LEVELS} levels")
-    for entry in given:
+    if isinstance(entries, str):
+        raise InputError(f"recompute = {entries!r}: must be a sequence, such as ({entries!r},)")
+    if len(entries) > MOST_LEVELS:
+        raise InputError(f"recompute has {len(entries)} entries: a stage has at most {MOST_LEVELS} levels")
+    for entry in entries:
         if not callable(entry) and entry not in LEVELS:
             raise InputError(
                 f"recompute has {entry!r}: it must be {', '.join(map(repr, LEVELS))}, or a function of an op of torch "
                 "that returns whether its result is kept"
             )
     levels: dict[str, Level] = {}
-    for entry in given:
+    for entry in entries:
         name = getattr(entry, "__name__", type(entry).__name__) if callable(entry) else entry
         if name in levels:
             raise InputError(f"recompute has {name!r} twice: each level needs a name of its own")

@@ -65,10 +65,10 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
 
     def set_rows(self, rows: Sequence[Sequence[Any]], functions: dict[Any, Callable[[Any, object], None]]) -> None:
         """The rows of all ranks. What is no `Action` in them has a `computation_type`, whose function it calls."""
-        known: dict[int, list[_Action | None]] = {
+        ours: dict[int, list[_Action | None]] = {
             rank: [action for action in row if isinstance(action, _Action)] for rank, row in enumerate(rows)
         }
-        self._prepare_schedule_with_comms(known, format="compute_comms")
+        self._prepare_schedule_with_comms(ours, format="compute_comms")
         self.pipeline_order_with_comms = dict(enumerate(map(list, rows)))
         table: dict[Any, Callable[..., Any]] = self._comp_type_to_function_map
         table |= functions
