@@ -127,7 +127,7 @@ def concepts() -> Iterator[tuple[str, str]]:
     offloads = systems.generate("po-h", leaves)
     for name, title, schedule in (
         ("fused", "1F1B, memory for 4 activations", systems.generate("1f1b", ample)),
-        ("split", "B and W apart, memory for 4 activations", heuristics.generate("adaoffload", ample)),
+        ("split", "B and W apart, memory for 4 activations", systems.generate("zb-h1", ample)),
         ("tight", "B and W apart, memory for 2", heuristics.generate("adaoffload", tight)),
         ("offload", "Offloads, memory for 2", offloads),
         ("slower", "The same programs, ops of device 1 take half as long again", offloads.on(slower(leaves))),
