@@ -133,6 +133,7 @@ class Pool:
         if self.slow.statistics().tasks_waiting >= MOST_WAITING:
             raise BusyError
         async with self.slow:
+            await asyncio.wait({self._executor})  # its time does not count what a new machine compiles
             return await self.run(task, *arguments, until=time.monotonic() + (limit_s or SLOW_S), wanted=wanted)
 
     async def run_longest(self, task: Callable[..., T], *arguments: Any, limit_s: float, wanted: Path) -> T:

@@ -18,7 +18,8 @@ START = """
 import sys, optpipe_server
 from optpipe import solvers
 database, port, solvers.installed().SEARCH, solvers.installed().FIRST = sys.argv[1:]
-optpipe_server.serve(optpipe_server.Settings(database, open_jobs=10_000, pack=None), port=int(port))
+settings = optpipe_server.Settings(database, open_jobs=10_000, pack=None, first_schedule_s=120.0)
+optpipe_server.serve(settings, port=int(port))
 """
 FAKES = ("support.fakes.solver", "support.fakes.first")
 Process = tuple[subprocess.Popen[str], httpx.Client]
