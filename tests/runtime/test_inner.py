@@ -132,7 +132,7 @@ def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: R
 def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None:
     """Also where its peer waits for it in a collective of the stage's own."""
     told = four_ranks.survivors(inner.killed, dying=1)
-    assert all("lost its connection to " in why or "Connection closed by peer" in why for why in told), told
+    assert all("lost its connection to " in why or "gloo/" in why for why in told), told
 
 
 def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
