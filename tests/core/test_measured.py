@@ -88,7 +88,9 @@ def test_megatrons_timers(tmp_path: Path) -> None:
     found = problem_from("megatron-timers", log, microbatches=4, devices=2)  # two ranks a device
     assert [stage.forward_ms for stage in found.problem.stages] == [22.0, 30.0]
     assert [times[Kind.BW].ms for times in found.stages] == [40.0, 55.0]
-    assert found.stages[0][Kind.F].count == 3, "as many as the log has, however many micro-batches a step has"
+    assert found.stages[0][Kind.F].count == 12, "each micro-batch of each iteration has its share"
+    one = problem_from("megatron-timers", log, microbatches=4, devices=2, step=1).problem
+    assert [stage.forward_ms for stage in one.stages] == [21.0, 30.0]
     assert found.schedule is None
     assert [device.activation_budget_bytes for device in found.problem.devices] == [4, 4]
     said = " ".join(found.unknown)

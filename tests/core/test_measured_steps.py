@@ -126,7 +126,7 @@ def test_files_in_a_folder_in_a_list_or_in_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no traces in this folder"):
         problem_from("torch-trace", tmp_path / "empty")
-    with pytest.raises(InputError, match="is a folder: a file of csv is expected"):
+    with pytest.raises(InputError, match="is a folder, a file is expected"):
         problem_from("csv", tmp_path)
     with pytest.raises(InputError, match="the folder that dump_pp_data writes is expected"):
         problem_from("primus", together)

@@ -14,11 +14,11 @@ from support.problems import pipeline, stage
 from support.problems.strategies import AMPLE, stages
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
-from optpipe.anytime import _with_incumbent
+from optpipe.anytime import Keeper
 from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk
 from optpipe.model.records import StageCosts
-from optpipe.process.protocol import Incumbent, Programs, Request
-from optpipe.results import Result
+from optpipe.options import SolveOptions
+from optpipe.process.protocol import Incumbent, Programs
 from optpipe_solver.heuristics import generate
 
 TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
@@ -260,11 +260,14 @@ def test_frames_and_files_keep_a_placed_schedule(placed, tmp_path, way):
 
 def test_a_solver_that_must_keep_the_stages_cannot_place_them(placed):
     frame = Incumbent(method="liar", schedule=Programs.from_schedule(placed))
-    kept = _with_incumbent(Result("unknown"), frame, Request(problem=plain()))
-    assert kept.schedule is None
-    assert kept.notes == ("a schedule of liar was rejected: 2 chunks a device, V-shaped: the stages were to be kept",)
-    free = _with_incumbent(Result("unknown"), frame, Request(problem=plain(), placements="all"))
-    assert free.makespan_ms == placed.makespan_ms
+    kept, free = (Keeper(plain(), SolveOptions(placements=placements)) for placements in ("keep", "all"))
+    assert not kept.take(frame)
+    assert kept.result.schedule is None
+    assert kept.result.notes == (
+        "a schedule of liar was rejected: 2 chunks a device, V-shaped: the stages were to be kept",
+    )
+    assert free.take(frame)
+    assert free.result.makespan_ms == placed.makespan_ms
 
 
 def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):

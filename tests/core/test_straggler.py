@@ -100,5 +100,3 @@ def _change(**fields: Any) -> Callable[[list[dict[str, Any]]], Any]:
 def test_what_cannot_be_used_is_one_sentence(change: Any, given: dict[str, int], message: str, tmp_path: Path):
     with pytest.raises(InputError, match=message):
         problem_from("straggler", saved(change(timeline()), tmp_path), **given)
-    with pytest.raises(InputError, match="step = 3, replica = None: Megatron's log has only sums"):
-        problem_from("megatron-timers", saved([], tmp_path), microbatches=2, step=3)

@@ -136,11 +136,11 @@ def test_the_command_reports_writes_and_says_the_same_as_json(run: Run, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layers", "1,2,3"], "--layers = 1, 2, 3: a number of at least 1 for each of 2 stages is expected"),
-        (["--memory", "0.5"], "--memory = 0.5: 1 to 1000000 activations are expected"),
-        (["--weight-share", "2"], "--weight-share = 2: a share from 0 to 1 is expected"),
-        (["--stack", "pytorch"], "--stack = 'pytorch': one of torch, megatron, primus, optpipe is expected"),
-        (["--form", "xml"], "--form = 'xml': one of torch-trace"),
+        (["--layers", "1,2,3"], "layers = 1, 2, 3: a number of at least 1 for each of 2 stages is expected"),
+        (["--memory", "0.5"], "memory = 0.5: 1 to 1000000 activations are expected"),
+        (["--weight-share", "2"], "weight_share = 2: a share from 0 to 1 is expected"),
+        (["--stack", "pytorch"], "stack = 'pytorch': one of torch, megatron, primus, optpipe is expected"),
+        (["--form", "xml"], "form = 'xml': one of torch-trace"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Run, tmp_path: Path) -> None:

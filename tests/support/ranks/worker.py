@@ -23,7 +23,6 @@ from support.ranks.device import ON_CUDA
 
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
 PRELOADED = "support.ranks.preload"
-STARTER.set_forkserver_preload([PRELOADED])
 TESTS = str(Path(__file__).parents[2])
 
 
@@ -61,6 +60,23 @@ def serve(
         dist.destroy_process_group()
 
 
+_fork_server: int | None = None  # the process that ranks are forked from
+
+
+def ensure_fork_server() -> None:
+    """Start the fork server of ranks. A process has one: that of a service's pool has loaded something else, and is
+    replaced."""
+    global _fork_server
+    running = forkserver._forkserver  # type: ignore[attr-defined]
+    if _fork_server is None or running._forkserver_pid != _fork_server:
+        running._stop()
+        STARTER.set_forkserver_preload([PRELOADED])
+        with pytest.MonkeyPatch.context() as patch:  # Python 3.11 hands it no `sys.path`
+            patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+            forkserver.ensure_running()
+        _fork_server = running._forkserver_pid
+
+
 TIMEOUT_S = 240.0  # of a call; pytest ends a test after 300 s
 LATE = "no answer in time"
 AFTER_A_FAILURE_S = 60.0  # how long the other ranks may take to hear of a failure
@@ -86,9 +102,7 @@ class Ranks:
 
     def _start(self) -> None:
         self._starts += 1
-        with pytest.MonkeyPatch.context() as patch:  # Python 3.11 hands it no `sys.path`
-            patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
-            forkserver.ensure_running()
+        ensure_fork_server()
         store = str(self._folder / f"store{self._starts}")
         self._processes, self._connections = [], []
         for rank in range(self.world):
