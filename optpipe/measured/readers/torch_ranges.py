@@ -72,7 +72,7 @@ class _Thread(NamedTuple):
 def find_ranges(events: Sequence[Any], path: str) -> dict[Any, Ranges]:
     """The ranges of each process that has some: of each GPU, or if none are on a GPU, of each process of the host.
 
-    Raises InputError for a range whose ops cannot be sentence apart, and for a stage that only the host has ranges of.
+    Raises InputError for a range whose ops cannot be told apart, and for a stage that only the host has ranges of.
     """
     spans = [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each]
     named = [each for each in spans if each.get("cat") in (DEVICE, HOST) and _ops_named(str(each.get("name")))]
@@ -118,7 +118,7 @@ def _require_device_ranges(on_device: dict[Any, list[_Range]], on_host: dict[Any
     for each in (each for ranges in on_device.values() for each in ranges if len(each.ops) > 1):
         raise InputError(
             f"{path}: {each.name[:40]}: a pair has one range on a GPU, in which the times of its two ops cannot be "
-            "sentence apart"
+            "told apart"
         )
     stages = [
         {op.stage for ranges in side.values() for each in ranges for op in each.ops} for side in (on_host, on_device)
@@ -225,7 +225,7 @@ def _pair_ops(each: _Range, operators: range, thread: _Thread, path: str) -> lis
     forward, backward = each.ops
     split = next((n for n in operators if thread.autograd[n]), None)
     if forward.kind is not Kind.F or split is None or split == operators.start:
-        raise InputError(f"{path}: {each.name[:40]}: the times of the two ops of this pair cannot be sentence apart")
+        raise InputError(f"{path}: {each.name[:40]}: the times of the two ops of this pair cannot be told apart")
     begin, middle = thread.begins[operators.start], thread.begins[split]
     end = max(thread.ends[operators.start : split])
     return [
