@@ -13,6 +13,7 @@ from optpipe.model.problem import Problem
 from optpipe_solver.clock import Clock
 from optpipe_solver.exact import serial_ms
 from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.methods import milp_complaint
 from optpipe_solver.milp.backends import Task, minimize
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.search import assignment
@@ -49,6 +50,8 @@ def milp(problem: Path, /, *, solver: str = "highs", time_limit_s: float = 60.0)
     time_limit_s
         Of each search, in seconds.
     """
+    if complaint := milp_complaint(solver):
+        raise InputError(f"solver = {solver!r}: {complaint}")
     whole = Problem.load(problem)
     if whole.routes is not None or whole.layers is not None:
         raise InputError(

@@ -42,10 +42,10 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
 
 def test_a_problem_from_which_nothing_can_be_cut_is_refused(bench, tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
-    for more, words, told in (
-        ({"routes": [[0]]}, (), "a problem without either was expected"),
-        ({}, (), "2 × 4 at least were expected"),
-        ({}, ("--solver", "foo"), "--solver = 'foo': auto, highs, gurobi, pulp or one of PuLP's solvers"),
+    for more, message in (
+        ({"routes": [[0]]}, "a problem without either was expected"),
+        ({}, "2 × 4 at least were expected"),
     ):
         save(problem_of([stage(0, (1, 1, 1), 1)], [9], 4, **more), path)
-        assert told in bench("milp", path, *words).err
+        assert message in bench("milp", path).err
+    assert "solver = 'foo': auto, highs, gurobi, pulp or one of PuLP's" in bench("milp", path, "--solver", "foo").err
