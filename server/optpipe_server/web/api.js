@@ -6,7 +6,7 @@ import { read } from "/page/picture/data.js";
  *   problem_version: number, found_at: string, url: string,
  *   adoption: {step: number, measured_iteration_ms: number | null, adopted_at: string} | null}} Incumbent
  * @typedef {{problem_version: number, lower_bound_ms: number, found_at: string}} Bound
- * @typedef {{id: string, version: number, state: string, reason: string | null, problem_name: string,
+ * @typedef {{id: string, version: number, state: string, key_name: string | null, reason: string | null, problem_name: string,
  *   problem_version: number, options: Record<string, any>, priority: number, status: string,
  *   value_ms: number | null, lower_bound_ms: number | null, gap: number | null, attempt: number, created_at: string,
  *   started_at: string | null, ended_at: string | null, spent_s: number | null, url: string, best: any}} Job
