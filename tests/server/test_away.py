@@ -97,11 +97,12 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
     Database(url).close()
     with serve_process(tmp_path, url) as (process, client):
         job = submit(client, method="hang")
-        with client.stream("GET", f"{job['url']}/events") as response, server.hanging():
+        with client.stream("GET", f"{job['url']}/events") as response:
             assert next(events(response))["id"] == "1"
-            time.sleep(1.0)  # until its look for news waits for an answer
-            process.terminate()
-            assert process.wait(ENDS_S) == -signal.SIGTERM
+            with server.hanging():
+                time.sleep(1.0)  # until its look for news waits for an answer
+                process.terminate()
+                assert process.wait(ENDS_S) == -signal.SIGTERM
 
 
 def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
