@@ -1,21 +1,20 @@
-"""A failure in a step is reported with rank, op, stage and micro-batch, on the rank where it happens and on those that
-wait for it. An error that a rank keeps does not hold the pipeline's connections: the other ranks hear of the
-failure."""
+"""A failure in a step is reported with rank, op, stage and micro-batch, on the rank where it happens; on one that waits
+for it, what it waits for."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from support.ranks.cases import batch, loss_fn, own_stages, pipeline, plain, problem
+from support.ranks.cases import batch, loss_fn, own_stages, problem
 from support.ranks.worker import Ranks
-from torch import Tensor, nn
+from torch import Tensor
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.memory.host_pool import OnHost
@@ -31,8 +30,7 @@ def fail(*_: object) -> Any:
 
 
 def told_of(what: str) -> list[str]:
-    """What this rank is told, and what that came from, when on rank 0 a copy fails, or on the last rank the loss
-    does."""
+    """A copy fails on rank 0, or the loss on rank 1. What the other rank is told, and what that came from."""
     failing, found = False, list[str]()
 
     def take_out(self: Any, pieces: Sequence[Tensor]) -> Any:
@@ -48,81 +46,15 @@ def told_of(what: str) -> list[str]:
     try:
         with mock.patch.object(OnHost, "take_out", take_out) if copies else nullcontext():
             pipe.step(*batch(1, 2))
-    except Exception as raised:
-        error: BaseException | None = raised
-        while error is not None:
-            found += [str(error), *getattr(error, "__notes__", [])]
-            error = error.__cause__
+    except OptPipeError as error:
+        found = [str(error), str(error.__cause__)]
     pipe.close()
     return found
 
 
-@pytest.mark.parametrize(
-    ("what", "failing", "sentence", "other"), [("copy", 0, COPY, None), ("loss", 1, LOSS, WAITING)]
-)
-def test_a_failure_is_named_on_every_rank(
-    ranks: Ranks, what: str, failing: int, sentence: str, other: str | None
-) -> None:
-    told = ranks(told_of, what=what)
-    assert told[failing][:2] == ["not today", sentence]
-    assert told[1 - failing][0] == f"{sentence}: ValueError: not today"
-    assert other is None or other in told[1 - failing]
-
-
-# Errors that are kept
-
-Result = tuple[str, list[float] | None]  # this rank's error, and its losses in a step of the next pipeline
-
-
-def learning(world: int, failing: int) -> Result:
-    """One stage raises when it is learned."""
-    modules = _own(world)
-    if failing in modules:
-        modules[failing].register_forward_pre_hook(fail)
-    return _in_a_row(world, modules, lambda pipe: pipe.step(*batch(0, 1)))
-
-
-def gathering(world: int) -> Result:
-    """Rank 0 gives what cannot be pickled."""
-    value = (lambda: None) if dist.get_rank() == 0 else None
-    return _in_a_row(world, _own(world), lambda pipe: pipe.gather(value))
-
-
-def _own(world: int) -> dict[int, nn.Module]:
-    return dict(own_stages(range(world)))
-
-
-def _in_a_row(world: int, modules: dict[int, nn.Module], failing: Callable[[Pipeline], object]) -> Result:
-    placement = list(range(world))
-    schedule = Schedule.parse(problem(placement, 1), [[f"{s}F0", f"{s}BW0"] for s in placement])
-    kept = []
-    gc.disable()
-    try:
-        pipe = Pipeline(modules, placement, loss_fn, 1)
-        pipe.load(schedule)
-        try:
-            failing(pipe)
-        except Exception as error:
-            kept.append(error)
-        pipe.close()
-        with pipeline(_own(world), schedule) as pipe:
-            return str(kept[0]), pipe.step(*batch(0, 1)).losses
-    finally:
-        gc.enable()
-
-
-def test_the_error_of_a_rank_that_lost_another(four_ranks: Ranks) -> None:
-    """Rank 1 waits for what rank 2 sends by way of rank 0 or 3, which lose rank 2 and keep that error."""
-    errors, losses = zip(*four_ranks(learning, world=4, failing=2), strict=True)
-    why = "rank 2 was learning stage 2, by its first forward: ValueError: not today"
-    assert errors == (why, why, "not today", why)
-    assert losses[3] == pytest.approx(plain(4, 1)[0][0])
-
-
-def test_the_error_of_the_rank_that_failed(ranks: Ranks) -> None:
-    """In a function of torch."""
-    (own, _), (heard, losses) = ranks(gathering, world=2)
-    assert "<lambda>" in own
-    assert heard.startswith("rank 0: ")
-    assert heard.endswith(own)
-    assert losses == pytest.approx(plain(2, 1)[0][0])
+@pytest.mark.parametrize(("what", "failing", "sentence", "other"), [("copy", 0, COPY, ""), ("loss", 1, LOSS, WAITING)])
+def test_a_failure_names_what_failed(ranks: Ranks, what: str, failing: int, sentence: str, other: str) -> None:
+    ((told, cause),) = ranks.survivors(told_of, failing, what=what)
+    assert f"ValueError: not today\n{sentence}\n" in ranks.why
+    assert told.startswith(other)
+    assert f"rank {1 - failing} lost its connection to " in cause

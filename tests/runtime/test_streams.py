@@ -54,7 +54,7 @@ def simulated(engine: Any, full_duplex: bool) -> Iterator[tuple[Races, Link, Sta
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = Races(monkeypatch)
         compute = simulation._compute
-        monkeypatch.setattr(Event, "query", lambda event: compute.wait_event(event) is None, raising=False)
+        monkeypatch.setattr(Event, "synchronize", lambda event: compute.wait_event(event), raising=False)
         monkeypatch.setattr(link_module, "copy_engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
         stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
