@@ -184,7 +184,7 @@ def races_in_steps(
     """What raced in three steps of a stage with two micro-batches."""
     with simulated(engine, full_duplex) as (simulation, link, stage):
         parameters = stage.module.named_parameters()
-        host = kind(0, parameters, lambda named: torch.optim.AdamW(named), link, Immediate(), lambda: None)
+        host = kind(0, parameters, lambda named: torch.optim.AdamW(named), link, Immediate())
         with simulation:
             for _ in range(3):
                 stage.start_step((), 1)
