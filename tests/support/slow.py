@@ -22,7 +22,6 @@ PATTERNS = (
     "server/test_job_updates.py*",
     "server/database/test_connections.py*",
     "runtime/test_chaos.py*",
-    "runtime/test_watch.py*",
     # The whole at once: services, solvers and trainings as a user starts them
     "deploy/*",
     "e2e/*",
