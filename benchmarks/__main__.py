@@ -21,6 +21,7 @@ BENCHMARKS = {
     "core": Benchmark("speed", "how long simulate, certify and check take"),
     "first": Benchmark("speed", "how soon there is a first schedule"),
     "solver": Benchmark("solver", "what solve reaches, and when"),
+    "builds": Benchmark("builds", "two builds side by side: what their searches reach"),
     "pareto": Benchmark("pareto", "memory against makespan, of everything published and of the solver"),
     "milp": Benchmark("milp", "what each step of the paper's MILP is worth"),
     "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
