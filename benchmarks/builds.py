@@ -61,9 +61,10 @@ def builds(
     options = ("--threads", str(threads), "--placements", placements)
     with TemporaryDirectory(prefix="optpipe-") as temporary:
         paths = [*(paths or ()), *(_saved(random_problem(i), Path(temporary)) for i in range(random))]
-        for folder in limits:  # compile what is compiled once on a machine
-            while _search(folder, paths[0], (*options, "--time-limit", "60")).waited:
-                pass
+        for folder in limits:  # what is compiled once on a machine
+            for _ in range(5):
+                if not _search(folder, paths[0], (*options, "--time-limit", "60")).waited:
+                    break
         print(f"{'problem':24}{'before':>11}{'bound':>11}{'after':>11}{'bound':>11}{'length':>9}{'bounds':>9}  methods")
         rows = []
         for path in paths:

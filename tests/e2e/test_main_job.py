@@ -150,7 +150,8 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ra
 
         killer = threading.Thread(target=kill_and_start_again)
         killer.start()
-        plan = replace(SMALL, options={"time_limit_s": 3600.0})  # which counts while it is away, too
+        # The limit counts while the service is away, too; the last schedule is swapped in some steps after the search.
+        plan = replace(SMALL, block=12, options={"time_limit_s": 3600.0})
         told, _ = ranks(scripts.train_on_slow_data, settings=plan, url=url)
         killer.join()
         jobs = ask(url, "/v1/jobs")["jobs"]
