@@ -12,16 +12,14 @@ from benchmarks.problems import with_budget
 from optpipe.comparison import SOLVER, Comparison, Row, compare, solve_from
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
-from optpipe.files import write_file
 from optpipe.model.problem import Problem
 from optpipe.options import CompareOptions, SolveOptions
 from optpipe.schedule import Schedule
 from optpipe.show.pareto import Point, chart, frontier
-from optpipe.sizes import bytes_text
+from optpipe.text import bytes_text
 from optpipe_cli.compare import title, watched
-from optpipe_cli.options import Options
-from optpipe_cli.output import NewFile, print_table
-from optpipe_cli.terminal import waiting
+from optpipe_cli.options import NewFile, Options
+from optpipe_cli.output import print_table, waiting
 from optpipe_solver.compare import EVERY
 
 AMPLE = "ample"
@@ -40,7 +38,7 @@ def pareto(
     *,
     options: Options[CompareOptions] = CompareOptions(),
     budgets: str = "ample,0.5,0.2",
-    svg: NewFile = None,
+    html: NewFile = None,
 ) -> None:
     """Compare all methods at several memory budgets.
 
@@ -53,16 +51,21 @@ def pareto(
         A problem file. Its own memory budgets are ignored.
     budgets
         Shares of M, the memory of 1F1B's fullest device; ample: memory for every activation.
-    svg
-        Write a picture, memory against makespan, here.
+    html
+        Write a page with the picture, memory against makespan, here.
     """
     posed = Problem.load(problem)
     sizes = _sizes(posed, budgets)
     by_budget, between = _compared(posed, sizes, options)
     told = [verdict for name, comparison in by_budget.items() for verdict in verdicts(name, comparison)]
     told += [_verdict(f"{bytes_text(point.bytes)}, any stages", row, point) for point, row in between.items()]
-    if svg:
-        write_file(svg, _picture(posed, by_budget, sizes, list(between.values())))
+    if html:
+        series = {
+            "OptPipe, any stages": _points(by_budget, list(between.values()), solver=True),
+            "OptPipe, the stages as given": _points(by_budget, [], solver=True, free="keep"),
+        }
+        title = f"{posed.name}: memory against makespan"
+        chart(_points(by_budget, [], solver=False), series, sizes, title).save(html)
     print_table(table(by_budget, sizes))
     for verdict in told:
         print(verdict.text)
@@ -166,14 +169,6 @@ def table(by_budget: Comparisons, sizes: dict[str, int]) -> Table:
     for name, texts in cells.items():
         shown.add_row(name, *texts)
     return shown
-
-
-def _picture(problem: Problem, by_budget: Comparisons, sizes: dict[str, int], between: list[Row]) -> str:
-    series = {
-        "OptPipe, any stages": _points(by_budget, between, solver=True),
-        "OptPipe, the stages as given": _points(by_budget, [], solver=True, free="keep"),
-    }
-    return chart(_points(by_budget, [], solver=False), series, sizes, f"{problem.name}: memory against makespan")
 
 
 def _points(by_budget: Comparisons, further: list[Row], *, solver: bool, free: str = "all") -> list[Point]:

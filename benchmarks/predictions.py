@@ -19,7 +19,7 @@ from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ra
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
 from optpipe.transformer.presets import GPUS
-from optpipe_cli.output import Output
+from optpipe_cli.options import Output
 
 GPU = GPUS["A100-800G"]
 FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}
@@ -59,7 +59,7 @@ def predictions(folder: Path, /, *, output: Output = None) -> None:
         times = zip(split.rest, predicted(gpu, split.rest), strict=True)
         near = [row for row, ms in times if not is_outlier(gpu, row, ms)]
         print(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
-    told = {name: told_apart(gpu, split.rest) for name, split in splits.items()}
+    told = {name: distinct_sizes(gpu, split.rest) for name, split in splits.items()}
     by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
     for draw in range(DRAWS):
         drawn = {name: drawn_at_random(rows, LEARNED_FROM[name], draw) for name, rows in tables.items()}
@@ -83,7 +83,7 @@ def predictions(folder: Path, /, *, output: Output = None) -> None:
     print(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
 
 
-def told_apart(gpu: Gpu, rows: Sequence[Iteration]) -> tuple[int, int, int, int]:
+def distinct_sizes(gpu: Gpu, rows: Sequence[Iteration]) -> tuple[int, int, int, int]:
     """Of plans that answer one question: pairs that predictions tell apart and how many of them are ordered right, then
     the same of pairs that they call equal."""
     by_question: dict[Any, list[tuple[Iteration, float, Any]]] = {}

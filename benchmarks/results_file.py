@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from optpipe.errors import InputError
 from optpipe.files import read_file
 from optpipe.options import SearchOptions
-from optpipe_cli.output import require_writable
+from optpipe_cli.options import require_writable
 
 ResultsPath = Annotated[
     Path | None,

@@ -26,9 +26,7 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import Objective, gap, length_ms
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.reuse.adapt import adapt
-from optpipe.reuse.by_rules import MOST_SIMULATED, by_rules
-from optpipe.reuse.devices import resized
+from optpipe.reuse import MOST_SIMULATED, adapt, by_rules, resized
 from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, distance, features
 from optpipe_cli.options import Options

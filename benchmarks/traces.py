@@ -23,7 +23,7 @@ from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
 from optpipe_solver.bounds import lower_bound

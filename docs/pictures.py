@@ -2,8 +2,9 @@
 
 For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
 (NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side; and the pictures of docs/concepts.md (NAME: concepts). The workbench of the service's page, for which it
-needs chromium, is drawn by name only (NAME: workbench).
+side by side; and the pictures of docs/concepts.md (NAME: concepts). By name only, since they need chromium: memory
+against makespan at several budgets, which takes minutes (NAME: pareto), and the workbench of the service's page (NAME:
+workbench).
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import unquote
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
 from optpipe.show.svg import gantt
-from optpipe_cli import example
+from optpipe_cli.compare import TIGHT
 from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
-BOTH, CONCEPTS, WORKBENCH = "before-and-after", "concepts", "workbench"
+BOTH, CONCEPTS, PARETO, WORKBENCH = "before-and-after", "concepts", "pareto", "workbench"
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -109,7 +112,7 @@ def figure(method: str) -> str:
 
 
 def before_and_after() -> None:
-    found = compare(Problem.load(example.PROBLEM), time_limit_s=30)
+    found = compare(Problem.load(TIGHT), time_limit_s=30)
     assert found.best_published is not None
     for name, title, row in (
         ("before", "Before: 1F1B that recomputes", found.best_published),
@@ -142,21 +145,40 @@ def slower(problem: Problem) -> Problem:
     return problem.replace(stages=stages)
 
 
+@contextmanager
+def shown(url: str, drawn: str, width: int, height: int) -> Iterator[Page]:
+    """A page in a browser without a window, once it has what `drawn` selects."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(url)
+        page.wait_for_selector(drawn)
+        yield page
+        browser.close()
+
+
+def pareto() -> None:
+    """Every published schedule and the solver's at several memory budgets; the table is printed, too."""
+    command = [sys.executable, "-m", "benchmarks", "pareto", EXAMPLES / "fastlink-8x16.json", "--time-limit", "20"]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "pareto.html"
+        subprocess.run([*command, "--html", path], cwd=HERE.parent, check=True)
+        with shown(path.as_uri(), "[data-drawn]", 1040, 640) as page:
+            picture = page.evaluate("Plotly.toImage('picture', {format: 'svg', width: 1040, height: 560})")
+    write("pareto.svg", unquote(picture.partition(",")[2]))
+
+
 def workbench() -> None:
-    """Take the picture of the service's workbench in a browser without a window."""
+    """Take the picture of the service's workbench."""
     command = [sys.executable, "-m", "optpipe_cli", "serve", "--port", "0", "--solves", "0"]
-    with TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with TemporaryDirectory() as folder:
         command += ["--database", f"sqlite:///{folder}/jobs.sqlite"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
             try:
                 assert service.stdout
-                url = service.stdout.readline().split()[-1]
-                browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-                page = browser.new_page(viewport={"width": 1200, "height": 1010})
-                page.goto(f"{url}/#/workbench?p=4&m=8&mem=75&k=0.6")
-                page.wait_for_selector("[data-drawn][data-method]")
-                page.screenshot(path=HERE / "pictures" / "workbench.png", animations="disabled")
-                browser.close()
+                url = f"{service.stdout.readline().split()[-1]}/#/workbench?p=4&m=8&mem=75&k=0.6"
+                with shown(url, "[data-drawn][data-method]", 1200, 1010) as page:
+                    page.screenshot(path=HERE / "pictures" / "workbench.png", animations="disabled")
             finally:
                 service.terminate()
 
@@ -169,18 +191,20 @@ def write(name: str, picture: str) -> None:
 
 def main() -> None:
     names = sys.argv[1:] or [*FIGURES, BOTH, CONCEPTS]
-    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS, WORKBENCH)]:
+    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS, PARETO, WORKBENCH)]:
         sys.exit(
             f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
         )
     for name in names:
         if name == BOTH:
             before_and_after()
+        elif name == PARETO:
+            pareto()
         elif name == WORKBENCH:
             workbench()
         elif name == CONCEPTS:
-            for shown, picture in concepts():
-                write(f"concepts/{shown}.svg", picture)
+            for concept, picture in concepts():
+                write(f"concepts/{concept}.svg", picture)
         else:
             write(f"systems/{name}.svg", figure(name))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optpipe.evaluate.deadlock import DeadlockError
     from optpipe.evaluate.memory import Certificate
     from optpipe.evaluate.timeline import Timeline
-    from optpipe.formats.convert import export_schedule, import_schedule, leave_out_offload
+    from optpipe.formats import export_schedule, import_schedule, leave_out_offload
     from optpipe.measured.convert import problem_from
     from optpipe.measured.measurements import Measurements
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
@@ -39,7 +39,7 @@ _NAMES = {
     "evaluate.deadlock": "DeadlockError",
     "evaluate.memory": "Certificate",
     "evaluate.timeline": "Timeline",
-    "formats.convert": "export_schedule import_schedule leave_out_offload",
+    "formats": "export_schedule import_schedule leave_out_offload",
     "measured.convert": "problem_from",
     "measured.measurements": "Measurements",
     "model.offload": "estimated_offload_ratio offload_ratio",

@@ -1,4 +1,7 @@
-"""`improve` and `solve`: better and better schedules from a solver process, each verified before the caller sees it."""
+"""`improve` and `solve`: better and better schedules from a solver process, each verified before the caller sees it.
+
+Of a cache this module and the runtime know `ScheduleCache` only; `optpipe_cache.Cache` is one.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,23 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Unpack
+from typing import Protocol, Unpack
 
 from optpipe import solvers
-from optpipe.errors import FrameError, InputError, SolverError
-from optpipe.evaluate.objective import length_ms
+from optpipe.errors import FrameError, InputError, OptPipeError, SolverError
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.results import NOTHING_YET, Improvement, Result
-from optpipe.schedule import Schedule
-from optpipe.schedule_cache import ScheduleCache, SearchCache, better_start
+from optpipe.schedule import Found, Schedule, check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
+Admit = Callable[[int], None]
 SILENT = "the solver had reported nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
@@ -104,13 +107,99 @@ class Keeper:
         return self.result
 
 
+class Hit(Protocol):
+    """A schedule that is valid for the problem asked about, and what was proven of it there."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def status(self) -> Found: ...
+
+    @property
+    def lower_bound_ms(self) -> float | None: ...
+
+    @property
+    def source(self) -> str:
+        """`cache`, or where else it was found."""
+
+
+class ScheduleCache(Protocol):
+    """Solved schedules. Both methods raise `OptPipeError` if the cache cannot be used; searches then go on without."""
+
+    def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
+        """Return a schedule of this problem, or one adapted to it."""
+
+    def add(
+        self,
+        schedule: Schedule,
+        status: Found,
+        lower_bound_ms: float | None = None,
+        objective: Objective = "makespan",
+        *,
+        verified: bool = False,
+    ) -> object:
+        """Keep a schedule if it is better than the one that is there for its problem."""
+
+
+def better_start(problem: Problem, warm_start: Schedule | None, hit: Hit, objective: Objective) -> Schedule:
+    """The shorter of two schedules to start from; the hit if the warm start is not valid for this problem."""
+    if warm_start is None:
+        return hit.schedule
+    try:
+        candidates = [hit.schedule] if check(problem, warm_start) else [warm_start, hit.schedule]
+        return min(candidates, key=lambda schedule: length_ms(schedule.on(problem), objective))
+    except (OptPipeError, LookupError):  # it is of other stages
+        return hit.schedule
+
+
+class SearchCache:
+    """A search's use of a cache, if it has one. Its errors become notes, and so does a schedule from the pack."""
+
+    def __init__(self, cache: ScheduleCache | None) -> None:
+        self._cache = cache
+        self._kept: tuple[Schedule | None, float | None] = None, None
+        self.note: str | None = None
+
+    def hit(self, problem: Problem, objective: Objective) -> Hit | None:
+        try:
+            hit = self._cache.lookup(problem, objective) if self._cache else None
+        except OptPipeError as error:
+            self.note = str(error)
+            return None
+        if hit and hit.source != "cache":
+            ms = length_ms(hit.schedule, objective)
+            self.note = f"the search began with a schedule of {ms:.6g} ms from the {hit.source}"
+        return hit
+
+    def keep(self, schedule: Schedule, status: Found, lower_bound_ms: float | None, objective: Objective) -> None:
+        """Stores what the search has found, once."""
+        kept_schedule, kept_bound_ms = self._kept
+        if self._cache is None or (kept_schedule is schedule and kept_bound_ms == lower_bound_ms):
+            return
+        self._kept = schedule, lower_bound_ms
+        try:
+            self._cache.add(schedule, status, lower_bound_ms, objective, verified=True)
+        except OptPipeError as error:
+            self.note = str(error)
+
+
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(
-        self, keeper: Keeper, cache: SearchCache, results: Iterator[Result], child: Child | None = None
-    ) -> None:
-        self._keeper, self._cache, self._results, self._child = keeper, cache, results, child
+    def __init__(self, keeper: Keeper, cache: SearchCache, request: Request | None, admit: Admit | None) -> None:
+        """Starts a solver's process; without a request the result that the keeper has is final."""
+        self._keeper, self._cache = keeper, cache
+        self._child: Child | None = None
+        self._results: Iterator[Result] = iter([keeper.result])
+        if request:
+            self._child = child = Child(solvers.installed().SEARCH, request, admit)
+            deadline = threading.Timer(request.time_limit_s + GRACE_S, child.stop)
+            deadline.daemon = True
+            deadline.start()
+            self._results = _results(request, child, deadline, keeper)
+            # Not __del__: in a reference cycle the child's files would be finalized before it.
+            weakref.finalize(self, _abandon, deadline, child)
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -137,26 +226,12 @@ class Search:
             self._child.stop()
 
 
-def _started(request: Request, admit: Callable[[int], None] | None, keeper: Keeper, cache: SearchCache) -> Search:
-    """A search in a solver's process."""
-    child = Child(solvers.installed().SEARCH, request, admit)
-    deadline = threading.Timer(request.time_limit_s + GRACE_S, child.stop)
-    deadline.daemon = True
-    deadline.start()
-    search = Search(keeper, cache, _results(request, child, deadline, keeper), child)
-    # Not __del__: in a reference cycle the child's files would be finalized before it.
-    weakref.finalize(search, _abandon, deadline, child)
-    return search
-
-
 def _abandon(deadline: threading.Timer, child: Child) -> None:
     deadline.cancel()
     child.close()
 
 
-def _results(
-    request: Request, child: Child, deadline: threading.Timer, keeper: Keeper
-) -> Generator[Result, None, None]:
+def _results(request: Request, child: Child, deadline: threading.Timer, keeper: Keeper) -> Iterator[Result]:
     failure = None
     try:
         for frame in child.frames():
@@ -179,35 +254,26 @@ def improve(
     *,
     warm_start: Schedule | None = None,
     cache: ScheduleCache | None = None,
-    admit: Callable[[int], None] | None = None,
+    admit: Admit | None = None,
     **options: Unpack[SolveArguments],
 ) -> Search:
     """Searches in the background: the first schedule comes within moments from a heuristic, better ones from engines.
 
     Parameters
     ----------
-    problem
-        What is to be scheduled.
     warm_start
         Any schedule to start from, also one for costs that have since changed.
     cache
-        Solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known there if that is
-        shorter, and every better schedule is kept there. A proven schedule of this problem is the answer. A heuristic
-        or a published schedule that is asked for is made anew.
+        Solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from one of them if that is shorter,
+        and every better schedule is kept there. A proven schedule of this problem is the answer. A heuristic or a
+        published schedule that is asked for is made anew.
     admit
-        Called with the id of the solver's process before it is asked anything, to set limits of the caller's own.
+        Called with the id of the solver's process before it is asked anything, to set limits for it.
     options
         `optpipe.options.SolveOptions`, such as `method="cpsat", time_limit_s=20`; docs/commands.md has a table.
 
-    Returns
-    -------
-    Search
-        An iterator of `Result`s; the last one is final.
-
-    Raises
-    ------
-    InputError
-        If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
+    Raises InputError if an option is unknown or out of range. An unknown method is reported when the first result is
+    asked for.
     """
     return search(problem, SolveOptions.from_arguments("improve", options), warm_start, cache, admit)
 
@@ -217,7 +283,7 @@ def search(
     options: SolveOptions,
     warm_start: Schedule | None = None,
     cache: ScheduleCache | None = None,
-    admit: Callable[[int], None] | None = None,
+    admit: Admit | None = None,
 ) -> Search:
     """`improve` by options that have been checked."""
     if warm_start is not None and not isinstance(warm_start, Schedule):
@@ -230,12 +296,13 @@ def search(
         if hit.status == "optimal" and options.answered_by_optimum:
             method = f"{hit.schedule.method} (cached)"
             keeper.result = Result.from_schedule(hit.schedule, options, hit.lower_bound_ms, method)
-            return Search(keeper, used, iter([keeper.result]))
+            return Search(keeper, used, None, admit)
         warm_start = better_start(problem, warm_start, hit, options.objective)
     chosen = options.arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.from_schedule(warm_start) if warm_start is not None else None
-    return _started(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit, keeper, used)
+    request = Request.model_validate({"problem": problem, "warm_start": start, **chosen})
+    return Search(keeper, used, request, admit)
 
 
 def solve(

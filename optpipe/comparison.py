@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 from optpipe import solvers
 from optpipe.anytime import search
@@ -20,7 +20,7 @@ from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 
 SOLVER = "auto"  # among the methods: what `solve` finds
 NOTHING = Result("unknown")
@@ -118,7 +118,14 @@ class Comparison:
             (row.lower_bound_ms or 0.0 for row in rows if is_search(row.method) and row.placements == "keep"),
             default=0.0,
         )
-        return cls(problem, options, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
+        bounded = []
+        for row in rows:
+            searched_all = is_search(row.method) and row.placements == "all"  # its bound holds for all stages
+            if row.schedule and row.schedule.placement is None and not searched_all:
+                bound_ms = max(row.lower_bound_ms or 0.0, proven)
+                row = replace(row, result=replace(row.result, lower_bound_ms=bound_ms))
+            bounded.append(row)
+        return cls(problem, options, tuple(sorted(bounded, key=place)))
 
     @property
     def best(self) -> Row | None:
@@ -141,15 +148,6 @@ class Comparison:
         }
 
 
-def _bounded(row: Row, proven_ms: float) -> Row:
-    result = row.result
-    if result.schedule is None or result.schedule.placement is not None:
-        return row
-    if is_search(row.method) and row.placements == "all":  # it bounds all stages
-        return row
-    return replace(row, result=replace(result, lower_bound_ms=max(result.lower_bound_ms or 0.0, proven_ms)))
-
-
 def compare(
     problem: Problem,
     methods: Sequence[str] | None = None,
@@ -165,8 +163,6 @@ def compare(
 
     Parameters
     ----------
-    problem
-        What is to be scheduled.
     methods
         Only these; `auto` among them is what `solve` finds, an engine's name what it finds with that engine.
     starts
@@ -176,10 +172,7 @@ def compare(
     options
         `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
 
-    Raises
-    ------
-    InputError
-        If a method is unknown, or an option is unknown or out of range.
+    Raises InputError if a method is unknown, or an option is unknown or out of range.
     """
     chosen = CompareOptions.from_arguments("compare", {**options, "methods": methods})
     rows = []
@@ -193,12 +186,11 @@ def compare(
 def searches(options: CompareOptions) -> list[tuple[str, Placements]]:
     """The searches of a comparison: each method that searches, and the stages that it may choose."""
     names = [name for name in (SOLVER, *solvers.installed().ENGINES) if name in (options.methods or (SOLVER,))]
-    free: tuple[Placements, ...] = ("keep", "all") if options.placements == "all" else ("keep",)
-    return [(name, placements) for name in names for placements in free]
+    return [(name, each) for name in names for each in get_args(Placements) if each in ("keep", options.placements)]
 
 
 def _generated(problem: Problem, options: CompareOptions) -> Iterator[Row]:
-    """The rows that one process makes, without a search."""
+    """The rows of one process, which does not search."""
     names = [name for name in dict.fromkeys(options.methods or ()) if not is_search(name)]
     if options.methods and not names:
         return
@@ -224,25 +216,21 @@ def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower
         return Row(found.method, options.placements, reason=f"is no schedule: {error}")
     if wrong != certificate.complaints():
         return Row(found.method, options.placements, reason=f"is no schedule: {wrong[0]}")
-    result = Result.from_schedule(schedule, options, lower_bound_ms)
-    return Row(found.method, options.placements, result, _why_not(certificate) if wrong else None)
-
-
-def _why_not(certificate: Certificate) -> str:
-    on_host = all(peak.fits for peak in certificate.device)
-    device, peak = fullest(certificate.host if on_host else certificate.device)
-    needed, limit = told_apart(peak.bytes, peak.limit or 0)
-    return f"device {device} needs {needed}{' of host memory' if on_host else ''} and has {limit}"
+    reason = None
+    if wrong:
+        on_host = all(peak.fits for peak in certificate.device)
+        device, peak = fullest(certificate.host if on_host else certificate.device)
+        needed, limit = distinct_sizes(peak.bytes, peak.limit or 0)
+        reason = f"device {device} needs {needed}{' of host memory' if on_host else ''} and has {limit}"
+    return Row(found.method, options.placements, Result.from_schedule(schedule, options, lower_bound_ms), reason)
 
 
 def fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     """The device with the highest share of its limit in use, and its peak."""
 
     def share(indexed: tuple[int, Peak]) -> float:
-        _, peak = indexed
-        if peak.limit is None or not peak.bytes:
-            return 0.0
-        return peak.bytes / peak.limit if peak.limit else inf
+        size, limit = indexed[1].bytes, indexed[1].limit
+        return 0.0 if limit is None or not size else size / limit if limit else inf
 
     return max(enumerate(peaks), key=share)
 

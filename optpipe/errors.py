@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
-from optpipe.printable import printable
+from optpipe.text import printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -73,7 +73,14 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
         complaints = [each for each in complaints if not meant or each["loc"] != (*place, meant)]
         message += f" is not a field of this format{_ask(meant or _nearest(str(name), _fields(record, place)), ': ')}"
     elif first["loc"] == ("format",) and first["type"] == "literal_error":
-        return InputError(_wrong_format(what, first))
+        given, expected = str(first["input"]), first["ctx"]["expected"]  # both such as optpipe.problem/3
+        if given.startswith("optpipe.problem/") and "schedule" in expected:
+            hint = f"a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
+            return InputError(f"{what} is {hint}")
+        if given.startswith("optpipe.schedule/") and "problem" in expected:
+            hint = "a schedule, a problem is expected: its field `problem` has the one that it is for"
+            return InputError(f"{what} is {hint}")
+        return InputError(complained(first, f"{what}: format"))
     elif first["type"] == "value_error":
         message += f": {first['msg'].removeprefix('Value error, ')}"
     else:
@@ -118,15 +125,6 @@ def _types(annotation: Any) -> Iterator[Any]:
     yield annotation
     for part in get_args(annotation):
         yield from _types(part)
-
-
-def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:
-    given, expected = str(complaint["input"]), complaint["ctx"]["expected"]  # both such as optpipe.problem/3
-    if given.startswith("optpipe.problem/") and "schedule" in expected:
-        return f"{what} is a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
-    if given.startswith("optpipe.schedule/") and "problem" in expected:
-        return f"{what} is a schedule, a problem is expected: its field `problem` has the one that it is for"
-    return complained(complaint, f"{what}: format")
 
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:

@@ -1,8 +1,8 @@
-"""`lift`: from times to programs. A solver that works with start times gets a schedule that runs no later.
+"""`lift`: from times to programs, and `prune`: offloads that buy nothing go.
 
-All ops are put in one global order, by start, that keeps precedence. Whatever a program adds (a transfer waits for the
-compute op before it, a compute op for the drop before it) points forward in that order, so the programs cannot
-deadlock.
+A solver that works with start times gets a schedule that runs no later. All ops are put in one global order, by start,
+that keeps precedence. Whatever a program adds (a transfer waits for the compute op before it, a compute op for the drop
+before it) points forward in that order, so the programs cannot deadlock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from optpipe.evaluate.graph import nominal_ms
 from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.arrays import Flags, Floats, Ints, Table
+from optpipe.model.arrays import NONE, Flags, Floats, Ints, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
@@ -39,7 +39,8 @@ def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Sche
 def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") -> Schedule:
     """As `lift`, from rows of a program's table (n, 5) and their starts (n,)."""
     table = table.copy()
-    duration = _nominal_ms(problem, table)
+    rows = Rows(table, problem.costs.device[table[:, STAGE]])
+    duration = nominal_ms(problem, rows, Index(problem, rows))
     first, second = _pairs(problem, table, start, duration)
     table[first, JOINED] = 1
     together = duration[first] + duration[second]
@@ -76,11 +77,6 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
 def grain(start: Floats) -> float:
     """What is one moment: the tolerance, or float noise where times are huge."""
     return TOLERANCE_MS + 1e-12 * float(np.abs(start[np.isfinite(start)]).max(initial=0.0))
-
-
-def _nominal_ms(problem: Problem, table: Table) -> Floats:
-    rows = Rows(table, problem.costs.device[table[:, STAGE]])
-    return nominal_ms(problem, rows, Index(problem, rows))
 
 
 def _pairs(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Ints, Ints]:
@@ -199,3 +195,37 @@ def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64])
         if kind != Kind.D:
             s = reached[d] = max(s, reached.get(d, 0))
         before[tuple(activation)] = slot[row] = s
+
+
+def prune(schedule: Schedule) -> Schedule:
+    """The same schedule without the offloads whose bytes fit all the time. Nothing starts later, since fewer ops wait
+    for each other.
+
+    Those go first that keep compute waiting longest: a drop for its offload's end, a backward for its reload's.
+    """
+    problem, compiled = schedule.problem, schedule.compiled
+    rows, index, during = compiled.rows, compiled.index, compiled.held.during.copy()
+    frees, limit = compiled.effects.frees, problem.costs.activation_budget
+    backward, waits = index.rows_of(Kind.B, Kind.BW), np.zeros(len(rows))  # waits of compute before each op
+    stream = np.flatnonzero(~rows.transfer)
+    after, before = stream[1:], stream[:-1]
+    waits[after] = (compiled.timeline.start[after] - compiled.timeline.end[before]) * (
+        rows.device[after] == rows.device[before]
+    )
+    useless = np.zeros(index.parts(Kind.O).shape, dtype=np.bool_)
+    offloads = []  # wait, and the rows of O, D and R
+    for s, j, p in np.argwhere(index.parts(Kind.O) != NONE).tolist():
+        offload, drop, reload = (int(index.parts(kind)[s, j, p]) for kind in (Kind.O, Kind.D, Kind.R))
+        offloads.append((max(waits[drop], waits[backward[s, j]]), offload, drop, reload))
+    for _, offload, drop, reload in sorted(offloads, key=lambda found: (-found[0], found[1])):
+        away = slice(drop + 1, reload)
+        if during[away].max(initial=0) + frees[drop] <= limit[rows.device[offload]]:
+            during[away] += frees[drop]
+            useless[tuple(rows.table[offload, STAGE : PART + 1])] = True
+
+    def useful(table: Table) -> Table:
+        moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
+        part = np.where(moves, table[:, PART], 0)
+        return table[~(moves & useless[table[:, STAGE], table[:, MICROBATCH], part])]
+
+    return schedule.with_tables(useful) if useless.any() else schedule

@@ -40,16 +40,6 @@ def _milp_solver(name: str) -> str:
     return name
 
 
-Method = Annotated[
-    str,
-    Field(
-        min_length=1,
-        max_length=100,
-        pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
-        description="auto, an engine, a heuristic or a published schedule such as 1f1b or gis:group=5 "
-        "(`optpipe compare` lists them).",
-    ),
-]
 Methods = Annotated[
     Items[Annotated[str, AfterValidator(_one_method), Field(json_schema_extra={"pattern": METHOD})]],
     BeforeValidator(_at_commas),
@@ -69,8 +59,6 @@ Gap = Annotated[
     ),
 ]
 Threads = Annotated[int, Field(strict=True, ge=1, le=1024)]
-MemoryMib = Annotated[int, Field(strict=True, ge=64, le=2**30)]
-Seed = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="Seed of everything random.")]
 Solver = Annotated[
     str,
     AfterValidator(_milp_solver),
@@ -78,7 +66,6 @@ Solver = Annotated[
         max_length=100, description="The MILP's solver: auto, highs, gurobi, pulp or one of PuLP's, such as pulp:cbc."
     ),
 ]
-MilpOps = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 PlacementsOption = Annotated[
     Placements,
     Field(
@@ -98,7 +85,7 @@ class EffortOptions(Document):
     threads: Threads | None = Field(
         default=None, description="Threads of a search's processes together. Default: all cores."
     )
-    seed: Seed = 0
+    seed: int = Field(default=0, strict=True, ge=0, le=2**31 - 1, description="Seed of everything random.")
 
     @classmethod
     def from_arguments(cls, what: str, given: Mapping[str, Any]) -> Self:
@@ -116,12 +103,19 @@ class SearchOptions(EffortOptions):
     """What every search can be asked for, whatever its method."""
 
     objective: ObjectiveOption = "makespan"
-    memory_mib: MemoryMib | None = Field(
-        default=None, description="Limit on what a search's processes hold together, in MiB. Default: none."
+    memory_mib: int | None = Field(
+        default=None,
+        strict=True,
+        ge=64,
+        le=2**30,
+        description="Limit on what a search's processes hold together, in MiB. Default: none.",
     )
     solver: Solver = "auto"
-    milp_ops: MilpOps | None = Field(
+    milp_ops: int | None = Field(
         default=None,
+        strict=True,
+        ge=1,
+        le=2**31 - 1,
         description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
     )
     placements: PlacementsOption = "keep"
@@ -148,7 +142,14 @@ class SearchArguments(TypedDict, total=False):
 class SolveOptions(SearchOptions):
     """What `solve`, a job of the service and a training's client can be asked for."""
 
-    method: Method = "auto"
+    method: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
+        description="auto, an engine, a heuristic or a published schedule such as 1f1b or gis:group=5 "
+        "(`optpipe compare` lists them).",
+    )
 
     @property
     def ends_when_proven(self) -> bool:

@@ -77,10 +77,8 @@ class Result:
         cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
-        result = cls(
-            *("feasible", schedule, options.objective, lower_bound_ms, method or schedule.method),
-            placements=options.placements,
-        )
+        found = "feasible", schedule, options.objective, lower_bound_ms, method or schedule.method
+        result = cls(*found, placements=options.placements)
         return replace(result, status=result.proven_status)
 
     @property
@@ -167,12 +165,7 @@ def merged(best: Result, new: Result) -> Result:
     longest = length_ms(kept.schedule, kept.objective)
     both = best.lower_bound_ms, new.lower_bound_ms
     bounds = [bound for bound in both if bound is not None and reaches(bound, longest)]
-    result = replace(
-        new,
-        schedule=kept.schedule,
-        method=kept.method,
-        lower_bound_ms=max(bounds, default=None),
-    )
+    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
     if result.schedule is None:
         return result
     return replace(result, status=replace(result, status="feasible").proven_status, reason=None)

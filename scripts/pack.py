@@ -1,4 +1,4 @@
-"""Write the pack that a release carries (`optpipe_cache.pack`): `make pack`.
+"""Write the pack that a release carries (`optpipe_cache.storage`): `make pack`.
 
 Each problem is one of the grid below. Its schedule is the shortest that a search among the rules of a list scheduler
 finds within a number of simulated ops: work that is counted, so the same schedules come out everywhere. What is solved
@@ -18,12 +18,11 @@ from optpipe.evaluate.objective import length_ms, reaches
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, features, structure, write_pack
-from optpipe_cache.entry import Entry
-from optpipe_cache.pack import PATH
-from optpipe_cache.storage import FileStorage, StoredRow
+from optpipe_cache.lookup import Entry
+from optpipe_cache.storage import PACK_PATH, FileStorage, StoredRow
 from optpipe_solver.bounds import lower_bound
 
 SOLVED = Path("build/pack.sqlite")
@@ -97,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="of the pipelines")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--output", type=Path, default=PATH)
+    parser.add_argument("--output", type=Path, default=PACK_PATH)
     asked = parser.parse_args()
     cache = Cache(FileStorage(SOLVED))
     wanted = list(problems(tuple(asked.devices)))

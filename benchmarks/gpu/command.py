@@ -12,7 +12,8 @@ from benchmarks.gpu.report import judge
 from benchmarks.gpu.runs import MOST_QUEUES, QUEUES, GpuSetup, measure
 from examples.gpt import Size
 from optpipe.errors import InputError
-from optpipe_cli.output import Json, echo, print_figures, print_json
+from optpipe_cli.options import Json
+from optpipe_cli.output import echo, print_figures, print_json
 
 HEAD = 128  # width of an attention head
 

@@ -17,7 +17,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE
 from optpipe.options import SolveOptions
 from optpipe_cli.options import Options
-from optpipe_cli.terminal import waiting
+from optpipe_cli.output import waiting
 from optpipe_solver import heuristics, systems
 
 UNIT = 1000  # bytes of a stage's activation

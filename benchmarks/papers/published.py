@@ -20,7 +20,7 @@ from optpipe.model.records import StageCosts
 from optpipe.options import SolveOptions
 from optpipe.transformer.times import SCORES_BACKWARD
 from optpipe_cli.options import Options
-from optpipe_cli.terminal import waiting
+from optpipe_cli.output import waiting
 from optpipe_solver import systems
 
 GEMMA_LAYER, GEMMA_HEAD = (1.0, 1.65, 0.22), (5.72, 1.21, 0.58)  # F, B, W over a layer's F

@@ -17,7 +17,7 @@ from optpipe.evaluate.objective import Objective, length_ms, shorter
 from optpipe.options import CompareOptions, ObjectiveOption, TimeLimit
 from optpipe.schedule import Schedule
 from optpipe_cli.options import Options
-from optpipe_cli.terminal import waiting
+from optpipe_cli.output import waiting
 
 COLUMNS = ("row", "k", "room", *BASELINES, "optpipe", "ours", "bound", "any stages")
 FASTER = 1.3  # than PipeOffload, wherever only offload fits

@@ -26,8 +26,9 @@ from optpipe.comparison import Comparison, compare
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.sizes import bytes_text
-from optpipe_cli.output import Json, print_figures, print_json
+from optpipe.text import bytes_text
+from optpipe_cli.options import Json
+from optpipe_cli.output import print_figures, print_json
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.trial import Spread

@@ -8,11 +8,9 @@ hit = cache.lookup(problem)  # for the same problem, or for the most similar one
 from __future__ import annotations
 
 from optpipe_cache.cache import Cache, default_path, user_cache
-from optpipe_cache.entry import Entry
 from optpipe_cache.features import distance, features, structure
-from optpipe_cache.lookup import Hit
-from optpipe_cache.pack import Pack, release_pack, write_pack
-from optpipe_cache.storage import Retention, Source, Storage, StoredRow
+from optpipe_cache.lookup import Entry, Hit
+from optpipe_cache.storage import Pack, Retention, Source, Storage, StoredRow, release_pack, write_pack
 
 __all__ = [
     "Cache",

@@ -15,11 +15,9 @@ from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Found, Schedule, check
-from optpipe_cache.entry import Entry, read_entry
 from optpipe_cache.features import features, structure
-from optpipe_cache.lookup import Hit, Lookup
-from optpipe_cache.pack import release_pack
-from optpipe_cache.storage import FileStorage, Retention, Source, Storage, StoredRow
+from optpipe_cache.lookup import Entry, Hit, Lookup, read_entry
+from optpipe_cache.storage import FileStorage, Retention, Source, Storage, StoredRow, release_pack
 
 KEPT = Retention(keep=100_000)  # in a cache, if nothing else is said
 
@@ -72,17 +70,18 @@ class Cache:
         verified
             The caller has called `check` on this schedule, so it is not checked again.
 
-        Raises
-        ------
-        ScheduleError
-            If the schedule is not valid.
-        InputError
-            If the bound is above the schedule's own length, or `optimal` is not proven.
+        Raises ScheduleError if the schedule is not valid, InputError if the bound is above the schedule's own length or
+        `optimal` is not proven.
         """
         if not verified and (wrong := check(schedule.problem, schedule)):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = length_ms(schedule, objective)
-        _require_proven(status, lower_bound_ms, value, objective)
+        if lower_bound_ms is not None and not reaches(lower_bound_ms, value):
+            longer = f"the schedule has a {objective} of {value} ms, a bound is not above it"
+            raise InputError(f"lower_bound_ms = {lower_bound_ms}: {longer}")
+        if status == "optimal" and gap(value, lower_bound_ms) != 0:
+            unproven = f"lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is {value} ms"
+            raise InputError(f"status = 'optimal': {unproven}")
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -168,18 +167,6 @@ class Cache:
         """Delete all but the `keep` entries that were used last, and those unused for `days`; return how many were
         deleted. Raises `InputError` for a negative number."""
         return self.storage.prune(Retention(keep, days))
-
-
-def _require_proven(status: Found, lower_bound_ms: float | None, value: float, objective: Objective) -> None:
-    """Raise InputError for a bound above the schedule's length `value`, and for `optimal` without a proof."""
-    if lower_bound_ms is not None and not reaches(lower_bound_ms, value):
-        raise InputError(
-            f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not above it"
-        )
-    if status == "optimal" and gap(value, lower_bound_ms) != 0:
-        raise InputError(
-            f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is {value} ms"
-        )
 
 
 def _now() -> str:

@@ -1,23 +1,26 @@
-"""`Lookup`: which stored schedule answers a problem, its own or that of a similar one, verified on this problem."""
+"""`Entry`, a solved schedule as it is stored, and `Lookup`: which entry answers a problem, verified on it."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
 import numpy as np
+from pydantic import ValidationError
 
+from optpipe.errors import InputError, input_error
 from optpipe.evaluate.objective import Objective, gap, length_ms
 from optpipe.model.problem import Problem
-from optpipe.reuse.adapt import adapt, most_ops
-from optpipe.reuse.devices import resized
-from optpipe.schedule import Found, Schedule
-from optpipe_cache.entry import Entry, read_entry
-from optpipe_cache.features import REACH, Features, features, structure
+from optpipe.model.records import Record, TotalMs
+from optpipe.process.protocol import Programs
+from optpipe.reuse import adapt, most_ops, resized
+from optpipe.schedule import Found, Schedule, check
+from optpipe_cache.features import REACH, features, structure
 from optpipe_cache.storage import Source, Storage
 
 log = logging.getLogger("optpipe.cache")
@@ -27,6 +30,51 @@ MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
 MOST_ADAPTED = 2  # of these, the nearest
 MOST_OPS = 30_000  # of a schedule that is adapted, before and after
 MOST_HANDLED = 60_000  # ops of all schedules that a lookup verifies
+
+
+class Entry(Record):
+    """A solved schedule as it is stored and exported: a line of JSON of the format `optpipe.cache/1`."""
+
+    format: Literal["optpipe.cache/1"] = "optpipe.cache/1"
+    problem: Problem
+    objective: Objective
+    objective_ms: TotalMs
+    status: Found
+    lower_bound_ms: TotalMs | None = None  # not exported
+    method: str
+    programs: Programs
+
+    @property
+    def ops(self) -> int:
+        return sum(len(text.split()) for text in self.programs.programs)
+
+    def schedule(self, problem: Problem | None = None) -> Schedule:
+        """Return its schedule, for `problem` if one is given. Raises `InputError` if an op cannot be read."""
+        return self.programs.schedule(problem or self.problem, self.method)
+
+    def beats(self, length: float, bound: float | None) -> bool:
+        """Return whether it is shorter than a schedule of this length, or as short with a better bound, in ms."""
+        return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (length, -(bound or 0.0))
+
+    def valid_schedule(self, problem: Problem) -> Schedule | None:
+        """Return its schedule for this problem; None if it is not valid."""
+        with suppress(InputError):
+            schedule = self.schedule(problem)
+            return None if check(problem, schedule) else schedule
+        return None
+
+    def exported(self) -> str:
+        """Return it as a line of JSON without what only this cache has proven."""
+        return self.model_copy(update={"status": "feasible", "lower_bound_ms": None}).model_dump_json(exclude_none=True)
+
+
+def read_entry(text: str | None) -> Entry | None:
+    """Return the entry in a stored text; None if it is damaged, which is logged."""
+    try:
+        return Entry.model_validate_json(text) if text is not None else None
+    except ValidationError as error:
+        log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,26 +115,24 @@ class Lookup:
 
     def best(self, problem: Problem, objective: Objective) -> Hit | None:
         """Return the best known schedule, as `Cache.lookup` does."""
-        return (
-            self._exact(problem, objective)
-            or self._nearest(problem, objective)
-            or self._on_other_devices(problem, objective)
-        )
+        entry = self._entry(self._storage, problem.sha256, objective)
+        if entry and (schedule := entry.valid_schedule(problem)):
+            share = gap(length_ms(schedule, objective), entry.lower_bound_ms)
+            return Hit(schedule, 0.0, True, "optimal" if share == 0 else "feasible", entry.lower_bound_ms, entry)
+        return self._nearest(problem, objective) or self._on_other_devices(problem, objective)
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
         """Yield (distance, hash of the problem) of problems of the same structure in reach, the nearest first."""
         wanted, key = features(problem), structure(problem)
         sources = (self._storage, self._pack) if self._pack else (self._storage,)
         near = [row for source in sources for row in source.similar(key, objective, MOST_COMPARED)]
-        yield from sorted({each for each in _distances(wanted, near) if each[0] <= REACH})
-
-    def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
-        entry = self._entry(self._storage, problem.sha256, objective)
-        if entry and (schedule := entry.valid_schedule(problem)):
-            share = gap(length_ms(schedule, objective), entry.lower_bound_ms)
-            status: Found = "optimal" if share == 0 else "feasible"
-            return Hit(schedule, 0.0, True, status, entry.lower_bound_ms, entry)
-        return None
+        length = len(wanted.packed)
+        whole = [(sha256, packed) for sha256, packed in near if isinstance(packed, bytes) and len(packed) == length]
+        if len(whole) < len(near):
+            log.warning("skipped %d entries whose features cannot be read", len(near) - len(whole))
+        steps = np.frombuffer(b"".join(packed for _, packed in whole), dtype="<i2").reshape(len(whole), length // 2)
+        rows = zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True)
+        yield from sorted({(far, sha256) for far, sha256 in rows if far <= REACH})
 
     def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
         wanted, handled = features(problem), 0
@@ -134,16 +180,6 @@ class Lookup:
             log.warning("skipped an entry that is of another problem than the one it is kept for")
             return None
         return entry
-
-
-def _distances(wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
-    """(distance, problem_sha256) of the entries. Damaged ones are skipped."""
-    length = len(wanted.packed)
-    whole = [(sha256, packed) for sha256, packed in near if isinstance(packed, bytes) and len(packed) == length]
-    if len(whole) < len(near):
-        log.warning("skipped %d entries whose features cannot be read", len(near) - len(whole))
-    steps = np.frombuffer(b"".join(packed for _, packed in whole), dtype="<i2").reshape(len(whole), length // 2)
-    return list(zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True))
 
 
 def _adapted(entry: Entry, problem: Problem) -> Schedule | None:

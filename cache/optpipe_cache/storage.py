@@ -1,21 +1,32 @@
-"""Where a cache keeps its schedules.
+"""Where a cache finds and keeps its schedules.
 
 `Storage` is the interface that a cache needs; `FileStorage` is a SQLite file. The service has another one, rows of its
-database. `Retention` says what is kept, there and among a service's jobs that are over.
+database. `Retention` says what is kept, there and among a service's jobs that are over. A `Pack` is only read.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import sqlite3
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 from optpipe.errors import InputError
 
+log = logging.getLogger("optpipe.cache")
+
+PACK_PATH = Path(__file__).with_name("pack.zip")  # the release's
+BEGINNING_OF_ZIP = (1980, 1, 1, 0, 0, 0)  # the same rows make the same file
 VERSION = 3  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
@@ -77,7 +88,7 @@ class Retention:
     @property
     def most(self) -> int:
         """How many are kept at most."""
-        return MOST_KEPT if self.keep is None else min(self.keep, MOST_KEPT)
+        return min(MOST_KEPT if self.keep is None else self.keep, MOST_KEPT)
 
     @property
     def since(self) -> str:
@@ -190,3 +201,61 @@ class FileStorage:
         old = f"DELETE FROM schedules WHERE rowid IN ({others}) OR used < ?"
         with self._open() as db:
             return db.execute(old, (kept.most, kept.since)).rowcount
+
+
+class Pack:
+    """Solved schedules of common problems, in one file that a release carries: only read, for all threads.
+
+    A zip file has one member for each structure and objective, compressed by itself. Its lines are rows as JSON: hash
+    and features of a problem, then the entry as it is exported. A member is read when its structure is first asked
+    for. A damaged file is reported and has no entries. `make pack` writes the release's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = Lock()
+        # What was read, by member and by hash of the problem: features and entry.
+        self._members: dict[str, dict[str, tuple[bytes, str]]] = {}
+
+    def entry(self, problem_sha256: str, objective: str) -> str | None:
+        """Return an entry that `similar` has found."""
+        with self._lock:
+            members = [rows for name, rows in self._members.items() if name.endswith(f"/{objective}")]
+        return next((rows[problem_sha256][1] for rows in members if problem_sha256 in rows), None)
+
+    def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
+        name = f"{structure}/{objective}"
+        with self._lock:
+            if name not in self._members:
+                self._members[name] = self._read(name)
+            rows = self._members[name]
+        return [(sha256, packed) for sha256, (packed, _) in islice(rows.items(), most)]
+
+    def _read(self, name: str) -> dict[str, tuple[bytes, str]]:
+        try:
+            with zipfile.ZipFile(self.path) as pack:
+                lines = pack.read(name).decode().splitlines() if name in pack.namelist() else []
+            rows = map(json.loads, lines)
+            return {sha256: (bytes.fromhex(packed), entry) for sha256, packed, entry in rows}
+        except Exception as error:  # a damaged file, or a Python that cannot unpack it, ends no lookup
+            log.warning("%s: the pack cannot be read: %s", self.path, error)
+            return {}
+
+
+def write_pack(path: Path, rows: Iterable[StoredRow]) -> None:
+    """Write the rows as a pack."""
+    members = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.problem_sha256):
+        line = json.dumps([row.problem_sha256, row.features.hex(), row.entry])
+        members[f"{row.structure}/{row.objective}"].append(f"{line}\n")
+    with zipfile.ZipFile(path, "w") as pack:
+        for name, lines in sorted(members.items()):
+            member = zipfile.ZipInfo(name, BEGINNING_OF_ZIP)
+            member.compress_type = zipfile.ZIP_LZMA
+            pack.writestr(member, "".join(lines))
+
+
+@cache
+def release_pack() -> Pack:
+    """The release's pack. Nothing is read yet."""
+    return Pack(PACK_PATH)

@@ -13,10 +13,10 @@ from optpipe.errors import InputError
 # By heading: the name of a command, its function, and what its help says. Those of a group are by the group's name.
 COMMANDS = {
     "Start here": {
-        "try": ("example:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
+        "try": ("compare:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
         "solve": ("solve:solve", "Find the best schedule within the time limit; Ctrl-C keeps the best so far."),
         "compare": ("compare:compare", "Compare all published schedules, heuristics and the solver's answer."),
-        "diagnose": ("diagnose:diagnose", "Say where the time of a trace's steps goes, why, and what to change."),
+        "diagnose": ("traces:diagnose", "Say where the time of a trace's steps goes, why, and what to change."),
         "plan": ("plan:plan", "Divide a model over GPUs and schedule it, as fast as memory allows."),
     },
     "Problems": {
@@ -32,8 +32,8 @@ COMMANDS = {
         "import": ("schedule_commands:import_", "Read a schedule of another program, and check it."),
     },
     "Service": {
-        "serve": ("serve:serve", "Run the service that solves problems while a training runs."),
-        "worker": ("worker:worker", "Solve jobs of a service whose database is PostgreSQL, until it is stopped."),
+        "serve": ("service:serve", "Run the service that solves problems while a training runs."),
+        "worker": ("service:worker", "Solve jobs of a service whose database is PostgreSQL, until it is stopped."),
     },
 }
 GROUPS = {
@@ -43,7 +43,7 @@ GROUPS = {
 }
 OF_GROUP = {
     "problem": {
-        "from": ("measured:from_", "Make a problem of op times; say what they leave open, and what was not used.")
+        "from": ("traces:from_", "Make a problem of op times; say what they leave open, and what was not used.")
     },
     "cache": {
         "lookup": ("cache:lookup", "Find the schedule of this problem or of the most similar one; or exit code 1."),
@@ -54,9 +54,9 @@ OF_GROUP = {
         "prune": ("cache:prune", "Delete all but the entries that were used last."),
     },
     "keys": {
-        "create": ("keys:create", "Create a key and print it. It is stored as a hash and cannot be shown again."),
-        "list": ("keys:list_", "List all keys without their secrets."),
-        "revoke": ("keys:revoke", "Revoke a key. A service whose last key is revoked does not open."),
+        "create": ("service:create", "Create a key and print it. It is stored as a hash and cannot be shown again."),
+        "list": ("service:list_", "List all keys without their secrets."),
+        "revoke": ("service:revoke", "Revoke a key. A service whose last key is revoked does not open."),
     },
 }
 

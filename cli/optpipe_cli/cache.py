@@ -14,7 +14,8 @@ from optpipe.files import read_file, write_file
 from optpipe.model.problem import Problem
 from optpipe.schedule import Found, ScheduleFile, check
 from optpipe_cache import Cache, user_cache
-from optpipe_cli.output import Json, Output, ProblemPath, echo, print_json, print_rows, require_writable
+from optpipe_cli.options import Json, Output, ProblemPath, require_writable
+from optpipe_cli.output import echo, print_json, print_rows
 from optpipe_solver.bounds import lower_bound
 
 At = Annotated[Path | None, Parameter(help="Its file. Default: $OPTPIPE_CACHE, or one in the user's cache folder.")]

@@ -17,9 +17,9 @@ from optpipe.files import read_text, write_file
 from optpipe.transformer.calibrate import NAMES, covariance, learn
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.iterations import Iteration, errors, iteration_ms, read_iterations
-from optpipe_cli.extras import need
 from optpipe_cli.model import read_gpu
-from optpipe_cli.output import Json, Output, echo, print_json, print_table
+from optpipe_cli.options import Json, Output, need
+from optpipe_cli.output import echo, print_json, print_table
 
 
 def calibrate(

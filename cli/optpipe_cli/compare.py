@@ -1,9 +1,10 @@
-"""`optpipe compare`."""
+"""`optpipe compare`, and `optpipe try`: the same for an example whose memory binds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +18,19 @@ from optpipe.errors import OptPipeError
 from optpipe.files import read_text, write_file
 from optpipe.model.offload import offload_ratio
 from optpipe.model.ops import Kind
-from optpipe.model.placement import NAMES, Placement
+from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
 from optpipe.options import CompareOptions
-from optpipe.printable import printable
 from optpipe.schedule import Schedule
+from optpipe.show.page import plot
 from optpipe.show.svg import gantt
-from optpipe.sizes import bytes_text, told_apart
-from optpipe_cli.options import Options
-from optpipe_cli.output import Json, NewFolder, echo, print_json, print_table, sizes_text
-from optpipe_cli.terminal import waiting
+from optpipe.text import bytes_text, distinct_sizes, printable
+from optpipe_cli.options import Json, NewFolder, Options, require_writable
+from optpipe_cli.output import echo, print_json, print_table, sizes_text, waiting
 from optpipe_solver.systems import SYSTEMS, in_best_order
 
+TIGHT = Path(__file__).parent / "tight-4x8.json"
+SEARCH_S = 4.0  # of each of the two searches of the example: on the stages as given, and on any
 MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
 
@@ -105,6 +107,10 @@ def table(comparison: Comparison) -> Table:
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     for row in comparison.rows:
         if row.schedule:
+            placement, stages = row.schedule.placement, "as given"
+            if placement is not None:
+                one = placement.chunks == 1 and placement.shape != "bidirectional"
+                stages = "1" if one else f"{placement.chunks} {NAMES[placement.shape]}"
             table.add_row(
                 label(row),
                 f"{row.makespan_ms:.5g}",
@@ -112,7 +118,7 @@ def table(comparison: Comparison) -> Table:
                 f"{row.bubble:.1%}",
                 _peak(row),
                 "" if row.gap is None else f"{row.gap:.1%}",
-                _stages(row.schedule.placement),
+                stages,
                 style=None if row.fits else "dim",
             )
     return table
@@ -124,20 +130,9 @@ def _peak(row: Row) -> str:
     peak, host = (fullest(peaks)[1] for peaks in (row.certificate.device, row.certificate.host))
     if row.fits or (peak.fits and host.fits):
         return bytes_text(peak.bytes)
-    needed, limit = told_apart(*(host.bytes, host.limit or 0) if peak.fits else (peak.bytes, peak.limit or 0))
+    needed, limit = distinct_sizes(*(host.bytes, host.limit or 0) if peak.fits else (peak.bytes, peak.limit or 0))
     number, unit = needed.split()
     return f"{'host ' if peak.fits else ''}{number if limit.endswith(f' {unit}') else needed} > {limit}"
-
-
-def _stages(placement: Placement | None) -> str:
-    """How many stages a device has and how they are placed, in two words."""
-    if placement is None:
-        return "as given"
-    return (
-        f"{placement.chunks} {NAMES[placement.shape]}"
-        if placement.chunks > 1 or placement.shape == "bidirectional"
-        else "1"
-    )
 
 
 def label(row: Row) -> str:
@@ -154,6 +149,11 @@ def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
     """Two lines: how much shorter the second schedule is, and why; none if it is not."""
     if after.makespan_ms >= 0.9995 * before.makespan_ms:
         return
+
+    def share(schedule: Schedule, kind: Kind) -> float:
+        rows = schedule.timeline.rows
+        return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
+
     less = 1 - after.makespan_ms / before.makespan_ms
     shorter, longer = (f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in (after.makespan_ms, before.makespan_ms))
     stages = ", on other stages" if after.placement != before.placement else ""
@@ -161,37 +161,73 @@ def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
         f"OptPipe's schedule takes {less:.{0 if less > 0.1 else 1}%} less time than {before.method}, the best "
         f"published one that fits: {shorter} instead of {longer} ms{stages}."
     )
-    yield f"Why: {_why(before, after)}."
-
-
-def best_published(problem: Problem) -> Schedule | None:
-    """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
-    best = None
-    if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
-        return None
-    for method in SYSTEMS:
-        if method in solvers.installed().OWN:
-            continue
-        try:
-            schedule = in_best_order(method, problem)
-        except OptPipeError:
-            continue
-        if not schedule.compiled.complaints and (best is None or schedule.makespan_ms < best.makespan_ms):
-            best = schedule
-    return best
-
-
-def _why(before: Schedule, after: Schedule) -> str:
-    """What makes the second schedule shorter: what both do differently, in one sentence."""
-
-    def share(schedule: Schedule, kind: Kind) -> float:
-        rows = schedule.timeline.rows
-        return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
-
     facts = [
         f"{does} {share(after, kind):.0%} of all activations instead of {share(before, kind):.0%}"
         for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
         if share(before, kind) != share(after, kind)
     ]
+    does_otherwise = f"it {', '.join(facts)}, and its" if facts else "its"
     waiting = f"devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
-    return "within the same memory " + (f"it {', '.join(facts)}, and its " if facts else "its ") + waiting
+    yield f"Why: within the same memory {does_otherwise} {waiting}."
+
+
+def best_published(problem: Problem) -> Schedule | None:
+    """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
+    schedules: list[Schedule] = []
+    if len(problem.stages) * problem.microbatches <= MOST_FORWARDS:
+        for method in SYSTEMS:
+            with suppress(OptPipeError):
+                if method not in solvers.installed().OWN:
+                    schedules.append(in_best_order(method, problem))
+    fitting = (schedule for schedule in schedules if not schedule.compiled.complaints)
+    return min(fitting, key=lambda schedule: schedule.makespan_ms, default=None)
+
+
+def try_(
+    *,
+    html: Annotated[
+        Path, Parameter(validator=require_writable, help="Where the page with both schedules is written.")
+    ] = Path("optpipe-try.html"),
+) -> None:
+    """`optpipe try`."""
+    problem = Problem.load(TIGHT)
+    (budget,) = {device.activation_budget_bytes for device in problem.devices}
+    echo(
+        f"{len(problem.devices)} devices with {bytes_text(budget)} for activations, {len(problem.stages)} stages, "
+        f"{problem.microbatches} micro-batches"
+    )
+    echo()
+    comparison = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
+    print_table(_example_table(comparison))
+    before, after = comparison.best_published, comparison.best
+    if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
+        echo("The search found nothing better in its time, as on a very busy machine.")
+        raise SystemExit(1)
+    echo()
+    for line in gain_lines(before.schedule, after.schedule):
+        print_table(line)
+    plot(after.schedule, before.schedule, after.lower_bound_ms).save(html)
+    echo()
+    echo(f"Both on one time scale, with their memory: {html.resolve()}")
+
+
+def _example_table(comparison: Comparison) -> Table:
+    """A row for each schedule that applies to the problem: how long it takes, how much of that devices wait, and what
+    it holds. Those that do not fit come last."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("schedule", "iteration", "waiting", "memory", ""):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")
+    best = comparison.best
+    for row in comparison.rows:
+        if row.schedule is None or row.peak is None or (row.method in solvers.installed().OWN and row is not best):
+            continue
+        peak = row.peak[1]
+        table.add_row(
+            f"OptPipe ({row.schedule.method})" if row is best else row.method,
+            f"{row.makespan_ms:.0f} ms",
+            f"{row.bubble:.0%}",
+            bytes_text(peak.bytes),
+            "" if row.fits else f"does not fit in {bytes_text(peak.limit or 0)}",
+            style="bold" if row is best else None if row.fits else "dim",
+        )
+    return table

@@ -90,6 +90,6 @@ def sentence(error: CycloptsError) -> str:
 
 def _print_error(error: str) -> None:
     """Print an error. Lines after its first, such as the grid of a deadlock, are indented: none passes for another."""
-    from optpipe.printable import printable
+    from optpipe.text import printable
 
     print("error:", "\n  ".join(map(printable, error.split("\n"))), file=sys.stderr)

@@ -16,8 +16,8 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.huggingface import read
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run, RunOptions, Transformer
-from optpipe_cli.options import Options
-from optpipe_cli.output import Flag, Json, Output, echo, print_json
+from optpipe_cli.options import Flag, Json, Options, Output
+from optpipe_cli.output import echo, print_json
 
 GB = 1e9
 MOST_GB = 1_000_000  # of a GPU's host memory
@@ -89,7 +89,9 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
     saved, waiting = problem.costs.activation, problem.costs.saved_for_weight
-    for s, (stage, pieces, k) in enumerate(zip(problem.stages, estimate.stages, _ratios(estimate), strict=True)):
+    for s, (stage, pieces, k) in enumerate(
+        zip(problem.stages, estimate.stages, [k or 0.0 for k in offload_ratio(estimate.problem)], strict=True)
+    ):
         yield (
             f"{f'stage {s}':>9}{stage.device:>8}{sum(estimate.pieces[i].is_layer for i in pieces):>8}"
             f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
@@ -134,13 +136,9 @@ def figures(estimate: Estimate) -> dict[str, Any]:
         "parameters": estimate.parameters,
         "mfu_without_waiting": estimate.utilization,
         "devices": [vars(memory) for memory in estimate.devices],
-        "k": _ratios(estimate),
+        "k": [k or 0.0 for k in offload_ratio(estimate.problem)],
         "problem": estimate.problem.to_dict(),
     }
-
-
-def _ratios(estimate: Estimate) -> list[float]:
-    return [k or 0.0 for k in offload_ratio(estimate.problem)]
 
 
 def host_bytes(host_memory_gb: float | None) -> int | None:

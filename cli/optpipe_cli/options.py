@@ -1,14 +1,24 @@
-"""Records whose fields are the options of a command: declared and checked there, and read from words here."""
+"""What commands are asked with: records of options, paths that are checked first, and the extras that they need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from optpipe.errors import InputError
+
+ProblemPath = Annotated[Path, Parameter(help="A problem file.")]
+SchedulePath = Annotated[Path, Parameter(help="A schedule file.")]
+Flag = Annotated[bool, Parameter(negative="")]  # one that is only switched on
+Json = Annotated[Flag, Parameter(help="Print JSON instead of text.")]
+NoCache = Annotated[Flag, Parameter(help="Neither look schedules up nor store them.")]
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -38,3 +48,52 @@ def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 
 Numbers = Annotated[tuple[int, ...], Parameter(converter=_numbers, n_tokens=1, accepts_keys=False, metavar="N[,N...]")]
+
+
+def require_writable(_: Any, path: Path | None) -> None:
+    """Raise `InputError` if the file cannot be written, before a long search whose answer would be lost."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder, a file was expected")
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def require_folder(_: Any, folder: Path | None) -> None:
+    """Make the folder if there is none, before a long search. Raise `InputError` if it cannot be made."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None
+
+
+NewFile = Annotated[Path | None, Parameter(validator=require_writable)]
+NewFolder = Annotated[Path | None, Parameter(validator=require_folder)]
+Output = Annotated[NewFile, Parameter(name=("--output", "-o"), help="The file to write.")]
+FolderOutput = Annotated[NewFolder, Parameter(name=("--output", "-o"), help="The folder for files to write.")]
+
+
+NEEDS = {
+    "runtime": ("torch", "httpx", "httpx_sse", "tenacity"),
+    "server": ("fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
+}
+WITHOUT_CUDA = " (with CUDA, 5 GB; without: first torch from an index of torch for CPUs, as docs/start.md says)"
+
+
+def need(extra: str, *packages: str) -> None:
+    """Raise `InputError` if the packages of this extra, or those of it that are named, are not installed."""
+    missing = [name for name in packages or NEEDS[extra] if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'optpipe[{extra}]'"
+            f"{WITHOUT_CUDA if 'torch' in missing else ''}"
+        )

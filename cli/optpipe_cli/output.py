@@ -1,60 +1,87 @@
-"""What commands print: figures as text or, with `--json`, as JSON."""
+"""What commands show: text, whatever stands in it; figures as text or JSON; progress; what Ctrl-C does meanwhile."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from cyclopts import Parameter
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
-from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.printable import printable
-from optpipe_cli.terminal import Plain, new_console
+from optpipe.text import printable
 
-ProblemPath = Annotated[Path, Parameter(help="A problem file.")]
-SchedulePath = Annotated[Path, Parameter(help="A schedule file.")]
-Flag = Annotated[bool, Parameter(negative="")]  # one that is only switched on
-Json = Annotated[Flag, Parameter(help="Print JSON instead of text.")]
-NoCache = Annotated[Flag, Parameter(help="Neither look schedules up nor store them.")]
 INFEASIBLE = 3  # exit code
 WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
+REFRESH_S = 0.2
 
 
-def require_writable(_: Any, path: Path | None) -> None:
-    """Raise `InputError` if the file cannot be written, before a long search whose answer would be lost."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder, a file was expected")
-    existed = path.exists()
+def new_console(stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console that reads no markup: a name such as `[red]` is a name."""
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+class Plain:
+    """Something to show, without control characters in its text, such as a file's name for a problem may have."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._shown, options):
+            text = "\n".join(map(printable, segment.text.split("\n")))
+            yield segment if segment.control else Segment(text, segment.style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._shown)
+
+
+@contextmanager
+def ctrl_c_calls(cancel: Callable[[], None]) -> Iterator[None]:
+    """Within the block Ctrl-C asks a search to end with the best so far; a second Ctrl-C ends the command."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # In a thread, because the main thread may hold the lock that `cancel` needs.
+        threading.Thread(target=cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def require_folder(_: Any, folder: Path | None) -> None:
-    """Make the folder if there is none, before a long search. Raise `InputError` if it cannot be made."""
-    if folder is None:
+@contextmanager
+def shown_while(view: Callable[[], RenderableType], on: bool) -> Iterator[None]:
+    """Keep a view on stderr while the block runs, made anew several times a second from another thread."""
+    if not on:
+        yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None
+
+    console = new_console(stderr=True)
+    with Live(console=console, get_renderable=lambda: Plain(view()), refresh_per_second=1 / REFRESH_S, transient=True):
+        yield
 
 
-NewFile = Annotated[Path | None, Parameter(validator=require_writable)]
-NewFolder = Annotated[Path | None, Parameter(validator=require_folder)]
-Output = Annotated[NewFile, Parameter(name=("--output", "-o"), help="The file to write.")]
-FolderOutput = Annotated[NewFolder, Parameter(name=("--output", "-o"), help="The folder for files to write.")]
+@contextmanager
+def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show a line on stderr during the block, and yield a function that changes it; nothing if stderr is not a
+    terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with new_console(stderr=True).status(Text(text)) as status:
+        yield lambda text: status.update(Text(printable(text)))
 
 
 def echo(line: object = "", err: bool = False) -> None:

@@ -14,17 +14,19 @@ from optpipe.model.problem import Problem
 from optpipe.options import EffortOptions, Gap, SolveOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe.transformer.records import Run
+from optpipe.transformer.records import Run, RunOptions
 from optpipe_cache import Cache
 from optpipe_cli.model import host_bytes, read_gpu, read_model
-from optpipe_cli.options import Options
-from optpipe_cli.output import Flag, FolderOutput, Json, NoCache, echo, print_json
+from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
+from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
 from optpipe_cli.solve import usable_cache
-from optpipe_cli.terminal import ctrl_c_calls, shown_while
 from optpipe_solver.planner.candidates import Question
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.today import Today
+
+RUN = RunOptions()
+OFFLOAD, STACK = (Question.model_fields[name].default for name in ("offload", "stack"))
 
 
 class PlanOptions(EffortOptions):
@@ -41,10 +43,10 @@ def plan(
     batch: Annotated[int, Parameter(help="Sequences of one step, on all GPUs together.")],
     gpu: Annotated[str, Parameter(help="A preset, or a file with a data sheet's fields.")] = "H100",
     sequence: Annotated[int | None, Parameter(help="Tokens of a sequence. Default: the preset's.")] = None,
-    precision: Annotated[str, Parameter(help="bf16, fp8 or fp32.")] = "bf16",
-    attention: Annotated[str, Parameter(help="flash or unfused.")] = "flash",
-    offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = True,
-    stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = "optpipe",
+    precision: Annotated[str, Parameter(help="bf16, fp8 or fp32.")] = RUN.precision,
+    attention: Annotated[str, Parameter(help="flash or unfused.")] = RUN.attention,
+    offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
+    stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
     today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
     margin: Annotated[float, Parameter(help="Share of each GPU's memory that stays free.")] = 0.05,
     host_memory_gb: Annotated[float | None, Parameter(help="Pinned host memory of each GPU.")] = None,
@@ -88,13 +90,7 @@ def plan(
             echo(f"written to {output}")
 
 
-def _search(
-    question: Question,
-    options: EffortOptions,
-    no_cache: bool,
-    quiet: bool,
-    today: Today | None,
-) -> Plan:
+def _search(question: Question, options: EffortOptions, no_cache: bool, quiet: bool, today: Today | None) -> Plan:
     """The best plan within the time limit, or until Ctrl-C; a second Ctrl-C ends the command."""
     solve = Here(None if no_cache else usable_cache(), options)
     search = PlanSearch(question, solve, options, options.threads or os.cpu_count() or 1, today)
@@ -134,5 +130,5 @@ class Here:
     def cancel(self) -> None:
         """End all searches; each gives its best so far."""
         self._cancelled = True
-        for running in list(self._running):
+        for running in tuple(self._running):
             running.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optpipe.files import write_file
-from optpipe.formats.convert import export_schedule
+from optpipe.formats import export_schedule
 from optpipe.model.placement import counts_text
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
@@ -16,7 +16,7 @@ from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.memory import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.doubt import Difference, difference
+from optpipe_solver.planner.doubt import difference
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
 from optpipe_solver.planner.today import Running
@@ -26,6 +26,12 @@ OTHERS = 5  # divisions beside the best one
 DRAWN = 1.5  # times as long as the best: what takes longer is not in the picture
 HELD = {"weights": 9, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "activations": 13, "in all": 8}
 CSV = "schedule.csv"
+TO_MEASURE = {  # where a parameter of the cost model leaves most open
+    UNEXPLAINED: "a step of each",
+    "link_fraction": "iterations with tensor parallelism, for optpipe calibrate --from",
+    "link_us": "iterations with tensor parallelism, for optpipe calibrate --from",
+    "network_fraction": "iterations on several nodes, for optpipe calibrate --from",
+}
 
 
 def progress(search: PlanSearch) -> str:
@@ -39,21 +45,25 @@ def progress(search: PlanSearch) -> str:
 
 def lines(plan: Plan, explain: bool) -> Iterator[str]:
     """The plan in words and tables."""
-    parts = [
-        _question(plan),
-        *([_today(plan, plan.today)] if plan.today else []),
-        _best(plan),
-        _memory(plan.best),
-        _less_memory(plan),
-        _other_divisions(plan),
-    ]
+    yield from _question(plan)
+    yield ""
+    if plan.today:
+        yield from _today(plan, plan.today)
+        yield ""
+    yield from _best(plan)
+    yield ""
+    yield from _memory(plan.best)
+    yield ""
+    yield "with less memory: of all schedules seen those that none beats in both"
+    for nbytes, ms, candidate, method in plan.frontier:
+        yield f"{nbytes / GB:9.2f} GB {ms / S:9.4g} s  {candidate}, {method}"
+    yield ""
+    yield from _other_divisions(plan)
     if explain and plan.other_divisions:
-        parts.append(_explained(plan.best, plan.other_divisions[0]))
-    parts += [iter([title, *(f"  {line}" for line in settings)]) for title, settings in _settings(plan).items()]
-    for number, part in enumerate(parts):
-        if number:
-            yield ""
-        yield from part
+        yield ""
+        yield from _explained(plan.best, plan.other_divisions[0])
+    for title, settings in _settings(plan).items():
+        yield from ("", title, *(f"  {line}" for line in settings))
 
 
 def _question(plan: Plan) -> Iterator[str]:
@@ -109,22 +119,21 @@ def _best(plan: Plan) -> Iterator[str]:
 
 def _memory(best: Candidate) -> Iterator[str]:
     """What each device holds."""
-    estimate = best.estimate
-    yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in held) for held in _held(best, _schedule(best))))
+    estimate, schedule = best.estimate, _schedule(best)
+    peaks = schedule.compiled.certificate.device
+    held = [
+        (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, peak.bytes, used)
+        for memory, peak, used in zip(estimate.devices, peaks, best.used_bytes(schedule), strict=True)
+    ]
+    yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in row) for row in held))
     of = estimate.gpu.memory_bytes / GB
     yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {of:.2f} GB"
-    least, most = (max(each) / GB for each in zip(*best.peak_ranges(_schedule(best)), strict=True))
+    least, most = (max(each) / GB for each in zip(*best.peak_ranges(schedule), strict=True))
     yield (
         f"fragments and communication buffers: measured peaks of others were {1 - MEASURED_PEAKS[0]:.0%} below to "
         f"{MEASURED_PEAKS[1] - 1:.0%} above such sums, so the fullest GPU may hold {least:.2f} to {most:.2f} GB"
         + (", which is more than it has" if most > of else "")
     )
-
-
-def _less_memory(plan: Plan) -> Iterator[str]:
-    yield "with less memory: of all schedules seen those that none beats in both"
-    for nbytes, ms, candidate, method in plan.frontier:
-        yield f"{nbytes / GB:9.2f} GB {ms / S:9.4g} s  {candidate}, {method}"
 
 
 def _other_divisions(plan: Plan) -> Iterator[str]:
@@ -136,28 +145,18 @@ def _other_divisions(plan: Plan) -> Iterator[str]:
         by = f", {other.schedule.method}" if other.schedule else ""
         yield f"{f'≈ {text}' if each.is_open and other.schedule else text:>9} s  {other}{by}"
     if differences and plan.other_divisions[0].schedule and differences[0].is_open:
-        yield _to_measure(differences[0])
-
-
-def _to_measure(open_one: Difference) -> str:
-    """What to measure to distinguish the runner-up from the best one."""
-    measures = {
-        UNEXPLAINED: "a step of each",
-        "link_fraction": "iterations with tensor parallelism, for optpipe calibrate --from",
-        "link_us": "iterations with tensor parallelism, for optpipe calibrate --from",
-        "network_fraction": "iterations on several nodes, for optpipe calibrate --from",
-    }
-    largest = open_one.largest
-    what = measures.get(largest, "this GPU, by optpipe calibrate")
-    return (
-        f"the runner-up is {expm1(open_one.longer):.1%} longer, ± {open_one.spread:.1%} (a standard deviation), most "
-        f"of which is {largest.replace('_', ' ')}: to decide measure {what}"
-    )
+        runner_up = differences[0]
+        yield (
+            f"the runner-up is {expm1(runner_up.longer):.1%} longer, ± {runner_up.spread:.1%} (a standard deviation), "
+            f"most of which is {runner_up.largest.replace('_', ' ')}: to decide measure "
+            f"{TO_MEASURE.get(runner_up.largest, 'this GPU, by optpipe calibrate')}"
+        )
 
 
 def figures(plan: Plan) -> dict[str, Any]:
     """The same as `lines`, for programs."""
-    best = plan.best
+    best, today = plan.best, plan.today
+    differences = [difference(best, other) for other in plan.other_divisions]
     return {
         "question": plan.question.model_dump(mode="json"),
         "candidates": len(plan.ranked),
@@ -169,9 +168,20 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
-        "today": plan.today and _running(plan.today),
+        "today": today
+        and {
+            **_division(today.candidate),
+            "method": today.schedule.method,
+            "iteration_ms": today.iteration_ms,
+            "used_bytes": today.used_bytes,
+            "fits": today.fits,
+        },
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
-        "other_divisions": [_figures(other) | {"longer": _longer(best, other)} for other in plan.other_divisions],
+        "other_divisions": [
+            _figures(other)
+            | {"longer": {"logarithm": each.longer, "standard_deviation": each.spread, "variance": each.variance}}
+            for other, each in zip(plan.other_divisions, differences, strict=True)
+        ],
         "frontier": [
             {"bytes": held, "iteration_ms": ms, "candidate": str(candidate), "method": method}
             for held, ms, candidate, method in plan.frontier
@@ -179,30 +189,14 @@ def figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _running(today: Running) -> dict[str, Any]:
-    return {
-        "parallelism": today.candidate.estimate.parallelism.model_dump(mode="json"),
-        "run": today.candidate.estimate.run.model_dump(mode="json"),
-        "method": today.schedule.method,
-        "iteration_ms": today.iteration_ms,
-        "used_bytes": today.used_bytes,
-        "fits": today.fits,
-    }
-
-
-def _longer(best: Candidate, other: Candidate) -> dict[str, Any]:
-    each = difference(best, other)
-    return {"logarithm": each.longer, "standard_deviation": each.spread, "variance": each.variance}
+def _division(candidate: Candidate) -> dict[str, Any]:
+    estimate = candidate.estimate
+    return {name: getattr(estimate, name).model_dump(mode="json") for name in ("parallelism", "run")}
 
 
 def _figures(candidate: Candidate) -> dict[str, Any]:
     estimate, schedule = candidate.estimate, candidate.schedule
-    content: dict[str, Any] = {
-        "parallelism": estimate.parallelism.model_dump(mode="json"),
-        "run": estimate.run.model_dump(mode="json"),
-        "bound_ms": candidate.bound_ms,
-        "parts_ms": candidate.parts_ms,
-    }
+    content = _division(candidate) | {"bound_ms": candidate.bound_ms, "parts_ms": candidate.parts_ms}
     if schedule:
         content |= {
             "method": schedule.method,
@@ -230,7 +224,7 @@ def write(plan: Plan, folder: Path) -> None:
     frontier = [Point(str(candidate), held, ms) for held, ms, candidate, _ in plan.frontier]
     title = f"{plan.question.model.name} on {plan.question.gpus} × {plan.question.gpu.name}: iterations"
     budget = {"a GPU has": plan.question.gpu.memory_bytes}
-    write_file(folder / "memory.svg", chart(seen, {"none beats these": frontier}, budget, title, grey="schedules seen"))
+    chart(seen, {"none beats these": frontier}, budget, title, grey="schedules seen").save(folder / "memory.html")
     for stack, settings in _settings(plan).items():
         write_file(folder / f"{stack.split()[0].lower()}.txt", "\n".join(settings) + "\n")
     if plan.question.stack == "torch":
@@ -256,13 +250,6 @@ def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     more = {name: theirs[name] - ms for name, ms in ours.items()}
     most = max(more, key=lambda name: more[name])
     yield f"most of what it takes longer: {most}, {more[most] / S:+.3f} s"
-
-
-def _held(candidate: Candidate, schedule: Schedule) -> Iterator[tuple[int, ...]]:
-    peaks = schedule.compiled.certificate.device
-    for memory, peak, used in zip(candidate.estimate.devices, peaks, candidate.used_bytes(schedule), strict=True):
-        state = memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved
-        yield *state, peak.bytes, used
 
 
 def _layers(candidate: Candidate) -> str:

@@ -15,10 +15,9 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.records import Level, Stage
-from optpipe.printable import printable
-from optpipe_cli.extras import need
-from optpipe_cli.output import Json, Output, echo, print_figures, print_json
-from optpipe_cli.terminal import new_console
+from optpipe.text import printable
+from optpipe_cli.options import Json, Output, need
+from optpipe_cli.output import echo, new_console, print_figures, print_json
 
 if TYPE_CHECKING:
     from optpipe_runtime.measure.measured import Measured
@@ -112,7 +111,15 @@ def _print(measured: Measured, output: Path | None, json: bool) -> None:
     if output is not None:
         problem.save(output)
     if json:
-        print_json(_content(measured))
+        print_json(
+            {
+                "problem": problem.to_dict(),
+                "stages": [{name: asdict(spread) for name, spread in times.items()} for times in measured.stages],
+                "links": [{"from": a, "to": b, **asdict(spread)} for (a, b), spread in measured.links.items()],
+                "places": [place and place._asdict() for place in measured.places],
+                "host_links": list(measured.host_links),
+            }
+        )
         return
     rows = []
     for s, stage in enumerate(problem.stages):
@@ -136,21 +143,10 @@ def _print(measured: Measured, output: Path | None, json: bool) -> None:
 
 
 def _cells(record: Stage | Level, times: Mapping[str, Spread], names: Iterable[str]) -> list[str]:
-    return [
-        f"{times[name].ms:.3g} ± {times[name].iqr_ms:.2g}" if name in times else _megabytes(getattr(record, name, None))
-        for name in names
-    ]
-
-
-def _megabytes(size: int | None) -> str:
-    return "–" if size is None else f"{size / 1e6:.2f}"
-
-
-def _content(measured: Measured) -> dict[str, Any]:
-    return {
-        "problem": measured.problem.to_dict(),
-        "stages": [{name: asdict(spread) for name, spread in times.items()} for times in measured.stages],
-        "links": [{"from": a, "to": b, **asdict(spread)} for (a, b), spread in measured.links.items()],
-        "places": [place and place._asdict() for place in measured.places],
-        "host_links": list(measured.host_links),
-    }
+    """A time with its spread, or a size in MB."""
+    cells = []
+    for name in names:
+        size = getattr(record, name, None)
+        missing = "–" if size is None else f"{size / 1e6:.2f}"
+        cells.append(f"{times[name].ms:.3g} ± {times[name].iqr_ms:.2g}" if name in times else missing)
+    return cells

@@ -11,10 +11,9 @@ from cyclopts import Parameter
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, raises, reaches
 from optpipe.files import write_file
-from optpipe.formats.convert import export as exported_as
-from optpipe.formats.convert import import_schedule
+from optpipe.formats import export as exported_as
+from optpipe.formats import import_schedule
 from optpipe.model.problem import Problem
-from optpipe.printable import printable
 from optpipe.schedule import Schedule, ScheduleFile, certify, timed_ops
 from optpipe.schedule import check as complaints
 from optpipe.schedule import simulate as times
@@ -22,29 +21,30 @@ from optpipe.show.page import plot
 from optpipe.show.svg import gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace as trace_text
-from optpipe_cli.output import (
-    Flag,
-    Json,
-    NewFile,
-    Output,
-    ProblemPath,
-    SchedulePath,
-    echo,
-    print_json,
-    require_writable,
-    sizes_text,
-)
-from optpipe_cli.terminal import new_console
+from optpipe.text import printable
+from optpipe_cli.options import Flag, Json, NewFile, Output, ProblemPath, SchedulePath, require_writable
+from optpipe_cli.output import echo, new_console, print_json, sizes_text
 from optpipe_solver.bounds import lower_bound
 
 
 def check(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False) -> None:
     """`optpipe check`."""
     posed, file, placed = _read(problem, schedule)
-    wrong = _size_complaint(file, posed) or _misplaced(file, posed) + complaints(posed, placed)
-    wrong = wrong or (_false_claims(file, placed) if file.problem.sha256 == posed.sha256 else [])
-    if not wrong and file.problem.sha256 == posed.sha256:
-        _bound_proven_here(file)
+    is_filed = file.problem.sha256 == posed.sha256
+    sizes = sizes_text(file.problem), sizes_text(posed)
+    if not file.placement and sizes[0] != sizes[1]:  # one complaint, not one for each op
+        name, made_for = printable(posed.name) or "a problem", printable(file.problem.name) or "a problem"
+        wrong = [f"the schedule was made for {made_for} ({sizes[0]}), not for {name} ({sizes[1]})"]
+    else:
+        wrong = complaints(posed, placed)
+    if file.placement and not is_filed:
+        difference = _difference(posed.to_dict() | {"name": ""}, file.problem.to_dict() | {"name": ""})
+        other = f"placement = {file.placement}: does not make the problem in the file of this one: {difference}"
+        wrong = [other, *wrong]
+    if is_filed:
+        wrong = wrong or _false_claims(file, placed)
+        if not wrong:
+            _bound_proven_here(file)
     _print_verdict(placed, wrong, json)
 
 
@@ -75,34 +75,14 @@ def _print_verdict(schedule: Schedule, wrong: list[str], json: bool) -> None:
                 "host_peak_bytes": [peak.bytes for peak in certificate.host],
             }
         print_json(content)
-    elif wrong:
-        for complaint in wrong:
-            for line in complaint.split("\n"):  # a deadlock's has a grid
-                echo(line)
-    else:
-        echo(
-            f"valid: it runs in {schedule.makespan_ms:.6g} ms and fits the memory of all {len(problem.devices)} devices"
-        )
+    elif not wrong:
+        devices = len(problem.devices)
+        echo(f"valid: it runs in {schedule.makespan_ms:.6g} ms and fits the memory of all {devices} devices")
+    for complaint in wrong if not json else ():
+        for line in complaint.split("\n"):  # a deadlock's has a grid
+            echo(line)
     if wrong:
         raise SystemExit(1)
-
-
-def _size_complaint(file: ScheduleFile, placed: Problem) -> list[str]:
-    """One complaint, not one for each op, if the file's problem has other numbers of devices, stages, micro-batches."""
-    if file.placement or sizes_text(file.problem) == sizes_text(placed):
-        return []
-    theirs, given = (
-        f"{printable(problem.name) or 'a problem'} ({sizes_text(problem)})" for problem in (file.problem, placed)
-    )
-    return [f"the schedule was made for {theirs}, not for {given}"]
-
-
-def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
-    """A complaint if the file's placement does not make the file's problem from the given one."""
-    if file.placement is None or file.problem.sha256 == placed.sha256:
-        return []
-    difference = _difference(placed.to_dict() | {"name": ""}, file.problem.to_dict() | {"name": ""})
-    return [f"placement = {file.placement}: does not make the problem in the file of this one: {difference}"]
 
 
 def _difference(given: Any, in_file: Any, place: str = "") -> str | None:
@@ -171,10 +151,8 @@ def show(
         console = new_console()
         colours = console.is_terminal and not console.no_color
         console.print(chart(shown, console.width, console.height if console.is_terminal else None, colours))
-        echo(
-            f"makespan {shown.makespan_ms:.6g} ms, bubble {shown.timeline.bubble:.1%}, by "
-            f"{shown.method or 'no named method'}"
-        )
+        method = shown.method or "no named method"
+        echo(f"makespan {shown.makespan_ms:.6g} ms, bubble {shown.timeline.bubble:.1%}, by {method}")
 
 
 def export(

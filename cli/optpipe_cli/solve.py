@@ -13,30 +13,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from optpipe.anytime import Search, search
+from optpipe.anytime import search
 from optpipe.comparison import is_search
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.printable import printable
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.page import plot
+from optpipe.text import printable
 from optpipe_cache import Cache, user_cache
 from optpipe_cli.compare import best_published, gain_lines
-from optpipe_cli.options import Options
-from optpipe_cli.output import (
-    INFEASIBLE,
-    Json,
-    NewFile,
-    NoCache,
-    Output,
-    ProblemPath,
-    echo,
-    print_json,
-    print_table,
-)
-from optpipe_cli.terminal import ctrl_c_calls, shown_while
+from optpipe_cli.options import Json, NewFile, NoCache, Options, Output, ProblemPath
+from optpipe_cli.output import INFEASIBLE, ctrl_c_calls, echo, print_json, print_table, shown_while
 
 STEPS = 5  # of the incumbents so far, the last ones
 NOTES = 2  # likewise
@@ -59,15 +48,24 @@ def solve(
     if not (json or sys.stderr.isatty()):  # a terminal shows more
         echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
     running = search(posed, options, start, None if no_cache else usable_cache())
-    result = _last_result(running, options.time_limit_s, quiet=json)
+    began, on_terminal = time.monotonic(), not json and sys.stderr.isatty()
+    with (
+        ctrl_c_calls(running.cancel),
+        shown_while(lambda: view(running.best, time.monotonic() - began, options.time_limit_s), on_terminal),
+    ):
+        *_, result = running
     try:
         _print_result(result, json)
         has_other_stages = is_search(options.method) and len(posed.devices) > 1 and len(posed.all_routes) == 1
         if not json and result.placements == "keep" and has_other_stages:
             echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
-        if result.schedule:
-            _write(result, result.schedule, output, html)
+        bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
+        if result.schedule and output:
+            status = "feasible" if bound is None else result.found_status
+            ScheduleFile.from_schedule(result.schedule, status, bound).save(output)
+        if result.schedule and html:
+            plot(result.schedule, lower_bound_ms=bound).save(html)
     if result.schedule is None:
         raise SystemExit(INFEASIBLE if result.status == "infeasible" else 1)
     if output and not json:
@@ -81,17 +79,6 @@ def usable_cache() -> Cache | None:
     except OptPipeError as error:
         echo(f"note: {error}", err=True)
         return None
-
-
-def _last_result(running: Search, time_limit_s: float, quiet: bool) -> Result:
-    """Return the last result; meanwhile a terminal shows what is known."""
-    began, on_terminal = time.monotonic(), not quiet and sys.stderr.isatty()
-    with (
-        ctrl_c_calls(running.cancel),
-        shown_while(lambda: view(running.best, time.monotonic() - began, time_limit_s), on_terminal),
-    ):
-        *_, last = running
-    return last
 
 
 def _print_result(result: Result, json: bool) -> None:
@@ -108,22 +95,15 @@ def _print_result(result: Result, json: bool) -> None:
             echo(f"note: {note}", err=True)
 
 
-def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
-    bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
-    if output:
-        ScheduleFile.from_schedule(schedule, result.found_status if bound is not None else "feasible", bound).save(
-            output
-        )
-    if html:
-        plot(schedule, lower_bound_ms=bound).save(html)
-
-
 def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType:
     """One frame."""
+    figures = {"best": "none yet", "bound": _ms(result.lower_bound_ms)}
+    if result.schedule:
+        gap = "not known" if result.gap is None else f"{result.gap:.1%}" if result.gap else "proven optimal"
+        figures["best"] = f"{_ms(result.value_ms)} by {result.method}"
+        figures |= {"gap": gap, "bubble": f"{result.schedule.timeline.bubble:.1%}"}
     head = Table.grid(padding=(0, 3))
-    head.add_row(
-        *(Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in _shown_figures(result))
-    )
+    head.add_row(*(Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in figures.items()))
     clock = Table.grid(padding=(0, 2), expand=False)
     clock.add_row(
         ProgressBar(total=time_limit_s, completed=min(passed_s, time_limit_s), width=40),
@@ -134,17 +114,6 @@ def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType
         method = Text(printable(step.method), "cyan")
         steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", method)
     return Group(head, clock, steps, *(Text(printable(note), "dim") for note in result.notes[-NOTES:]))
-
-
-def _shown_figures(result: Result) -> list[tuple[str, str]]:
-    if result.value_ms is None or result.schedule is None:
-        return [("best", "none yet"), ("bound", _ms(result.lower_bound_ms))]
-    return [
-        ("best", f"{_ms(result.value_ms)} by {result.method}"),
-        ("bound", _ms(result.lower_bound_ms)),
-        ("gap", "not known" if result.gap is None else f"{result.gap:.1%}" if result.gap else "proven optimal"),
-        ("bubble", f"{result.schedule.timeline.bubble:.1%}"),
-    ]
 
 
 def _ms(value: float | None) -> str:

@@ -21,7 +21,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, Stage, StageCosts
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule
 from optpipe.steps.assign import assign, work_ms
 

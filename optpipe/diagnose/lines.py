@@ -10,8 +10,7 @@ from optpipe.diagnose.batches import Change
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import Runs
 from optpipe.errors import OptPipeError
-from optpipe.formats import megatron
-from optpipe.formats.convert import export
+from optpipe.formats import export, megatron
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule

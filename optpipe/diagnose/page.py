@@ -15,8 +15,7 @@ from optpipe.diagnose.report import Diagnosis
 from optpipe.diagnose.slow import excess_of
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
-from optpipe.show.changes import changes
-from optpipe.show.figure import side_by_side
+from optpipe.show.figure import changes, side_by_side
 from optpipe.show.page import Picture, page
 
 MOST_ROWS, MOST_STEPS = 64, 100  # of the heat map

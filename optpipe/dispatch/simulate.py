@@ -20,12 +20,11 @@ import numpy as np
 from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows, stage_order
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
-from optpipe.lift import lift_table
+from optpipe.lift import lift_table, prune
 from optpipe.model.arrays import NONE, Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
-from optpipe.prune import prune
 from optpipe.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from optpipe.evaluate.effects import RowEffects
 from optpipe.evaluate.rows import Rows
 from optpipe.model.arrays import Ints
 from optpipe.model.problem import Problem
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Certificate:
             for of, peaks in (("", self.device), (" of host memory", self.host))
             for d, peak in enumerate(peaks)
             if not peak.fits
-            for needed, limit in [told_apart(peak.bytes, peak.limit or 0)]
+            for needed, limit in [distinct_sizes(peak.bytes, peak.limit or 0)]
         ]
 
 

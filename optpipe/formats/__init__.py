@@ -1,1 +1,148 @@
-"""Schedules in the forms that other programs read and write. None of those programs is imported here."""
+"""`export_schedule` and `import_schedule`: between schedules and the forms of other programs, by their names. None of
+those programs is imported here."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from optpipe.errors import InputError, ScheduleError, did_you_mean
+from optpipe.evaluate.rows import Rows
+from optpipe.files import parse_json, read_text
+from optpipe.formats import megatron, primus, torch_csv
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program, of_kinds
+from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.text import distinct_sizes
+
+log = logging.getLogger("optpipe.formats")
+
+
+def _file_text(schedule: Schedule) -> str:
+    return ScheduleFile.from_schedule(schedule).to_json() + "\n"
+
+
+WRITERS: dict[str, Callable[[Schedule], str]] = {
+    "torch-csv": partial(torch_csv.write, messages=False),
+    "torch-comms": partial(torch_csv.write, messages=True),
+    "torch-comms-waits": partial(torch_csv.write, messages=True, waits=True),
+    "megatron": megatron.write,
+    "primus": primus.write,
+    "json": _file_text,
+}
+
+
+@dataclass(frozen=True)
+class Export:
+    """A schedule as another program will run it.
+
+    Attributes
+    ----------
+    text
+        What that program reads.
+    schedule
+        What it runs.
+    costs
+        Where offloads were left out: a sentence for each device about its memory with them and without.
+    misfits
+        A sentence for each device that needs more memory than it has.
+    """
+
+    text: str
+    schedule: Schedule
+    costs: tuple[str, ...]
+    misfits: tuple[str, ...]
+
+
+def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
+    """A schedule in the form that another program reads. If that does not fit the memory, the log says so.
+
+    Parameters
+    ----------
+    to
+        `torch-csv`: rows of compute actions for PyTorch's pipelining. `torch-comms`: rows with all messages, which it
+        runs as they are, up to torch 2.13. `torch-comms-waits`: the same for torch 2.15, which wants waits among them.
+        `megatron`: arguments of Megatron-LM, where its own order is the schedule's. `primus`: the table of nodes of AMD
+        Primus' pipeline launcher. `json`: the schedule file, the only form that says everything.
+    without_offload
+        Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
+
+    Raises
+    ------
+    InputError
+        If there is no such form, or it cannot say an op or the order of the schedule.
+    ScheduleError
+        If the schedule cannot run.
+    """
+    exported = export(schedule, to, without_offload)
+    for misfit in exported.misfits:
+        log.warning("the exported schedule does not fit: %s", misfit)
+    return exported.text
+
+
+def export(schedule: Schedule, to: str, without_offload: bool = False) -> Export:
+    """`export_schedule` with what it costs: the one function of all that hand out a schedule in another form."""
+    if to not in WRITERS:
+        raise InputError(f"to = {to!r}: one of {', '.join(WRITERS)} is expected{did_you_mean(to, WRITERS, '; ')}")
+    exported = leave_out_offload(schedule) if without_offload else schedule
+    text, as_run = WRITERS[to](exported), primus.as_run(exported) if to == "primus" else exported
+    peaks = [each.compiled.certificate.device for each in (schedule, exported)]
+    costs = []
+    for d, (with_it, peak) in enumerate(zip(*peaks, strict=True)) if without_offload else ():
+        needed, offloaded, limit = distinct_sizes(peak.bytes, with_it.bytes, peak.limit or 0)
+        verdict = "" if peak.fits else f", more than the {limit} it has"
+        costs.append(f"device {d}: {needed} of activations, {offloaded} with offload{verdict}")
+    return Export(text, as_run, tuple(costs), tuple(as_run.compiled.certificate.complaints()))
+
+
+def leave_out_offload(schedule: Schedule) -> Schedule:
+    """The schedule with all activations left on their devices: without its O, D and R."""
+    return schedule.with_tables(lambda table: table[~of_kinds(table, Kind.O, Kind.D, Kind.R)])
+
+
+def import_schedule(path: str | Path, problem: Problem) -> Schedule:
+    """Reads a schedule that another program wrote, for `problem`.
+
+    A file named `.csv` has PyTorch's actions, with messages or without; any other has op texts, one line a device or
+    JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
+    `check` says what else is wrong.
+    """
+    return schedule_from(read_text(path), problem, str(path))
+
+
+def schedule_from(text: str, problem: Problem, what: str) -> Schedule:
+    """The same for a file's text; `what` is its name."""
+    rows = what.lower().endswith(".csv")
+    schedule = torch_csv.read(text, problem, what) if rows else _read_op_texts(text, problem, what)
+    for d, program in enumerate(schedule.programs):
+        try:
+            Rows(program.table, np.full(len(program), d)).require_known(problem)
+        except ScheduleError as error:
+            raise InputError(f"{what}, {'line' if rows else 'program'} {d + 1}: {error}") from None
+    return schedule
+
+
+def _read_op_texts(text: str, problem: Problem, what: str) -> Schedule:
+    """The schedule of programs as op texts: one line a device with its ops between spaces, or JSON, a list for each."""
+    is_json = text.lstrip().startswith("[")
+    lists = parse_json(text, what) if is_json else [re.findall(r"[^\s,]+", line) for line in text.rstrip().splitlines()]
+    if len(lists) != len(problem.devices):
+        raise InputError(
+            f"{what}: {len(lists)} programs, the problem has {len(problem.devices)} devices: one is expected for each"
+        )
+    programs = []
+    for n, texts in enumerate(lists, 1):
+        if not (isinstance(texts, list) and all(isinstance(op, str) for op in texts)):
+            raise InputError(f"{what}, program {n}: a list of op texts is expected, such as ['0F0', '0BW0']")
+        try:
+            programs.append(Program.parse(texts))
+        except InputError as error:
+            raise InputError(f"{what}, program {n}: {error}") from None
+    return Schedule(problem, tuple(programs))

@@ -6,8 +6,8 @@ micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, takewhile, zip_longest
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise, takewhile, zip_longest
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
@@ -37,7 +37,17 @@ def write(schedule: Schedule) -> str:
     if len(problem.stages) % ranks:
         raise InputError(f"{len(problem.stages)} stages on {ranks} devices: in Megatron all ranks have as many; {OURS}")
     arguments = [f"--pipeline-model-parallel-size {ranks}"]
-    chunks, group = len(problem.stages) // ranks, _require_order(schedule)
+    chunks, group = _chunks(schedule), _group(schedule)
+    if group is None:
+        m = problem.microbatches
+        raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
+    if difference := _difference(schedule, group):
+        d, item, expected = difference
+        name = "1F1B" if chunks == 1 else f"interleaved 1F1B in groups of {group}"
+        said = hint(item) if isinstance(item, Op) else ""
+        raise InputError(
+            f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{said}; {OURS}"
+        )
     if problem.layers is not None:
         arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")
     elif chunks > 1:
@@ -55,9 +65,10 @@ def layout(problem: Problem) -> str:
     """
     layers, first, counts = problem.layers or (), 0, []
     for s, stage in enumerate(problem.stages):
-        ends = range(first + 1, len(layers) + 1)
-        end = next((end for end in ends if _consists(stage, together(layers[first:end]))), None)
-        if end is None:
+        for end in range(first + 1, len(layers) + 1):
+            if all(getattr(stage, name) == cost for name, cost in together(layers[first:end]).items()):
+                break
+        else:
             raise InputError(f"stages[{s}] does not consist of layers {first} and on of the problem: leave layers out")
         counts.append(end - first)
         first = end
@@ -85,39 +96,21 @@ def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
         for chunk in range(chunks)
         for j in range(start, min(start + group, microbatches))
     ]
-    return [list(_rank_order(r, ranks, chunks, table, group)) for r in range(ranks)]
-
-
-def _rank_order(r: int, ranks: int, chunks: int, table: Sequence[tuple[int, int]], group: int) -> Iterator[Op]:
-    forwards = [Op(Kind.F, chunk * ranks + r, j) for chunk, j in table]
-    backwards = [Op(Kind.BW, (chunks - 1 - chunk) * ranks + r, j) for chunk, j in table]
-    last = ranks - r - 1
-    warm_up = min(len(table), last if chunks == 1 else 2 * last + (chunks - 1) * group)
-    yield from forwards[:warm_up]
-    for forward, backward in zip_longest(forwards[warm_up:], backwards):
-        yield from (op for op in (forward, backward) if op is not None)
+    programs = []
+    for r in range(ranks):
+        forwards = [Op(Kind.F, chunk * ranks + r, j) for chunk, j in table]
+        backwards = [Op(Kind.BW, (chunks - 1 - chunk) * ranks + r, j) for chunk, j in table]
+        last = ranks - r - 1
+        warm_up = min(len(table), last if chunks == 1 else 2 * last + (chunks - 1) * group)
+        in_turn = chain.from_iterable(zip_longest(forwards[warm_up:], backwards))
+        programs.append([*forwards[:warm_up], *(op for op in in_turn if op is not None)])
+    return programs
 
 
 def has_order(schedule: Schedule) -> bool:
     """Whether the schedule is Megatron's order, in groups of any size that it takes; one with offloads is not."""
     group = _group(schedule)
     return group is not None and _difference(schedule, group) is None
-
-
-def _require_order(schedule: Schedule) -> int:
-    """The size of the groups in Megatron's order that the schedule has. Raises InputError if there is none."""
-    group, chunks = _group(schedule), _chunks(schedule)
-    if group is None:
-        m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
-        raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
-    if difference := _difference(schedule, group):
-        d, item, expected = difference
-        name = "1F1B" if chunks == 1 else f"interleaved 1F1B in groups of {group}"
-        said = hint(item) if isinstance(item, Op) else ""
-        raise InputError(
-            f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{said}; {OURS}"
-        )
-    return group
 
 
 def _chunks(schedule: Schedule) -> int:
@@ -140,16 +133,11 @@ def _difference(schedule: Schedule, group: int) -> tuple[int, Op | Pair | None, 
     """Where the schedule first differs from Megatron's order in groups of this size: the device, what stands there, and
     what is expected. None if it is that order."""
     ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
+    expected_order = order(ranks, _chunks(schedule), m, group)
     differing = [
         (place, d, item, expected)
-        for d, (program, ops) in enumerate(
-            zip(schedule.programs, order(ranks, _chunks(schedule), m, group), strict=True)
-        )
+        for d, (program, ops) in enumerate(zip(schedule.programs, expected_order, strict=True))
         for place, (item, expected) in enumerate(zip_longest(program, ops))
         if item != expected
     ]
     return min(differing, key=lambda each: each[0])[1:] if differing else None
-
-
-def _consists(stage: object, costs: dict[str, object]) -> bool:
-    return all(getattr(stage, name) == cost for name, cost in costs.items())

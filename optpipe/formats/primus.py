@@ -43,7 +43,16 @@ def write(schedule: Schedule) -> str:
     """
     require_one_route(schedule.problem, "Primus")
     require_runnable(schedule)
-    schedule = _numbered_as_data(schedule)
+    # Stages take micro-batches from the data: the next one at each forward.
+    schedule = numbered_as_computed(schedule, 0, "Primus takes the data of")
+    for s in range(1, len(schedule.problem.stages)):
+        order = forwards_of(schedule, s)
+        if (later := np.flatnonzero(np.diff(order) < 0)).size:
+            first, second = order[later[0] : later[0] + 2].tolist()
+            raise InputError(
+                f"stage {s} computes micro-batch {first} before {second}, stage 0 after it: in Primus each forward "
+                "takes the next batch of the data, so all stages need one order"
+            )
     chunks = _Chunks(schedule.problem)
     document = {
         "format": FORMAT,
@@ -56,23 +65,6 @@ def write(schedule: Schedule) -> str:
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()]
     lines += [f'"directions": [{_rows(chunks.directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _numbered_as_data(schedule: Schedule) -> Schedule:
-    """The schedule with its micro-batches numbered as stages take them from the data: the next one at each forward.
-
-    Raises InputError if stages would take them in different orders.
-    """
-    schedule = numbered_as_computed(schedule, 0, "Primus takes the data of")
-    for s in range(1, len(schedule.problem.stages)):
-        order = forwards_of(schedule, s)
-        if (later := np.flatnonzero(np.diff(order) < 0)).size:
-            first, second = order[later[0] : later[0] + 2].tolist()
-            raise InputError(
-                f"stage {s} computes micro-batch {first} before {second}, stage 0 after it: in Primus each forward "
-                "takes the next batch of the data, so all stages need one order"
-            )
-    return schedule
 
 
 def as_run(schedule: Schedule) -> Schedule:

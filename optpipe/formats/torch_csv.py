@@ -9,7 +9,7 @@ and WAIT_REDUCE_GRAD, which torch 2.13 does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -42,25 +42,14 @@ def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
 
     Parameters
     ----------
-    schedule
-        Of one route over all stages in order. Whether it fits the memory does not matter.
     messages
         Also write sends and receives, UNSHARD, REDUCE_GRAD and RESHARD; torch then runs the rows as they are
         (`compute_comms`). Without them it places its own, as if all ops took the same time (`compute_only`).
     waits
         With messages, also write where a rank waits for what it has sent, and for its reductions.
 
-    Returns
-    -------
-    str
-        One line a device.
-
-    Raises
-    ------
-    InputError
-        If the rows cannot say what the schedule does; the sentence names the op.
-    ScheduleError
-        If the schedule cannot run.
+    Returns one line a device. Raises InputError if the rows cannot say what the schedule does, and names the op;
+    ScheduleError if the schedule cannot run. Whether it fits the memory does not matter.
     """
     return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits))
 
@@ -74,14 +63,25 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     that place of the order. A rank waits for what it has sent behind its first op that this order has behind the op
     that the message is for: by the predicted times it has arrived then.
     """
-    _require_sayable(schedule, offloads)
     problem = schedule.problem
+    require_one_route(problem, "PyTorch's pipelining")
+    for d, program in enumerate(schedule.programs):
+        if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
+            op = program.ops()[int(np.flatnonzero(unsaid)[0])]
+            raise InputError(
+                f"{op} in the program of device {d}: PyTorch's rows say F, B, W and BW, they have no action for "
+                f"{op.kind.name}{hint(op)}"
+            )
     require_runnable(schedule)
     # It takes the j-th loss that the last stage computes for that of number j.
     schedule = numbered_as_computed(schedule, len(problem.stages) - 1, "PyTorch finds the loss of")
     devices = [stage.device for stage in problem.stages]
-    texts = [_first_uses(program) if messages else [] for program in schedule.programs]
-    last = _last_gradients(schedule.programs) if messages else set()
+    # Parameters are gathered in the order in which a rank's stages are used, beside its first ops, and stay until the
+    # stage's last gradient.
+    first_uses = [dict.fromkeys(program.table[:, STAGE].tolist()) if messages else {} for program in schedule.programs]
+    texts = [[f"{s}UNSHARD" for s in stages] for stages in first_uses]
+    ops_of = [program.ops() if messages else () for program in schedule.programs]
+    last = {op for ops in ops_of for op in {op.stage: op for op in ops if op.kind in WEIGHTS}.values()}
     sent: dict[str, tuple[int, str]] = {}  # by receive: who waits for it, and its wait
     arrived: list[list[str]] = [[] for _ in texts]
     for device, item in in_one_order(schedule):
@@ -90,7 +90,8 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
         cells += [_text(item), *arrived[device]]
         arrived[device].clear()
         for op in ops:
-            if op.kind in RECEIVED and (got := sent.pop(_receive(op), None)):
+            received = f"{op.stage}RECV_{RECEIVED.get(op.kind)}{op.microbatch}"
+            if got := sent.pop(received, None):
                 arrived[got[0]].append(got[1])
         for op in ops if messages else ():
             for send, receive, to in _messages(op, devices):
@@ -118,32 +119,10 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
     return Schedule(problem, tuple(map(Program.from_items, rows)))
 
 
-def _require_sayable(schedule: Schedule, offloads: bool) -> None:
-    require_one_route(schedule.problem, "PyTorch's pipelining")
-    for d, program in enumerate(schedule.programs):
-        if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
-            op = program.ops()[int(np.flatnonzero(unsaid)[0])]
-            raise InputError(
-                f"{op} in the program of device {d}: PyTorch's rows say F, B, W and BW, they have no action for "
-                f"{op.kind.name}{hint(op)}"
-            )
-
-
 def _text(item: Op | Pair) -> str:
     if isinstance(item, Pair):
         return f"({_text(item.first)};{_text(item.second)})OVERLAP_F_B"
     return f"{item.stage}{LETTER[item.kind]}{item.microbatch}" if item.kind in LETTER else str(item)
-
-
-def _first_uses(program: Program) -> list[str]:
-    """Parameters are gathered in the order in which a rank's stages are used, beside its first ops, and stay until the
-    stage's last gradient."""
-    return [f"{s}UNSHARD" for s in dict.fromkeys(program.table[:, STAGE].tolist())]
-
-
-def _last_gradients(programs: Iterable[Program]) -> set[Op]:
-    """The last W or BW of each stage."""
-    return {op for program in programs for op in {op.stage: op for op in program.ops() if op.kind in WEIGHTS}.values()}
 
 
 def _messages(op: Op, devices: Sequence[int]) -> list[tuple[str, str, int]]:
@@ -156,22 +135,13 @@ def _messages(op: Op, devices: Sequence[int]) -> list[tuple[str, str, int]]:
     return [(f"{s}SEND_{letter}{j}", f"{to}RECV_{letter}{j}", devices[to])]
 
 
-def _receive(op: Op) -> str:
-    """Of what an F or a backward gets, if that comes from another device."""
-    return f"{op.stage}RECV_{RECEIVED[op.kind]}{op.microbatch}"
-
-
-def _items(line: str, what: str) -> list[Op | Pair]:
+def _items(line: str, what: str) -> Iterator[Op | Pair]:
     """The ops and pairs of a row; empty cells are idle time."""
-    cells = [cell for cell in map(str.strip, line.split(",")) if cell]
-    return [_item(cell, what) for cell in cells if not _OTHER.fullmatch(cell)]
-
-
-def _item(cell: str, what: str) -> Op | Pair:
-    if pair := _PAIR.fullmatch(cell):
-        first, second = (_op(part.strip(), what) for part in pair.groups())
-        return Pair(first, second)
-    return _op(cell, what)
+    for cell in map(str.strip, line.split(",")):
+        if pair := _PAIR.fullmatch(cell):
+            yield Pair(*(_op(part.strip(), what) for part in pair.groups()))
+        elif cell and not _OTHER.fullmatch(cell):
+            yield _op(cell, what)
 
 
 def _op(cell: str, what: str) -> Op:

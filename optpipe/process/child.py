@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from optpipe.errors import FrameError, SolverError
 from optpipe.options import SearchOptions
 from optpipe.process import process_tree
-from optpipe.process.niceness import group_as_nice
+from optpipe.process.background import group_as_nice
 from optpipe.process.protocol import End, Frame, Refused, parse_frame
 
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
@@ -22,19 +22,10 @@ ENDING_S = 5.0  # how long a child that has closed its output may take to end
 
 
 class Child:
-    """A solver process: iterate `frames()`; `stop()` from any thread ends it and its whole process group at once.
-
-    Parameters
-    ----------
-    module
-        What runs in it, as in `python -m module`.
-    request
-        What it is asked.
-    admit
-        Called with its process id before it is asked anything, to set limits for it.
-    """
+    """A solver process: iterate `frames()`; `stop()` from any thread ends it and its whole process group at once."""
 
     def __init__(self, module: str, request: SearchOptions, admit: Callable[[int], None] | None = None) -> None:
+        """Starts `python -m module`. `admit` gets its process id before the request is sent, to set limits for it."""
         self.module = module
         self.mark = process_tree.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
@@ -91,9 +82,12 @@ class Child:
         if len(line) == LONGEST_LINE:
             return f"wrote a line of more than {LONGEST_LINE} bytes"
         try:
-            return f"ended with exit code {self._process.wait(ENDING_S)}: {self._last_words()}"
+            code = self._process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             return "closed its output and did not end"
+        self._stderr.seek(0)
+        lines = self._stderr.read()[-2000:].decode(errors="replace").strip().splitlines()
+        return f"ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
 
     def stop(self) -> None:
         """Ends the child and all that it started."""
@@ -110,8 +104,3 @@ class Child:
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-
-    def _last_words(self) -> str:
-        self._stderr.seek(0)
-        lines = self._stderr.read()[-2000:].decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"

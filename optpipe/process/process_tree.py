@@ -48,16 +48,13 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def members(mark: str) -> list[int]:
-    """The ids of the processes that have the mark, or one that begins with it."""
+    """The ids of the processes that have the mark, or one that begins with it; none where there is no `/proc`."""
     return [pid for pid in processes() if mark in marks(pid)]
 
 
 def processes() -> list[int]:
-    """The ids of all processes that can be seen; none where there is no `/proc`."""
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except FileNotFoundError:
-        return []
+    """The ids of all processes that can be seen."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if os.path.isdir("/proc") else []
 
 
 def marks(pid: int) -> str:
@@ -77,21 +74,16 @@ def end(mark: str) -> int:
     until = time.monotonic() + ENDING_S
     while (there := members(mark)) and time.monotonic() < until:
         for pid in there:
-            _kill(pid, mark)
+            with suppress(OSError):
+                process = os.pidfd_open(pid)
+                try:
+                    if mark in marks(pid):  # not another process that got its number meanwhile
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                finally:
+                    os.close(process)
         ended.update(there)
         time.sleep(0.01)
     return len(ended)
-
-
-def _kill(pid: int, mark: str) -> None:
-    """Kills the process if it has the mark; never another one that got its number meanwhile."""
-    with suppress(OSError):
-        process = os.pidfd_open(pid)
-        try:
-            if mark in marks(pid):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-        finally:
-            os.close(process)
 
 
 class KillOnExit:

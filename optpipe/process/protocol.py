@@ -161,16 +161,14 @@ def read_request() -> Request:
 def read_one(model: type[Asked]) -> Asked:
     """`read_request` of a process that answers another request."""
     keep_output_for_frames()
-    line = sys.stdin.buffer.readline()
-    request = model.model_validate_json(line)
+    request = model.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return request
 
 
 def _end_with_parent() -> None:
-    while os.read(
-        0, 65536
-    ):  # not by sys.stdin: its lock would make an interpreter that ends with an error abort instead
+    # Not by sys.stdin: its lock would make an interpreter that ends with an error abort instead.
+    while os.read(0, 65536):
         pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # a child leads its own process group: nothing it started stays behind
@@ -183,8 +181,7 @@ _frames: BinaryIO | None = None  # where they go, if not to standard output as i
 
 
 def keep_output_for_frames() -> None:
-    """In a child, before it writes a frame: standard output is for frames only from now on. What a library prints, as
-    HiGHS 1.16 does, goes to standard error."""
+    """In a child: keeps standard output for frames. What a library prints, as HiGHS 1.16 does, goes to stderr."""
     global _frames
     sys.stdout.flush()
     _frames = os.fdopen(os.dup(1), "wb")

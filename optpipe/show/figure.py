@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
+from bisect import bisect_left
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import InputError
-from optpipe.evaluate.causes import Causes, Gaps, Ready
+from optpipe.evaluate.causes import Causes
 from optpipe.evaluate.objective import gap
+from optpipe.model.arrays import Ints
 from optpipe.model.ops import COMPUTE, INWARD, KINDS, MARKS, Kind
-from optpipe.show.changes import changes
 from optpipe.show.lanes import Scheduled, colour_of, darker, depths, kinds_in, memory_steps, text_colour
 
 # Where an op lies within its device's row: over the whole compute lane, its upper or its lower half, or on the lane of
@@ -21,17 +23,57 @@ from optpipe.show.lanes import Scheduled, colour_of, darker, depths, kinds_in, m
 COMPUTE_LANE, UPPER, LOWER, OUTWARD, TO_DEVICE, ON_HOST, NOWHERE = range(7)
 
 
-def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
-    """The document.
+class OpChange(IntEnum):
+    """What became of an op."""
 
-    Parameters
-    ----------
-    schedule
-        What is drawn.
-    before
-        Another schedule of the same work, drawn above it on the same time axis; both are marked with what changed.
-    lower_bound_ms
-        What no schedule of the problem can be shorter than, in ms, if that is known.
+    NONE = 0  # it stands in the same order as the others that stayed
+    MOVED = 1  # both schedules have it, at another place in its program
+    ONLY_HERE = 2  # the other schedule does not have it on this device
+
+
+def changes(schedule: Scheduled, other: Scheduled) -> Ints:
+    """(n,) what distinguishes each op of a schedule from the other: an `OpChange`.
+
+    Of each device as few ops as possible are called moved: those without which both programs have the same order, which
+    is the longest increasing run of their places. Drops and other ops that take no time are left out.
+    """
+    change = np.zeros(len(schedule.timeline.rows), np.int64)
+    for device in range(len(schedule.problem.devices)):
+        places = {op: place for place, op in enumerate(_ops(other, device).values())}
+        ops = _ops(schedule, device)
+        change[[row for row, op in ops.items() if op not in places]] = OpChange.ONLY_HERE
+        common = [row for row, op in ops.items() if op in places]
+        kept = _longest_increasing([places[ops[row]] for row in common])
+        change[[row for i, row in enumerate(common) if i not in kept]] = OpChange.MOVED
+    return change
+
+
+def _ops(schedule: Scheduled, device: int) -> dict[int, tuple[int, ...]]:
+    """The ops of one program that take time, by row. An absent device has none."""
+    rows = schedule.timeline.rows
+    of_device = rows.of_device(device)
+    lasting = np.flatnonzero(~rows.of_kinds(*MARKS)[of_device]) + of_device.start
+    return {row: tuple(op[:4]) for row, op in zip(lasting.tolist(), rows.table[lasting].tolist(), strict=True)}
+
+
+def _longest_increasing(values: Sequence[int]) -> set[int]:
+    """The indices of a longest increasing subsequence (Fredman 1975)."""
+    tails: list[int] = []  # the last value of the best run of each length
+    ends: list[int] = []  # its index
+    before: list[int] = []
+    for i, value in enumerate(values):
+        length = bisect_left(tails, value)
+        before.append(ends[length - 1] if length else -1)
+        tails[length : length + 1], ends[length : length + 1] = [value], [i]
+    kept, i = set(), ends[-1] if ends else -1
+    while i >= 0:
+        kept.add(i)
+        i = before[i]
+    return kept
+
+
+def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
+    """The document of one schedule, or of two with what changed; parameters as of `optpipe.plot`.
 
     Raises InputError for a schedule without ops, and as its timeline does.
     """
@@ -66,15 +108,19 @@ def side_by_side(
         "title": last.problem.name or last.method or "schedule",
         "lower_bound_ms": lower_bound_ms,
         "gap": gap(last.makespan_ms, lower_bound_ms),
-        "kinds": [_kind(kind) for kind in KINDS if any(kind in kinds_in(each) for each in schedules)],
+        "kinds": [
+            {
+                "letter": kind.name,
+                "name": KINDS[kind].word,
+                "colour": colour_of(kind),
+                "text": text_colour(colour_of(kind)),
+            }
+            for kind in KINDS
+            if any(kind in kinds_in(each) for each in schedules)
+        ],
         "letters": [kind.name for kind in Kind],
         "schedules": [_schedule(each, marks, memory) for each, marks in zip(schedules, changed, strict=True)],
     }
-
-
-def _kind(kind: Kind) -> dict[str, Any]:
-    colour = colour_of(kind)
-    return {"letter": kind.name, "name": KINDS[kind].word, "colour": colour, "text": text_colour(colour)}
 
 
 def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
@@ -112,8 +158,20 @@ def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -
             "changed": None if changed is None else _array(changed, "u1"),
         },
         "critical_path": _array(np.array(causes.critical_path, np.int64), "i4"),
-        "gaps": _gaps(causes.gaps),
-        "ready": _ready(causes.ready),
+        "gaps": {
+            "device": _array(causes.gaps.device, "u2"),
+            "begin": _array(causes.gaps.begin_ms, "f8"),
+            "end": _array(causes.gaps.end_ms, "f8"),
+            "row": _array(causes.gaps.row, "i4"),
+            "last": _array(causes.gaps.last, "u1"),
+        },
+        "ready": {
+            "gap": _array(causes.ready.gap, "i4"),
+            "row": _array(causes.ready.row, "i4"),
+            "since": _array(causes.ready.since_ms, "f8"),
+            "held": _array(causes.ready.held_bytes, "f8"),
+            "hindrance": _array(causes.ready.hindrance, "u1"),
+        },
         "memory": _memory(schedule) if memory else None,
     }
 
@@ -136,26 +194,6 @@ def _lanes(schedule: Scheduled) -> NDArray[Any]:
     lane[rows.of_kinds(Kind.U)] = ON_HOST
     lane[rows.of_kinds(*MARKS)] = NOWHERE
     return lane
-
-
-def _gaps(gaps: Gaps) -> dict[str, Any]:
-    return {
-        "device": _array(gaps.device, "u2"),
-        "begin": _array(gaps.begin_ms, "f8"),
-        "end": _array(gaps.end_ms, "f8"),
-        "row": _array(gaps.row, "i4"),
-        "last": _array(gaps.last, "u1"),
-    }
-
-
-def _ready(ready: Ready) -> dict[str, Any]:
-    return {
-        "gap": _array(ready.gap, "i4"),
-        "row": _array(ready.row, "i4"),
-        "since": _array(ready.since_ms, "f8"),
-        "held": _array(ready.held_bytes, "f8"),
-        "hindrance": _array(ready.hindrance, "u1"),
-    }
 
 
 def _memory(schedule: Scheduled) -> dict[str, Any]:

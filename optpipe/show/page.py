@@ -19,9 +19,9 @@ from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.files import write_file
-from optpipe.printable import printable
 from optpipe.show.figure import figure
 from optpipe.show.lanes import Scheduled
+from optpipe.text import printable
 
 WEB = Path(__file__).parent / "web"
 # As they build on another.
@@ -59,15 +59,7 @@ def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: f
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
 
-    Returns
-    -------
-    Picture
-        Notebooks show it; `.save("picture.html")` writes a page that needs no network.
-
-    Raises
-    ------
-    InputError
-        If plotly is not installed, or as the schedule's timeline does.
+    Raises InputError if plotly is not installed, and as the schedule's timeline does.
     """
     height = FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0)
     return page(figure(schedule, before, lower_bound_ms), height, schedule.method)
@@ -75,11 +67,20 @@ def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: f
 
 def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "") -> Picture:
     """The page of a document that `web/` draws. Raises InputError if plotly is not installed."""
-    title = f"{document['title']} · {method}".rstrip(" ·")
+    parts = ((WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES)
+    # One module: without the imports, of which all are among themselves, and without `export`.
+    code = "\n".join(re.sub(r"^export ", "", IMPORT.sub("", part), flags=re.MULTILINE) for part in parts)
+    return standalone(f"{document['title']} · {method}".rstrip(" ·"), document, code, height)
+
+
+def standalone(title: str, document: dict[str, Any], code: str, height: int) -> Picture:
+    """The page of a document that some code draws with plotly in `#picture`."""
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     style = (WEB / "page.css").read_text(encoding="utf-8")
-    scripts = [plotly().replace("</script", "<\\/script"), _code()]
-    policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
+    scripts = [plotly().replace("</script", "<\\/script"), code]
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return Picture(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -98,14 +99,3 @@ def plotly() -> str:
     if plotly is None or not plotly.submodule_search_locations:
         raise InputError("plotly is not installed: pip install plotly")
     return (Path(plotly.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-
-
-@cache
-def _code() -> str:
-    """The modules as one: without their imports, of which all are among themselves, and without `export`."""
-    parts = [(WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES]
-    return "\n".join(re.sub(r"^export ", "", IMPORT.sub("", part), flags=re.MULTILINE) for part in parts)
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

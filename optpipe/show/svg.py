@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
 
 from optpipe.model.ops import KINDS
 from optpipe.model.records import Device
-from optpipe.printable import printable
-from optpipe.show.lanes import (
-    Block,
-    Scheduled,
-    blocks,
-    colour_of,
-    kinds_in,
-    memory_over_time,
-    several_stages,
-    text_colour,
-)
-from optpipe.sizes import bytes_text
+from optpipe.show import lanes
+from optpipe.show.lanes import Block, Scheduled, blocks, colour_of, kinds_in
+from optpipe.text import bytes_text, printable
 
 WIDTH, LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 1200, 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
@@ -37,11 +28,15 @@ def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -
     horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
     scale = (WIDTH - LEFT - 16) / horizon
     drawn = list(blocks(schedule))
-    transfers = any(block.transfer for block in drawn)
-    pitch = COMPUTE + (TRANSFER + 2 if transfers else 0) + MEMORY + GAP
-    devices = len(schedule.problem.devices)
-    height = TOP + pitch * devices + 22
-    body = [*_head(schedule, title), *_axis(horizon, scale, height)]
+    pitch = COMPUTE + (TRANSFER + 2 if any(block.transfer for block in drawn) else 0) + MEMORY + GAP
+    height = TOP + pitch * len(schedule.problem.devices) + 22
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+        ' font-family="system-ui, sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        *_head(schedule, title),
+        *_axis(horizon, scale, height),
+    ]
     for block in drawn:
         top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
         body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
@@ -49,33 +44,14 @@ def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
         body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)
-    return document(WIDTH, height, body)
-
-
-def document(width: int, height: int, body: Iterable[str]) -> str:
-    """SVG text with these elements on a white ground."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' font-family="system-ui, sans-serif" font-size="11">'
-    )
-    ground = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    return "\n".join([head, ground, *body, "</svg>"]) + "\n"
-
-
-def text_of(words: str) -> str:
-    """Words as text of an SVG: no markup, and no character that XML does not have."""
-    return escape(printable(words))
-
-
-def round_step(length: float, most: float) -> float:
-    """The distance between ticks of an axis: the least of 1, 2 and 5 times a power of ten with at most `most` steps."""
-    return next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if length / (s * 10.0**k) <= most)
+    return "\n".join([*body, "</svg>"]) + "\n"
 
 
 def _head(schedule: Scheduled, title: str) -> Iterator[str]:
-    heading = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
+    name = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
+    heading = escape(printable(name))  # no markup, and no character that XML does not have
     figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
-    yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{text_of(heading)}</text>'
+    yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{heading}</text>'
     yield f'<text x="{WIDTH - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
     x = float(LEFT)
     for kind in kinds_in(schedule):
@@ -85,13 +61,15 @@ def _head(schedule: Scheduled, title: str) -> Iterator[str]:
     yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
     peaks = zip(schedule.problem.devices, schedule.compiled.certificate.device, strict=True)
     dashed = any(device.activation_budget_bytes == _tallest(device, peak.bytes) for device, peak in peaks)
-    darker = "; the later of a device's stages are darker" if several_stages(schedule.problem) else ""
+    darker = "; the later of a device's stages are darker" if lanes.several_stages(schedule.problem) else ""
     limit = ", limit dashed" if dashed else ""
     yield f'<text x="{x + 16}" y="40" fill="#333">activation memory{limit}{darker}</text>'
 
 
 def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
-    step, tick = round_step(horizon, 12), 0.0
+    # The least of 1, 2 and 5 times a power of ten with at most 12 steps.
+    step = next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if horizon / (s * 10.0**k) <= 12)
+    tick = 0.0
     while tick <= horizon:
         x = LEFT + tick * scale
         yield f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{height - 20}" stroke="#EEF1F4"/>'
@@ -115,7 +93,7 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
         return shape
     return shape + (
         f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + size * 0.36:.1f}" font-size="{size}"'
-        f' text-anchor="middle" fill="{text_colour(block.colour)}" pointer-events="none">{label}</text>'
+        f' text-anchor="middle" fill="{lanes.text_colour(block.colour)}" pointer-events="none">{label}</text>'
     )
 
 
@@ -130,12 +108,9 @@ def _memory(schedule: Scheduled, device: int, peak: int, scale: float, horizon: 
     tallest = _tallest(schedule.problem.devices[device], peak)
     base = top + MEMORY - 4
     path, held = [f"M{LEFT},{base}"], 0
-    for moment, now in memory_over_time(schedule, device):
+    for moment, now in lanes.memory_over_time(schedule, device):
         x = LEFT + moment * scale
-        path += [
-            f"L{x:.1f},{base - held / tallest * (MEMORY - 6):.1f}",
-            f"L{x:.1f},{base - now / tallest * (MEMORY - 6):.1f}",
-        ]
+        path += [f"L{x:.1f},{base - size / tallest * (MEMORY - 6):.1f}" for size in (held, now)]
         held = now
     yield f'<path d="{" ".join(path)} L{LEFT + horizon * scale:.1f},{base} Z" fill="#DCE3EA"/>'
     if limit == tallest:

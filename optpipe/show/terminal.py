@@ -7,7 +7,7 @@ from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, KINDS, Kind
 from optpipe.show.lanes import Scheduled, blocks, colour_of, kinds_in, memory_steps, several_stages, text_colour
-from optpipe.sizes import bytes_text
+from optpipe.text import bytes_text
 
 LABEL = 12
 LEAST_COLUMNS = 10

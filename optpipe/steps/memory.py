@@ -7,7 +7,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.model.arrays import Ints
 from optpipe.model.problem import Problem
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 
 
 class StepMemoryError(InputError):
@@ -34,7 +34,7 @@ def require_room(problem: Problem) -> None:
     if (least.max(axis=1) <= budget).all():
         return
     device, microbatch = np.unravel_index(int((least - budget[:, None]).argmax()), least.shape)
-    needed, limit = told_apart(int(least[device, microbatch]), int(budget[device]))
+    needed, limit = distinct_sizes(int(least[device, microbatch]), int(budget[device]))
     raise StepMemoryError(
         f"devices[{device}].activation_budget_bytes = {limit}: micro-batch {microbatch} by itself needs at least "
         f"{needed}",

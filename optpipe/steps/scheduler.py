@@ -19,7 +19,7 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
-from optpipe.process.niceness import be_a_nicer_thread
+from optpipe.process.background import be_a_nicer_thread
 from optpipe.schedule import Schedule, check
 from optpipe.steps.assign import assign
 from optpipe.steps.cost_model import CostModel, StepRules

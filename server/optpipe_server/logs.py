@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, Processor
 
-from optpipe.printable import printable
+from optpipe.text import printable
 
 LONGEST = 16_000  # characters of a value; a traceback fits
 _FIRST = ("time", "level", "event", "job", "attempt", "worker")

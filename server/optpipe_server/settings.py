@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optpipe_cache import Retention, default_path
-from optpipe_cache.pack import PATH
-from optpipe_cache.storage import KEEP_ALL
+from optpipe_cache.storage import KEEP_ALL, PACK_PATH
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Settings:
     memory_mib: int | None = None
     processes: int = 3
     open_jobs: int = 100
-    pack: Path | None = PATH
+    pack: Path | None = PACK_PATH
     kept: Retention = KEEP_ALL
     streams: int = 1000
     first_schedule_s: float = 10.0

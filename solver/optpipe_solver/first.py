@@ -10,7 +10,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit

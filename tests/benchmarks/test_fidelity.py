@@ -14,7 +14,7 @@ from examples.demo.train import Step
 from examples.gpt import Size
 from examples.paced import Times
 from optpipe import Problem
-from optpipe.reuse.by_rules import MOST_SIMULATED, by_rules
+from optpipe.reuse import MOST_SIMULATED, by_rules
 from optpipe_solver.systems import generate
 
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)

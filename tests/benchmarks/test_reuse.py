@@ -9,7 +9,7 @@ from benchmarks.results_file import Results
 from optpipe import Result
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions, SolveOptions
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule
 
 

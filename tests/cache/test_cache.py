@@ -13,7 +13,7 @@ import pytest
 from support.problems.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.schedule import check
 from optpipe_cache import Cache, Retention, default_path, distance, features, lookup, storage, structure
 from optpipe_server.database import Database

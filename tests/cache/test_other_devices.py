@@ -11,8 +11,7 @@ from support.problems import pipeline, stage
 from optpipe import Problem, check
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.placement import Placement, Shape
-from optpipe.reuse.by_rules import RulesSearch, by_rules
-from optpipe.reuse.devices import resized
+from optpipe.reuse import RulesSearch, by_rules, resized
 from optpipe_cache import Cache
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"

@@ -15,7 +15,7 @@ from support.problems.chain import chain, gpipe
 from benchmarks.cache import ordinary_problems
 from optpipe.schedule import check
 from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
-from optpipe_cache.pack import PATH
+from optpipe_cache.storage import PACK_PATH
 from optpipe_cli.app import optpipe
 
 
@@ -71,9 +71,9 @@ def test_a_damaged_pack_is_reported_and_has_nothing(tmp_path: Path, pack: Pack, 
 
 def test_the_release_has_what_this_version_finds() -> None:
     """Features and structures change with the code: then `make pack` is due."""
-    assert PATH.stat().st_size < 2_000_000
+    assert PACK_PATH.stat().st_size < 2_000_000
     rows = 0
-    with zipfile.ZipFile(PATH) as file:
+    with zipfile.ZipFile(PACK_PATH) as file:
         for name in file.namelist():
             lines = file.read(name).decode().splitlines()
             rows += len(lines)

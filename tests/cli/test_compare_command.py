@@ -89,8 +89,11 @@ def test_the_frontier_has_no_dominated_points():
     places = {"a": (10, 5.0), "b": (5, 9.0), "c": (7, 9.0), "d": (20, 5.0), "e": (3, 20.0), "f": (10, 6.0)}
     points = [Point(name, *place) for name, place in places.items()]
     assert [point.name for point in frontier(points)] == ["e", "b", "a"]
-    drawn = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t")
-    assert "ours &amp; theirs" in drawn
-    # The legend, ours, and theirs except those of more than 1.7 times the shortest.
-    assert drawn.count("<circle") == 2 + 1 + 6 - 3
-    assert "not drawn: b 9 ms, 5 B; c 9 ms, 7 B; e 20 ms, 3 B" in drawn
+    page = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t").html
+    drawn = json.loads(re.findall(r'id="document">(.*?)</script>', page)[0])
+    others, theirs, _, ours = drawn["data"]
+    assert (theirs["text"], sorted(others["text"])) == (["e", "b", "a"], ["c", "d", "f"])
+    assert (ours["name"], ours["text"]) == ("ours &amp; theirs", ["6 ms"])
+    low, high = drawn["layout"]["yaxis"]["range"]  # longer ones than 1.7 times the shortest are out of sight
+    assert 4.5 < low < 5 < 6 < high < 6.5
+    assert drawn["layout"]["shapes"][0]["label"]["text"] == "all: 30 B"

@@ -14,7 +14,7 @@ from support.commands import Run
 from support.problems.chain import chain, one_by_one
 
 from optpipe import Problem, Schedule, ScheduleFile
-from optpipe_cli.terminal import Plain, new_console
+from optpipe_cli.output import Plain, new_console
 
 NAME = "x\x1b[31m\x1b]0;t\x07\u202e\nvalid: it runs [red] [/red] :smile: \x9b\u2028"
 OBEYED = re.compile(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\u2065\u2070-\ud7ff]")

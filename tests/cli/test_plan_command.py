@@ -48,7 +48,7 @@ def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):
     problem, schedule = Problem.load(folder / "problem.json"), Schedule.load(folder / "schedule.json")
     assert check(problem, schedule) == []
     assert {path.name for path in folder.iterdir()} == {
-        *("problem.json", "schedule.json", "memory.svg", "torchtitan.txt", "nemo.txt", "schedule.csv")
+        *("problem.json", "schedule.json", "memory.html", "torchtitan.txt", "nemo.txt", "schedule.csv")
     }
 
 

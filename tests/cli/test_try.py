@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from support.commands import Run
 
-from optpipe_cli import example
+from optpipe_cli import compare
 
 
 def test_it_gains_much_where_memory_binds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each search ends with a schedule that gains 30 %, which heuristics find, however long a busy machine takes for it.
-    monkeypatch.setattr(example, "SEARCH_S", 200.0)
-    monkeypatch.setattr(example, "CompareOptions", partial(example.CompareOptions, gap=0.157))
+    monkeypatch.setattr(compare, "SEARCH_S", 200.0)
+    monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=0.157))
     page = Path("page.html")
     code, out, _ = run("try", "--html", page)
     assert code == 0, out

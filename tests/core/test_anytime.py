@@ -19,8 +19,8 @@ from support.problems import pipeline, stage
 from support.processes import over
 
 from optpipe import Device, InputError, anytime, improve, solve, solvers
+from optpipe.anytime import better_start
 from optpipe.process import child
-from optpipe.schedule_cache import better_start
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 120  # no search here lasts so long, however busy the machine

@@ -8,12 +8,12 @@ from support.problems.strategies import AMPLE, problems, schedules
 
 from optpipe import Schedule
 from optpipe.model.ops import MARKS
-from optpipe.show.changes import Change, changes
+from optpipe.show.figure import OpChange, changes
 
 
 def marked(schedule, other):
     return {
-        str(schedule.compiled.rows.op(row)): Change(change).name
+        str(schedule.compiled.rows.op(row)): OpChange(change).name
         for row, change in enumerate(changes(schedule, other).tolist())
         if change
     }
@@ -43,7 +43,7 @@ def test_what_did_not_move_keeps_its_order(data):
         return [
             (int(rows.device[row]), rows.op(row))
             for row in range(len(rows))
-            if rows.op(row).kind not in MARKS and found[row] == Change.NONE
+            if rows.op(row).kind not in MARKS and found[row] == OpChange.NONE
         ]
 
     one_stayed, other_stayed = stayed(one, other), stayed(other, one)

@@ -25,7 +25,7 @@ from optpipe import (
     import_schedule,
     leave_out_offload,
 )
-from optpipe.formats.convert import export
+from optpipe.formats import export
 
 TWO = problems.pipeline(2, 2, 100, problems.stage(offload=(1, 1, 9)), overlap_factor=0.8)
 

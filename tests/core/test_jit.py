@@ -64,7 +64,7 @@ import sys
 from optpipe import Problem
 from optpipe.dispatch.descents import LOOPS
 from optpipe.evaluate.jit import waits_for_compiler
-from optpipe.reuse.adapt import adapt
+from optpipe.reuse import adapt
 from optpipe_solver.heuristics import generate
 
 problem = Problem.load(sys.argv[1])

@@ -9,7 +9,7 @@ import pytest
 from support.problems import pipeline, stage
 
 from optpipe import InputError, Kind, Op, Problem, Schedule, certify, check, simulate
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 
 MOVED = {"offload_ms": 1.0, "reload_ms": 2.0, "offload_bytes": 6}
 CHEAP: dict[str, Any] = {"name": "cheap", "recompute_ms": 0.5, "checkpoint_bytes": 7} | MOVED

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from optpipe.process.niceness import group_as_nice
+from optpipe.process.background import group_as_nice
 
 LEADER = "import os, sys; os.nice(7); print(flush=True); sys.stdin.read()"
 

@@ -7,7 +7,7 @@ from support.problems import pipeline, stage
 from support.problems.chain import chain
 
 from optpipe import Kind, Schedule, estimated_offload_ratio, offload_ratio
-from optpipe.prune import prune
+from optpipe.lift import prune
 
 A100 = {"flops": 220e12, "bytes_per_s": 15e9}
 

@@ -13,7 +13,7 @@ from support.problems.units import units
 
 from optpipe import Schedule
 from optpipe.evaluate.causes import Cause, Causes
-from optpipe.show.changes import Change, changes
+from optpipe.show.figure import OpChange, changes
 from optpipe.show.lanes import blocks
 from optpipe.show.page import plot
 
@@ -144,7 +144,7 @@ def test_two_schedules_have_one_time_scale_and_marks_where_they_differ(opened):
     assert range_ == [0, max(before.makespan_ms, after.makespan_ms)]
     drawn = page.page.evaluate(BOXES, "ops")
     assert len(drawn) == sum(len(list(blocks(each))) for each in (before, after))
-    for name, change in (("moved", Change.MOVED), ("only", Change.ONLY_HERE)):
+    for name, change in (("moved", OpChange.MOVED), ("only", OpChange.ONLY_HERE)):
         marks = sorted(tuple(box[:2]) for box in page.page.evaluate(BOXES, name))
         times = []
         for one, other in ((before, after), (after, before)):

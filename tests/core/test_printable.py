@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.printable import printable
+from optpipe.text import printable
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from optpipe.show.lanes import blocks, memory_over_time
 from optpipe.show.svg import gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace
-from optpipe.sizes import bytes_text, told_apart
+from optpipe.text import bytes_text, distinct_sizes
 
 
 @given(problems_with_schedules(beyond=True))
@@ -69,8 +69,8 @@ def test_bytes_are_readable():
         "2 TB",
     ]
     assert [bytes_text(size) for size in (999.7, 999_700_000, 2**62)] == ["1 kB", "1 GB", "4610000 TB"]
-    assert told_apart(40 * 10**9, 30 * 10**9) == ["40 GB", "30 GB"]
-    assert told_apart(30 * 10**9 + 1, 30 * 10**9) == ["30.000000001 GB", "30 GB"]
+    assert distinct_sizes(40 * 10**9, 30 * 10**9) == ["40 GB", "30 GB"]
+    assert distinct_sizes(30 * 10**9 + 1, 30 * 10**9) == ["30.000000001 GB", "30 GB"]
 
 
 def test_stages_of_a_device_differ_in_shade_and_the_ops_of_a_pair_share_the_lane():

@@ -26,11 +26,11 @@ TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MUL
 IMAGE_WORKS = """
 import importlib.util
 import psycopg
-from optpipe_cache.pack import PATH
+from optpipe_cache.storage import PACK_PATH
 from optpipe_server import create_app, serve
 from optpipe_server.work.worker import work
 assert importlib.util.find_spec("torch") is None
-assert PATH.exists()
+assert PACK_PATH.exists()
 """
 
 

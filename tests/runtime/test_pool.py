@@ -22,7 +22,7 @@ from support.ranks.worker import Ranks
 
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.sizes import bytes_text, told_apart
+from optpipe.text import bytes_text, distinct_sizes
 from optpipe_runtime.memory import host_memory, host_pool, pci
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
@@ -211,9 +211,8 @@ def test_what_the_system_can_give_is_known_before(
     monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
     assert host_memory.free_bytes() == free
     if free is not None:
-        with pytest.raises(
-            OptPipeError, match="^{} of host memory are needed, and {} are free$".format(*told_apart(PAGE["cpu"], free))
-        ):
+        needed, left = distinct_sizes(PAGE["cpu"], free)
+        with pytest.raises(OptPipeError, match=f"^{needed} of host memory are needed, and {left} are free$"):
             HostPool(CPU).reserve(1)
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from optpipe import Problem, Schedule, check
-from optpipe.reuse import adapt as adapt_module
-from optpipe.reuse.adapt import adapt
-from optpipe.reuse.by_rules import by_rules
+from optpipe import Problem, Schedule, check, reuse
+from optpipe.reuse import adapt, by_rules
 from optpipe_solver.systems import generate
 
 AMPLE = Problem.load(Path(__file__).parents[2] / "examples/problems/ample-8x24.json")
@@ -45,6 +43,6 @@ def test_an_order_of_many_ops_is_not_repaired_and_that_is_reported(monkeypatch: 
     paired = Schedule.parse(overlapping, [*programs[:-1], ["7F0", "7F1+7BW0", "7BW1"]])
     slower = overlapping.replace(p2p_ms=2.0)
     assert adapt(slower, paired) is not None
-    monkeypatch.setattr(adapt_module, "MOST_REPAIRED", 31)
+    monkeypatch.setattr(reuse, "MOST_REPAIRED", 31)
     assert adapt(slower, paired) is None
     assert "not repaired: of 32 ops, more than 31 would take too long" in caplog.text

@@ -28,7 +28,7 @@ from support.problems.small import (
 from optpipe import Problem, certify, check
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.process.protocol import Note
-from optpipe.reuse.by_rules import by_rules
+from optpipe.reuse import by_rules
 from optpipe.steps import StepScheduler
 from optpipe_solver import milp as milp_engine
 from optpipe_solver.bounds.least_memory import infeasibility

@@ -13,7 +13,7 @@ from support.oracles.milp import Solver, solver_process
 from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 

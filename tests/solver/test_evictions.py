@@ -12,9 +12,9 @@ from support.problems.strategies import problems_with_schedules
 from support.problems.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
+from optpipe.lift import prune
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
-from optpipe.prune import prune
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
 from optpipe_solver import cpsat, milp

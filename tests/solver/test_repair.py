@@ -11,7 +11,7 @@ from support.examples import examples
 from support.problems.strategies import problems, schedules
 
 from optpipe import Device, Problem, Schedule, Stage, check
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics import generate
 

@@ -30,7 +30,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 from optpipe_runtime.execute.handler import Done, Feature, Handler
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
@@ -161,7 +161,7 @@ def _send(stage: StageRunner, microbatch: int, blocks: tuple[int, ...], peers: P
     """E: the whole activation. The peer expects blocks of the sizes that were learned."""
     activation = stage.activation(microbatch)
     if activation.sizes() != blocks:
-        now, first = told_apart(sum(activation.sizes()), sum(blocks))
+        now, first = distinct_sizes(sum(activation.sizes()), sum(blocks))
         raise InputError(
             f"stage {stage.index} saves {now} for micro-batch {microbatch}, at the start it saved {first}: "
             "evicted activations must have the same sizes in every micro-batch"

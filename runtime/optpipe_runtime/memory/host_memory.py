@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
-from optpipe.sizes import bytes_text, told_apart
+from optpipe.text import bytes_text, distinct_sizes
 from optpipe_runtime.memory import pci
 
 ROOT = Path("/")
@@ -81,7 +81,7 @@ def require_free(nbytes: int) -> None:
     this one perhaps."""
     free = free_bytes()
     if free is not None and nbytes > free:
-        needed, left = told_apart(nbytes, free)
+        needed, left = distinct_sizes(nbytes, free)
         raise OptPipeError(f"{needed} of host memory are needed, and {left} are free")
 
 

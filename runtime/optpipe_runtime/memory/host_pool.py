@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.host_memory import allocate, require_free
 from optpipe_runtime.memory.link import Link
@@ -70,7 +70,7 @@ class HostPool:
             if missing <= 0:
                 return
             if self.limit is not None and self._allocated + missing > self.limit:
-                limit, held, more = told_apart(self.limit, self._allocated, missing)
+                limit, held, more = distinct_sizes(self.limit, self._allocated, missing)
                 raise OptPipeError(f"host_memory_bytes = {limit}: {held} are allocated and {more} more are needed")
             require_free(missing)
             for begin in range(0, missing, PIECE):

@@ -11,8 +11,8 @@ from optpipe.errors import InputError, input_error
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
-from optpipe.printable import printable
 from optpipe.schedule import Schedule, check
+from optpipe.text import printable
 from optpipe_runtime.service.requests import LONGEST_REASON, InvalidAnswerError
 
 MOST_TIMES_STAGES = 16  # a placement that is read has at most so many times the stages of the problem

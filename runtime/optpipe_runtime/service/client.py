@@ -34,15 +34,14 @@ from uuid import uuid4
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from optpipe.anytime import improve
+from optpipe.anytime import ScheduleCache, improve
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions, TimeLimit
-from optpipe.process.niceness import NICER
+from optpipe.process.background import NICER
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
-from optpipe.schedule_cache import ScheduleCache
 from optpipe_runtime.service.answers import IncumbentEvent, JobAnswer, JobState, longest_answer, parse, verified
 from optpipe_runtime.service.requests import (
     LONGEST_REQUEST,

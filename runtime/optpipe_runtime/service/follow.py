@@ -27,11 +27,11 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Unpack
 
+from optpipe.anytime import ScheduleCache
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
-from optpipe.schedule_cache import ScheduleCache
 from optpipe_runtime.execute.batch import Microbatches
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.prepare import one_at_a_time

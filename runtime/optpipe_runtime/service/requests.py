@@ -21,9 +21,9 @@ import httpcore  # noqa: F401
 import httpx
 from httpx_sse import ServerSentEvent, SSEError, aconnect_sse
 
+from optpipe.anytime import ScheduleCache
 from optpipe.errors import InputError
-from optpipe.printable import printable
-from optpipe.schedule_cache import ScheduleCache
+from optpipe.text import printable
 
 CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data
 LONGEST_REQUEST = 2**20  # bytes that the service accepts

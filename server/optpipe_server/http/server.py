@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from optpipe.errors import InputError
-from optpipe.process.heap import settle
+from optpipe.process.background import settle
 from optpipe_server.http.app import create_app
 from optpipe_server.http.auth import is_loopback
 from optpipe_server.http.service import Service

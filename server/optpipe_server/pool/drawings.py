@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from optpipe.formats.convert import Export, export
+from optpipe.formats import Export, export
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optpipe.process.heap import settle
+from optpipe.process.background import settle
 from optpipe_server.pool import diagnosis, drawings, schedules
 
 __all__ = ["diagnosis", "drawings", "schedules"]

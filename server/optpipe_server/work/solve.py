@@ -16,7 +16,7 @@ import structlog
 from optpipe.anytime import Search, search
 from optpipe.errors import InputError
 from optpipe.process import process_tree
-from optpipe.process.niceness import NICER
+from optpipe.process.background import NICER
 from optpipe.results import Result, merged
 from optpipe_server import metrics
 from optpipe_server.database import Searches

@@ -13,7 +13,7 @@ from optpipe.model.arrays import Floats
 from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 
@@ -107,12 +107,12 @@ def no_partition_fits(problem: Problem) -> str | None:
         held = _layer_bytes(problem, j)
         largest = max(range(len(layers)), key=lambda k: held[k].peak)
         if held[largest].peak > max(memory):
-            needed, most = told_apart(held[largest].peak, max(memory))
+            needed, most = distinct_sizes(held[largest].peak, max(memory))
             return f"layers[{largest}] needs {needed} and no device has more than {most}"
         stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
         if stays > sum(memory):
             which = f"micro-batch {j}" if _differ(layers) else "one micro-batch"
-            needed, whole = told_apart(stays, sum(memory))
+            needed, whole = distinct_sizes(stays, sum(memory))
             return f"{which} leaves at least {needed} on the devices, and all of them together have {whole}"
     return None
 

@@ -20,7 +20,7 @@ import numpy as np
 from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 from optpipe_solver import tuning
 from optpipe_solver.bounds.relaxations import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
@@ -80,7 +80,7 @@ def infeasibility(problem: Problem) -> str | None:
     for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
         if needed > device.activation_budget_bytes:
             without_limit = _least_on(without_evictions(problem), d, limit_host=False)
-            least, budget, host = told_apart(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
+            least, budget, host = distinct_sizes(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
             why = f", as its host_memory_bytes = {host} admit no more offload" if without_limit < needed else ""
             relaxation, examples = without_evictions(problem), problem.costs.representatives.tolist()
             hungriest = max(examples, key=lambda j: _least(relaxation, d, j, limit_host=True))

@@ -14,13 +14,12 @@ from math import ceil
 
 import numpy as np
 
-from optpipe.lift import lift
+from optpipe.lift import lift, prune
 from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.process.protocol import Request
-from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.relaxations import one_level

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optpipe.evaluate.objective import Objective
-from optpipe.lift import lift
+from optpipe.lift import lift, prune
 from optpipe.model.ops import COMPUTE
 from optpipe.process.protocol import Request
-from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.grid import Grid, GridSchedule, ensure_start, is_expressible, place_on_grid

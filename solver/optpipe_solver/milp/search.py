@@ -10,12 +10,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from optpipe.evaluate.objective import reaches
-from optpipe.lift import lift
+from optpipe.lift import lift, prune
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.process.protocol import Note, Request
-from optpipe.prune import prune
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.clock import Clock

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.sizes import told_apart
+from optpipe.text import distinct_sizes
 from optpipe.transformer.work import LEVELS
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.systems import SYSTEMS, generate
@@ -95,7 +95,7 @@ def _why_none(today: Today, divided: Sequence[Candidate]) -> str:
     has = least.estimate.gpu.memory_bytes
     if least.state_bytes < has:
         return f"{today.method} is not a schedule of {least}"
-    held, whole = told_apart(least.state_bytes, has)
+    held, whole = distinct_sizes(least.state_bytes, has)
     return f"with {least}, a GPU holds {held} without any activation, margin included, and has {whole}"
 
 

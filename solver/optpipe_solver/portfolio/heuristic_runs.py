@@ -10,7 +10,7 @@ from math import inf
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.process.protocol import Note, Request
-from optpipe.reuse.by_rules import MOST_SIMULATED, RulesSearch
+from optpipe.reuse import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock

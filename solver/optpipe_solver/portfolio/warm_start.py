@@ -11,7 +11,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import PART, STAGE, of_kinds
 from optpipe.process.protocol import Programs
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 from optpipe.schedule import Schedule
 
 

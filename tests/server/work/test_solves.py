@@ -18,7 +18,7 @@ from support.service.work import Work, problem, sound
 from support.until import until
 
 from optpipe import Result, anytime
-from optpipe.process.niceness import NICER
+from optpipe.process.background import NICER
 from optpipe_server.database import InitialResult, Searches
 from optpipe_server.database.jobs import options_of
 from optpipe_server.database.refusals import MissingError, StaleError

@@ -1,8 +1,9 @@
-"""Niceness that also counts between process sessions."""
+"""What keeps work in the background from disturbing: niceness that counts between sessions, no long collections."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 import threading
@@ -25,12 +26,11 @@ def group_as_nice(pid: int) -> None:
             if nice > 0:
                 with open(f"/proc/{pid}/autogroup", "w") as file:
                     file.write(str(nice))
+            return
         except OSError as error:  # no such groups here, or too soon after another
             if error.errno != errno.EAGAIN:
                 return
             time.sleep(AGAIN_S)
-        else:
-            return
 
 
 def be_a_nicer_thread() -> None:
@@ -38,3 +38,13 @@ def be_a_nicer_thread() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
+
+
+def settle() -> None:
+    """Takes all that exists by now out of garbage collection; to be called once a process is ready to answer.
+
+    A full collection visits every object and stops every thread meanwhile. In a process that has imported a web
+    framework or an array library that takes longer than a reply.
+    """
+    gc.collect()
+    gc.freeze()
