@@ -27,10 +27,10 @@ TOLERANCE_MS = 1e-6  # times closer than this are the same moment
 
 
 def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Schedule:
-    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R; an F and a backward that
-    start together on one device become a pair where the problem has an `overlap_factor`. Drops are derived: each as
-    early as its offload has ended, and never so that compute waits for it. The schedule is free of deadlock, and no
-    later than the times given if they are valid.
+    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R.
+
+    An F and a backward that start together on one device become a pair where the problem has an `overlap_factor`. Drops
+    are derived: each as early as its offload has ended, and never so that compute waits for it.
     """
     table = np.array([(*op, 0) for op in starts], dtype=np.int32).reshape(-1, 5)
     return lift_table(problem, table, np.fromiter(starts.values(), dtype=np.float64, count=len(table)), method)

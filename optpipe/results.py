@@ -77,9 +77,8 @@ class Result:
         cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
-        found = "feasible", schedule, options.objective, lower_bound_ms, method or schedule.method
-        result = cls(*found, placements=options.placements)
-        return replace(result, status=result.proven_status)
+        result = cls("feasible", schedule, options.objective, lower_bound_ms, method or schedule.method)
+        return replace(result, status=result.proven_status, placements=options.placements)
 
     @property
     def makespan_ms(self) -> float | None:

@@ -1,7 +1,6 @@
-"""`Schedule`: who does what in which order, one program a device, for one problem; what follows from it; and its file.
+"""`Schedule`: one program a device, for one problem, and its file; `simulate`, `certify` and `check` judge it.
 
-`simulate`, `certify` and `check` judge a schedule for a problem. They stand here, above `optpipe.evaluate`, because a
-schedule knows its own times and memory.
+They stand here, above `optpipe.evaluate`, because a schedule knows its own times and memory.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Schedule:
 
     Attributes
     ----------
-    problem
-        What it is a schedule of.
     programs
         By device: its ops, in order.
     links
@@ -154,12 +151,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
     What is left out or stands twice without anyone waiting for it is timed as it stands: `check` finds it.
 
-    Raises
-    ------
-    ScheduleError
-        If an op is not of this problem, or one that another op needs is missing.
-    DeadlockError
-        If ops wait for each other.
+    Raises ScheduleError if an op is not of this problem, or one that another op needs is missing; DeadlockError if ops
+    wait for each other.
     """
     return schedule.on(problem).compiled.timeline
 
@@ -216,11 +209,7 @@ class ScheduleFile(Document):
 
     @classmethod
     def from_schedule(
-        cls,
-        schedule: Schedule,
-        status: Found = "feasible",
-        lower_bound_ms: float | None = None,
-        with_ops: bool = True,
+        cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None, with_ops: bool = True
     ) -> ScheduleFile:
         """Simulates the schedule and writes down all of it; the times of its ops only `with_ops`, a record each."""
         return cls(
@@ -239,9 +228,8 @@ class ScheduleFile(Document):
 
     def schedule(self) -> Schedule:
         """The schedule in it; raises `InputError` for an op that cannot be read."""
-        return Schedule.parse(
-            self.problem, (device.program for device in self.devices), self.links, self.method, self.placement
-        )
+        programs = (device.program for device in self.devices)
+        return Schedule.parse(self.problem, programs, self.links, self.method, self.placement)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json", exclude_none=True), separators=(",", ":"))

@@ -45,16 +45,11 @@ class Solver(Protocol):
 @cache
 def installed() -> Solver:
     """The solver of the first entry point. Raises SolverError if there is none."""
-    declared = [*entry_points(group=GROUP)] or _in_folder()
+    declared = [*entry_points(group=GROUP)]
+    project = Path(__file__).parents[1] / "pyproject.toml"  # of the repository, if this runs from its folder
+    if not declared and project.is_file():
+        listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
+        declared = [EntryPoint(name, module, GROUP) for name, module in listed.items()]
     if not declared:
         raise SolverError(f"no solver is installed: no package has an entry point in the group {GROUP}")
     return cast(Solver, import_module(declared[0].value))
-
-
-def _in_folder() -> list[EntryPoint]:
-    """The entry points of the repository, if this runs from its folder and is not installed."""
-    project = Path(__file__).parents[1] / "pyproject.toml"
-    if not project.is_file():
-        return []
-    declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
-    return [EntryPoint(name, module, GROUP) for name, module in declared.items()]

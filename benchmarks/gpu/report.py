@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.runs import COUNTERS, GpuMeasurements, GpuSetup, Steps
 from benchmarks.gpu.schedules import share_offloaded
 from optpipe.model.ops import COMPUTE, Kind
-from optpipe.show.trace import tracks
+from optpipe.show.lanes import blocks
 
 NOT_MEASURED = "not measured"
 Unit = Literal["ms", "%", ""]
@@ -118,8 +118,8 @@ def _stage(setup: GpuSetup, measured: GpuMeasurements) -> tuple[Target, ...]:
 
 def predicted_span(steps: Steps) -> float:
     """From the start of the device's first compute op to the end of its last, in ms, by `simulate`."""
-    spans = [(start, end) for op, start, end in tracks(steps.schedule)[steps.device].spans if op.kind in COMPUTE]
-    return max(end for _, end in spans) - min(start for start, _ in spans)
+    own = [each for each in blocks(steps.schedule) if each.device == steps.device and each.op.kind in COMPUTE]
+    return max(each.end for each in own) - min(each.start for each in own)
 
 
 def _copy_ms(measured: GpuMeasurements, kind: Kind) -> float:

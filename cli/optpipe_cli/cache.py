@@ -13,7 +13,7 @@ from optpipe.evaluate.objective import Objective, gap, length_ms
 from optpipe.files import read_file, write_file
 from optpipe.model.problem import Problem
 from optpipe.schedule import Found, ScheduleFile, check
-from optpipe_cache import Cache, user_cache
+from optpipe_cache import user_cache
 from optpipe_cli.options import Json, Output, ProblemPath, require_writable
 from optpipe_cli.output import echo, print_json, print_rows
 from optpipe_solver.bounds import lower_bound
@@ -32,7 +32,7 @@ def lookup(
 ) -> None:
     """`optpipe cache lookup`."""
     wanted = Problem.load(problem)
-    hit = _open(cache).lookup(wanted, objective)
+    hit = user_cache(cache).lookup(wanted, objective)
     if hit is None:
         print_json({"hit": None}) if json else echo("no schedule in the cache is valid for this problem")
         raise SystemExit(1)
@@ -75,7 +75,7 @@ def add(
     for path, file, schedule in zip(schedules, files, loaded, strict=True):
         if wrong := check(file.problem, schedule):
             raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
-    store = _open(cache)
+    store = user_cache(cache)
     added = sum(store.add(schedule, "feasible", verified=True) for schedule in loaded)
     if json:
         print_json({"added": added, "known_better": len(loaded) - added})
@@ -97,7 +97,7 @@ def list_(*, cache: At = None, json: Json = False) -> None:
             "status": entry.status,
             "method": entry.method,
         }
-        for entry, hits in _open(cache).entries_and_hits()
+        for entry, hits in user_cache(cache).entries_and_hits()
     ]
     print_json(rows) if json else print_rows(rows, "the cache is empty")
 
@@ -109,14 +109,14 @@ def export(
     cache: At = None,
 ) -> None:
     """`optpipe cache export`."""
-    lines = list(_open(cache).export_lines())
+    lines = list(user_cache(cache).export_lines())
     write_file(output, "".join(f"{line}\n" for line in lines))
     echo(f"{len(lines)} schedules written to {output}")
 
 
 def import_(source: Annotated[Path, Parameter(help="A file that `export` wrote.")], /, *, cache: At = None) -> None:
     """`optpipe cache import`."""
-    echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
+    echo(f"{user_cache(cache).import_lines(read_file(source).splitlines())} added")
 
 
 def prune(
@@ -127,8 +127,4 @@ def prune(
     cache: At = None,
 ) -> None:
     """`optpipe cache prune`."""
-    echo(f"{_open(cache).prune(keep, days)} deleted")
-
-
-def _open(path: Path | None) -> Cache:
-    return user_cache(path)
+    echo(f"{user_cache(cache).prune(keep, days)} deleted")

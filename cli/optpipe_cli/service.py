@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -59,7 +59,7 @@ def serve(
     run(settings, host, port, ready=lambda url: print(f"listening on {url}", flush=True))
 
 
-def _without_none(**values: int | None) -> dict[str, int]:
+def _without_none(**values: int | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -74,12 +74,8 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
 
-    Raises
-    ------
-    InputError
-        If there is no such form, or it cannot say an op or the order of the schedule.
-    ScheduleError
-        If the schedule cannot run.
+    Raises InputError if there is no such form, or it cannot say an op or the order of the schedule; ScheduleError if
+    the schedule cannot run.
     """
     exported = export(schedule, to, without_offload)
     for misfit in exported.misfits:
@@ -133,10 +129,8 @@ def _read_op_texts(text: str, problem: Problem, what: str) -> Schedule:
     """The schedule of programs as op texts: one line a device with its ops between spaces, or JSON, a list for each."""
     is_json = text.lstrip().startswith("[")
     lists = parse_json(text, what) if is_json else [re.findall(r"[^\s,]+", line) for line in text.rstrip().splitlines()]
-    if len(lists) != len(problem.devices):
-        raise InputError(
-            f"{what}: {len(lists)} programs, the problem has {len(problem.devices)} devices: one is expected for each"
-        )
+    if len(lists) != (devices := len(problem.devices)):
+        raise InputError(f"{what}: {len(lists)} programs, the problem has {devices} devices: one is expected for each")
     programs = []
     for n, texts in enumerate(lists, 1):
         if not (isinstance(texts, list) and all(isinstance(op, str) for op in texts)):

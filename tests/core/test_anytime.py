@@ -127,6 +127,23 @@ def test_a_refused_request_raises_input_error(problem):
         solve(problem, method="unknown", time_limit_s=LIMIT_S)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"time_limit_s": 0}, "improve: time_limit_s = 0: input should be greater than 0"),
+        ({"time_limit": 5}, "improve: time_limit is not an option; did you mean time_limit_s?"),
+        ({"color": 5}, "improve: color is not an option; expected time_limit_s, gap, "),
+        ({"threads": 0}, "improve: threads = 0: input should be greater than or equal to 1"),
+        ({"warm_start": "s.json"}, "warm_start is of type str: a Schedule was expected (Schedule.load reads a file)"),
+    ],
+)
+def test_a_wrong_argument_is_named(problem, arguments, message):
+    with pytest.raises(InputError) as raised:
+        improve(problem, **arguments)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
 def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeypatch):
     started = threading.Event()
     hold_timers(monkeypatch, lambda: started.wait(60))

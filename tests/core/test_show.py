@@ -1,4 +1,4 @@
-"""Pictures draw every op of every schedule, and memory as the certificate has it."""
+"""Pictures draw every op of every schedule, memory as the certificate has it, and what two schedules do differently."""
 
 import json
 import re
@@ -6,17 +6,18 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.examples import examples
 from support.problems import pipeline, stage
-from support.problems.strategies import problems_with_schedules
+from support.problems.strategies import AMPLE, problems, problems_with_schedules, schedules
 
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
+from optpipe.show.figure import OpChange, changes
 from optpipe.show.lanes import blocks, memory_over_time
 from optpipe.show.svg import gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace
-from optpipe.text import bytes_text, distinct_sizes
 
 
 @given(problems_with_schedules(beyond=True))
@@ -59,20 +60,6 @@ def test_the_terminal_shows_which_micro_batch_runs_when():
     assert [str(block.op) for block in blocks(schedule)] == ["0F0", "0B0", "0W0", "0F1", "0BW1"]
 
 
-def test_bytes_are_readable():
-    assert [bytes_text(size) for size in (0, 999, 1000, 1.5e6, 15e9, 2e12)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "1.5 MB",
-        "15 GB",
-        "2 TB",
-    ]
-    assert [bytes_text(size) for size in (999.7, 999_700_000, 2**62)] == ["1 kB", "1 GB", "4610000 TB"]
-    assert distinct_sizes(40 * 10**9, 30 * 10**9) == ["40 GB", "30 GB"]
-    assert distinct_sizes(30 * 10**9 + 1, 30 * 10**9) == ["30.000000001 GB", "30 GB"]
-
-
 def test_stages_of_a_device_differ_in_shade_and_the_ops_of_a_pair_share_the_lane():
     problem = pipeline(1, 2, 10, [stage(device=0)] * 2, overlap_factor=0.8)
     schedule = Schedule.parse(problem, [["0F0", "1F0", "0F1+1BW0", "1F1", "0BW0", "1BW1", "0BW1"]])
@@ -97,3 +84,44 @@ def test_the_chart_fits_the_window():
         assert sum(line.startswith("device") for line in lines) == devices
         assert ("▃" in "".join(lines)) is memory
         assert ("one device of 2 is shown" in lines[-1]) is (devices < 6)
+
+
+def marked(schedule, other):
+    return {
+        str(schedule.compiled.rows.op(row)): OpChange(change).name
+        for row, change in enumerate(changes(schedule, other).tolist())
+        if change
+    }
+
+
+def test_as_few_ops_as_possible_are_called_moved():
+    problem = pipeline(1, 3, AMPLE, stage(offload=(1, 1, 10)))
+    one = Schedule.parse(problem, [["0F0", "0F1", "0F2", "0BW0", "0BW1", "0BW2"]])
+    other = Schedule.parse(problem, [["0F0", "0BW0", "0F1", "0F2", "0O1", "0D1", "0B2", "0W2", "0R1", "0BW1"]])
+    assert marked(one, one) == {}
+    assert marked(one, other) == {"0BW0": "MOVED", "0BW2": "ONLY_HERE"}
+    assert marked(other, one) == {
+        "0BW0": "MOVED",
+        **dict.fromkeys(("0O1", "0R1", "0B2", "0W2"), "ONLY_HERE"),
+    }
+
+
+@given(st.data())
+@settings(max_examples=examples(40))
+def test_what_did_not_move_keeps_its_order(data):
+    problem = data.draw(problems())
+    one, other = data.draw(schedules(problem)), data.draw(schedules(problem))
+
+    def stayed(schedule, reference):
+        found = changes(schedule, reference)
+        rows = schedule.compiled.rows
+        return [
+            (int(rows.device[row]), rows.op(row))
+            for row in range(len(rows))
+            if rows.op(row).kind not in MARKS and found[row] == OpChange.NONE
+        ]
+
+    one_stayed, other_stayed = stayed(one, other), stayed(other, one)
+    assert len(one_stayed) == len(other_stayed)
+    common = set(one_stayed) & set(other_stayed)
+    assert [op for op in one_stayed if op in common] == [op for op in other_stayed if op in common]
