@@ -85,7 +85,7 @@ def _saved(problem: Problem, folder: Path) -> Path:
 
 
 def _search(folder: Path, problem: Path, options: Sequence[str]) -> Reached:
-    command = [_program(folder), "solve", problem.absolute(), *options, "--no-cache", "--json"]
+    command: list[str | Path] = [_program(folder), "solve", problem.absolute(), *options, "--no-cache", "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if not done.stdout:
         raise InputError(f"{folder}: {problem}: {done.stderr.strip()}")
