@@ -45,7 +45,7 @@ def load(name: str) -> Engine:
 
 LOOPS: dict[str, Sequence[str]] = {  # of engines that compile
     "dispatch": descents.LOOPS,
-    "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages_search:expand"),
+    "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages:expand"),
 }
 COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"
 

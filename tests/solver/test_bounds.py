@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,10 @@ from support import problems
 from support.examples import examples
 from support.oracles.bounds import bounds_of
 from support.oracles.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
+from support.problems import with_budgets
 from support.problems.strategies import problems_with_schedules
 
-from optpipe import Device, Problem, Schedule, Stage, certify, check
+from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
@@ -28,10 +28,8 @@ def pipeline(
     memory: int = 1,
     size: int = 1,
     kept: int = 1,
-    **changes: Any,
 ) -> Problem:
-    costs = problems.stage(ms, (size, kept))
-    return problems.pipeline(devices, microbatches, memory, costs, p2p_ms=p2p_ms, **changes)
+    return problems.pipeline(devices, microbatches, memory, problems.stage(ms, (size, kept)), p2p_ms=p2p_ms)
 
 
 @pytest.mark.parametrize(
@@ -50,40 +48,26 @@ def test_of_plain_pipelines_it_is_the_last_devices_wait_and_work(devices, microb
 
 
 def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
-    one = pipeline(1, 2, (10.0, 10.0, 8.0), 1.0, overlap_factor=0.5)
+    one = pipeline(1, 2, (10.0, 10.0, 8.0), 1.0).replace(overlap_factor=0.5)
     assert trivial_bound(one) == 10 + 0.5 * (10 + 10 + 8) + 10 + 8
 
 
 def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
-    nothing = {
-        "device": 0,
-        "forward_ms": 0.0,
-        "backward_input_ms": 0.0,
-        "activation_bytes": 0,
-        "saved_for_weight_bytes": 0,
-    }
+    stages = [problems.stage((0, 0, ms), (0, 0), device=0) for ms in (10, 0)]
     routes = {"routes": [[0], [1]], "microbatch_routes": [0, 1]}
-    stages = [Stage(**nothing, backward_weight_ms=10.0), Stage(**nothing, backward_weight_ms=0.0)]
-    problem = Problem(
-        microbatches=2, devices=[Device(activation_budget_bytes=0)], stages=stages, overlap_factor=0.5, **routes
-    )
+    problem = problems.pipeline(1, 2, 0, stages, overlap_factor=0.5, **routes)
     paired = Schedule.parse(problem, [["0F0", "1F1+0BW0", "1BW1"]])
     assert check(problem, paired) == []
-    for objective, length in (("makespan", paired.makespan_ms), ("span", paired.span_ms)):
-        assert trivial_bound(problem, objective) == memory_bound(problem, objective) == length == 5.0
+    for objective in ("makespan", "span"):
+        bounds = {trivial_bound(problem, objective), memory_bound(problem, objective)}
+        assert bounds == {length_ms(paired, objective)} == {5.0}
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair
-    peaks = certify(problem, schedule).device
-    tight = problem.replace(
-        devices=[
-            device.model_copy(update={"activation_budget_bytes": peak.bytes})
-            for device, peak in zip(problem.devices, peaks, strict=True)
-        ]
-    )
+    tight = with_budgets(problem, [peak.bytes for peak in certify(problem, schedule).device])
     for objective in ("makespan", "span"):
         assert lower_bound(tight, objective) <= length_ms(schedule, objective) + 1e-6
 
@@ -95,7 +79,7 @@ def test_no_bound_is_above_the_best_of_all_schedules(problem, objective):
     assert max(bounds_of(problem, objective).values()) <= best + 1e-9
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_what_heuristics_find_is_no_shorter(data):
     """On pipelines of alike stages, where schedules are near the bound, by any memory and any way to do without it."""
@@ -112,10 +96,7 @@ def test_what_heuristics_find_is_no_shorter(data):
 
 
 def test_what_is_left_of_the_memory_beside_whole_activations_is_of_no_use():
-    by_bytes, by_number = (
-        pipeline(6, 40, (10.0, 10.0, 10.0), 0.0, memory=memory, size=10, kept=kept)
-        for memory, kept in ((38, 10), (38, 4))
-    )
+    by_bytes, by_number = (pipeline(6, 40, (10.0, 10.0, 10.0), 0.0, memory=38, size=10, kept=kept) for kept in (10, 4))
     turn = 6 * 20
     assert memory_bound(by_number, "span") >= 40 * turn / 3 > 40 * (10 * turn + 4 * 10) / 38
     assert memory_bound(by_bytes, "span") >= 40 * (turn + 10) / 3
@@ -130,33 +111,25 @@ def test_parts_of_one_activation_leave_one_after_the_other():
 
 
 def test_memory_fills_forward_by_forward_and_empties_backward_by_backward():
+    """A weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full."""
     problem = pipeline(12, 100, (10.0, 10.0, 10.0), 0.0, memory=4)
-    filling = (3 + 2 + 1) * 10 / 4
-    emptying = (
-        20 * 0.5 / 2
-    )  # a weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full
+    filling, emptying = (3 + 2 + 1) * 10 / 4, 20 * 0.5 / 2
     assert memory_bound(problem, "span") == pytest.approx(100 * 250 / 4 + filling + emptying)
 
 
 def test_the_memory_bound_is_bytes_times_ms():
-    short = pipeline(
-        4, 8, (10.0, 10.0, 10.0), 0.0
-    )  # memory for one activation, held at stage 0 for 80 ms and a weight gradient's 10
-    assert memory_bound(short) == 8 * 90.0
-    ample = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000)
-    assert memory_bound(ample) == trivial_bound(ample)
+    """Memory for one activation, held at stage 0 for 80 ms and a weight gradient's 10."""
+    assert memory_bound(pipeline(4, 8, (10.0, 10.0, 10.0), 0.0)) == 8 * 90.0
+    countless = problems.pipeline(2, 4, 2**53, problems.stage((1e-9, 1e9, 1.0), (1, 1)))
+    for ample in (pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000), countless):
+        assert memory_bound(ample) == pytest.approx(trivial_bound(ample))
 
 
-def test_memory_says_how_many_weight_gradients_can_wait_for_the_last_input_gradient():
-    two_wait = pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=3)  # beside the activation, and its own
-    assert deferral_bound(two_wait) == 3 * 11 + 8 * 28 - 3 * 8 + 3 * 11 + 8
-    all_wait = pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=8)
+def test_memory_limits_how_many_weight_gradients_wait_for_the_last_input_gradient():
+    two_wait, all_wait = (pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=memory) for memory in (3, 8))
+    assert deferral_bound(two_wait) == 3 * 11 + 8 * 28 - 3 * 8 + 3 * 11 + 8  # beside the activation, and its own
     assert deferral_bound(all_wait) == 3 * 11 + 8 * 20 + 3 * 11 + 8
-
-
-def test_a_span_is_no_shorter_where_all_micro_batches_enter_on_one_device():
-    """That device starts at 0, and its last weight gradient waits for every other device's last input gradient."""
-    two_wait = pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=3)
+    # Where all enter on one device, it starts at 0, and its last weight gradient waits for all last input gradients.
     assert deferral_bound(two_wait, "span") == deferral_bound(two_wait)
     both_ways = two_wait.replace(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 1] * 4)
     assert deferral_bound(both_ways, "span") == 0.0
@@ -164,22 +137,16 @@ def test_a_span_is_no_shorter_where_all_micro_batches_enter_on_one_device():
 
 
 def test_chunks_of_one_device_share_what_can_wait():
+    """After the last B of stage 1: all that device 1 does but three Ws that wait and its own; then stage 0."""
     stages = [problems.stage((2, 2, 1), (2, 1), device=d) for d in (0, 1, 1, 0)]
-    problem = problems.pipeline(2, 6, 5, stages)
-    # the last B of stage 1: behind it all that device 1 does but three Ws that wait and its own; then stage 0
-    assert deferral_bound(problem) == 2 + 6 * 2 * 5 - 4 + 2 + 1
-
-
-def test_a_budget_for_countless_activations_takes_no_time():
-    countless = problems.pipeline(2, 4, 2**53, problems.stage((1e-9, 1e9, 1.0), (1, 1)))
-    assert memory_bound(countless) == pytest.approx(trivial_bound(countless))
+    assert deferral_bound(problems.pipeline(2, 6, 5, stages)) == 2 + 6 * 2 * 5 - 4 + 2 + 1
 
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_after_a_frozen_stages_last_forward_the_other_stages_have_theirs(at: int, objective: Objective) -> None:
+    """Before its first forward and after its last one a micro-batch passes three stages of 10 ms each way."""
     costs = [problems.stage((60.0, 0.0, 0.0) if d == at else (10.0, 10.0, 0.0), (int(d != at), 0)) for d in range(4)]
     problem = problems.pipeline(4, 8, 100, costs, p2p_ms=0.0)
     schedule = next(STREAMS["adaoffload"](problem, "makespan"))
-    # Before its first forward and after its last one a micro-batch passes three stages of 10 ms each way.
     assert trivial_bound(problem, objective) == 540.0 == length_ms(schedule, objective)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +13,7 @@ from support import problems
 from support.examples import examples
 from support.oracles.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
 from support.oracles.one_device import TooManyStatesError, one_stage_end, several_stages_end
+from support.problems import with_budgets
 from support.problems.small import several_a_device, short_of_memory
 from support.problems.strategies import problems_with_schedules
 
@@ -24,34 +24,23 @@ from optpipe.model.ops import Kind
 from optpipe.process.protocol import Bound, Frame, Ready, Request
 from optpipe_solver import relax
 from optpipe_solver.bounds import memory_bound
-from optpipe_solver.bounds.paths import shortest_paths
+from optpipe_solver.bounds.problem_facts import shortest_paths
 from optpipe_solver.relax import STATES_PER_S, device_bounds, searchable_devices
 from optpipe_solver.relax.one_stage import one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FEW = 5_000  # states of a device
 
 
-def bound_of(problem: Problem, objective: str = "makespan") -> float:
-    """The highest bound of all devices."""
-    return max(
-        (ms for d in searchable_devices(problem) for ms in device_bounds(problem, d, objective, FEW)), default=0.0
-    )
-
-
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(problems_with_schedules(beyond=True, max_microbatches=3))
 def test_no_schedule_is_shorter_in_the_memory_that_it_needs(pair):
     problem, schedule = pair
-    peaks = [peak.bytes for peak in certify(problem, schedule).device]
-    tight = problem.replace(
-        devices=[
-            device.model_copy(update={"activation_budget_bytes": peak})
-            for device, peak in zip(problem.devices, peaks, strict=True)
-        ]
-    )
+    tight = with_budgets(problem, [peak.bytes for peak in certify(problem, schedule).device])
     for objective in ("makespan", "span"):
-        assert bound_of(tight, objective) <= length_ms(schedule, objective) + 1e-6
+        bounds = (ms for d in searchable_devices(tight) for ms in device_bounds(tight, d, objective, FEW))
+        assert max(bounds, default=0.0) <= length_ms(schedule, objective) + 1e-6
 
 
 @st.composite
@@ -69,19 +58,18 @@ def far_from_the_turn(draw: st.DrawFn) -> Problem:
     return problem_of([short, slow], memory, 2, draw(st.sampled_from((0.0, 2.0, 5.0))), transfer_mode=duplex)
 
 
-def short_then_slow(short: dict[str, Any], slow: dict[str, Any], memory: int, p2p_ms: float, duplex: str) -> Problem:
-    return problem_of([short, slow], [memory, 9], 2, p2p_ms, transfer_mode=duplex)
-
-
-# Here memory that a part takes when it comes back counts.
-BACK_IN_TIME = (
-    short_then_slow(stage(0, (3, 2, 2), 4, 3, (3, 2, 4), None, 2), stage(1, (1, 2, 1), 1), 6, 0.0, "full_duplex"),
-    short_then_slow(stage(0, (1, 1, 3), 4, 4, (1, 2, 4), (1, 0), 2), stage(1, (2, 2, 1), 1), 6, 0.0, "half_duplex"),
-    short_then_slow(stage(0, (1, 1, 1), 2, 1, (2, 3, 2), (1, 1), 1), stage(1, (3, 1, 1), 1), 2, 2.0, "full_duplex"),
+# Here memory that a part takes when it comes back counts: a device with little memory, and a slow one.
+BACK_IN_TIME = tuple(
+    problem_of([short, slow], [memory, 9], 2, p2p_ms, transfer_mode=duplex)
+    for short, slow, memory, p2p_ms, duplex in (
+        (stage(0, (3, 2, 2), 4, 3, (3, 2, 4), None, 2), stage(1, (1, 2, 1), 1), 6, 0.0, "full_duplex"),
+        (stage(0, (1, 1, 3), 4, 4, (1, 2, 4), (1, 0), 2), stage(1, (2, 2, 1), 1), 6, 0.0, "half_duplex"),
+        (stage(0, (1, 1, 1), 2, 1, (2, 3, 2), (1, 1), 1), stage(1, (3, 1, 1), 1), 2, 2.0, "full_duplex"),
+    )
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @example(BACK_IN_TIME[0], "span")
 @example(BACK_IN_TIME[1], "span")
 @example(BACK_IN_TIME[2], "span")
@@ -106,7 +94,7 @@ def test_it_is_what_a_plain_search_finds(problem, objective):
         assert (bounds_ms[-1] if bounds_ms else NO_SCHEDULE_MS) == pytest.approx(begins_ms + plain_ms)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(several_a_device(3))
 def test_the_first_bound_of_several_steps_has_all_work_and_the_way_after_it(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +117,7 @@ def test_the_first_bound_of_one_stage_counts_what_each_op_holds(monkeypatch: pyt
 
 def test_it_is_what_one_device_takes() -> None:
     """Fractions of activations, and their sum over time, allow for less: 458.5 ms."""
-    problem = Problem.load(Path(__file__).parents[2] / "examples/problems/recompute-4x12.json")
+    problem = Problem.load(EXAMPLES / "recompute-4x12.json")
     assert list(device_bounds(problem, 2))[-1] == pytest.approx(501.0)
     assert memory_bound(problem) < 501.0
 
@@ -167,7 +155,7 @@ def test_memory_changes_between_ops_only() -> None:
 
 
 def test_it_rises_while_it_searches_and_ends_with_the_states_that_it_may_keep() -> None:
-    problem = Problem.load(Path(__file__).parents[2] / "examples/problems/slowlink-8x16.json")
+    problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
     few = list(device_bounds(problem, 0, most_states=30_000))
     assert few == sorted(few)
     assert few[0] < few[-1] < 868.0

@@ -14,14 +14,12 @@ from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage, StageCosts
 from optpipe.text import distinct_sizes
-from optpipe_solver.bounds.relaxations import without_evictions
-from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.problem_facts import StageBytes, stage_bytes, without_evictions
 
 
 def partition_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule of any partition of the layers falls below.
 
-    Partitions are into looped or V-shaped chunks on the problem's devices.
     The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops
     after the first, and after its last input gradient as much is still to come. All micro-batches pass each layer,
     after the layers before it. One micro-batch passes all layers and all devices there and back. What layers hold over
@@ -61,14 +59,10 @@ class _LayerTimes(NamedTuple):
 
 
 def _layer_times(problem: Problem, microbatch: int) -> _LayerTimes:
-    share = problem.overlap_factor or 1.0
-    return _LayerTimes(
-        *(
-            share
-            * np.array([of_microbatch(getattr(layer, f"{name}_ms"), microbatch) for layer in problem.layers or ()])
-            for name in ("forward", "backward_input", "backward_weight")
-        )
-    )
+    share, layers = problem.overlap_factor or 1.0, problem.layers or ()
+    names = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+    times = ([of_microbatch(getattr(layer, name), microbatch) for layer in layers] for name in names)
+    return _LayerTimes(*(share * np.array(each) for each in times))
 
 
 def _held(problem: Problem, layers: Sequence[StageCosts], microbatch: int, ms: _LayerTimes) -> float:
@@ -95,6 +89,11 @@ def _layer_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
     return stage_bytes(problem.model_copy(update=each), microbatch)
 
 
+def _differ(layers: Sequence[StageCosts]) -> bool:
+    """Whether layers have a figure for each micro-batch."""
+    return any(True for layer in layers for _ in layer.lists())
+
+
 def no_partition_fits(problem: Problem) -> str | None:
     """Say why memory admits no schedule of any partition of the layers; None if that cannot be shown at once."""
     problem = without_evictions(problem)
@@ -109,20 +108,12 @@ def no_partition_fits(problem: Problem) -> str | None:
         if held[largest].peak > max(memory):
             needed, most = distinct_sizes(held[largest].peak, max(memory))
             return f"layers[{largest}] needs {needed} and no device has more than {most}"
-        stays = sum(_residual(layer, each) for layer, each in zip(layers, held, strict=True))
+        stays = 0  # bytes on the devices between forward and backward, at least
+        for layer, each in zip(layers, held, strict=True):
+            left = each.stays - sum(each.parts) if layer.can_offload else each.stays
+            stays += min([left, *(level.checkpoint - sum(level.parts) for level in each.levels)])
         if stays > sum(memory):
             which = f"micro-batch {j}" if _differ(layers) else "one micro-batch"
             needed, whole = distinct_sizes(stays, sum(memory))
             return f"{which} leaves at least {needed} on the devices, and all of them together have {whole}"
     return None
-
-
-def _differ(layers: Sequence[StageCosts]) -> bool:
-    """Whether layers have a figure for each micro-batch."""
-    return any(True for layer in layers for _ in layer.lists())
-
-
-def _residual(layer: StageCosts, held: StageBytes) -> int:
-    """The bytes that stay on the device at least, between forward and backward."""
-    left = held.stays - sum(held.parts) if layer.can_offload else held.stays
-    return min(left, *(level.checkpoint - sum(level.parts) for level in held.levels), left)

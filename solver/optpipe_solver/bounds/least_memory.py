@@ -22,8 +22,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.text import distinct_sizes
 from optpipe_solver import tuning
-from optpipe_solver.bounds.relaxations import without_evictions
-from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.problem_facts import StageBytes, stage_bytes, without_evictions
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,6 @@ class Relief:
 
     parts: tuple[int, ...] = ()
     level: int = NONE
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.level != NONE
 
 
 class _Option(NamedTuple):
@@ -61,8 +56,7 @@ class _State(NamedTuple):
     @property
     def reliefs(self) -> tuple[Relief, ...]:
         """Of each of these stages, in order."""
-        reliefs: list[Relief] = []
-        state = self
+        reliefs, state = list[Relief](), self
         while state.before is not None:
             reliefs.append(state.relief)
             state = state.before
@@ -72,18 +66,20 @@ class _State(NamedTuple):
 def least_memory(problem: Problem) -> list[int]:
     """Return (D,) the bytes below which no schedule exists, of each device."""
     problem = without_evictions(problem)
-    return [_least_on(problem, d, limit_host=True) for d in range(len(problem.devices))]
+    return [max(_least(problem, d)) for d in range(len(problem.devices))]
 
 
 def infeasibility(problem: Problem) -> str | None:
     """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists."""
-    for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
+    problem = without_evictions(problem)
+    for d, device in enumerate(problem.devices):
+        each = _least(problem, d)
+        needed = max(each)
         if needed > device.activation_budget_bytes:
-            without_limit = _least_on(without_evictions(problem), d, limit_host=False)
+            limited = max(_least(problem, d, limit_host=False)) < needed
             least, budget, host = distinct_sizes(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
-            why = f", as its host_memory_bytes = {host} admit no more offload" if without_limit < needed else ""
-            relaxation, examples = without_evictions(problem), problem.costs.representatives.tolist()
-            hungriest = max(examples, key=lambda j: _least(relaxation, d, j, limit_host=True))
+            why = f", as its host_memory_bytes = {host} admit no more offload" if limited else ""
+            hungriest = problem.costs.representatives[each.index(needed)]
             which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {hungriest}"
             return f"devices[{d}].activation_budget_bytes = {budget}: {which} at a time needs at least {least}{why}"
     return None
@@ -106,43 +102,34 @@ def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
     return chosen
 
 
-def _least_on(problem: Problem, device: int, limit_host: bool) -> int:
-    examples: list[int] = problem.costs.representatives.tolist()
-    return max(_least(problem, device, j, limit_host) for j in examples)
-
-
-def _least(problem: Problem, device: int, microbatch: int, limit_host: bool) -> int:
-    stages = [s for s in problem.route(microbatch) if problem.stages[s].device == device]
-    if not stages:
-        return 0
-    host = problem.devices[device].host_memory_bytes if limit_host else None
-    states, complete = _search(problem, microbatch, stage_bytes(problem, microbatch), stages, host, None)
-    if not complete:  # too many choices to try: what no limit of host memory would allow is still a bound
-        return _least(problem, device, microbatch, limit_host=False)
-    return int(min(state.score for state in states))
+def _least(problem: Problem, device: int, limit_host: bool = True) -> list[int]:
+    """Return the least bytes of a device for one micro-batch of each class alone."""
+    limit = problem.devices[device].host_memory_bytes if limit_host else None
+    least = []
+    for j in problem.costs.representatives.tolist():
+        held, stages = stage_bytes(problem, j), [s for s in problem.route(j) if problem.stages[s].device == device]
+        states, complete = _search(problem, j, held, stages, limit, None)
+        if not complete:  # too many choices to try: what no limit of host memory would allow is still a bound
+            states, _ = _search(problem, j, held, stages, None, None)
+        least.append(int(min(state.score for state in states)))
+    return least
 
 
 def _search(
-    problem: Problem,
-    microbatch: int,
-    held: list[StageBytes],
-    stages: Sequence[int],
-    host: int | None,
-    memory: int | None,
+    problem: Problem, j: int, held: list[StageBytes], stages: Sequence[int], host: int | None, memory: int | None
 ) -> tuple[list[_State], bool]:
-    """Find the choices for stages in route order that no other beats in all respects.
+    """Find the choices for micro-batch j's stages in route order that no other beats in all respects.
 
     Returns
     -------
     The choices, and whether none was left out. Their score is the peak in bytes or, if `memory` is given, the time in
     ms of those whose peak it admits.
     """
-    states, complete = [_State(0, 0, 0)], True
-    costs = problem.costs
-    most_hosted = np.max([costs.offload[:, microbatch], *costs.levels.offload[..., microbatch]], axis=0)[stages].sum()
+    states, complete, costs = [_State(0, 0, 0)], True, problem.costs
+    most_hosted = np.max([costs.offload[:, j], *costs.levels.offload[..., j]], axis=0)[stages].sum()
     host_is_free = host is None or int(most_hosted) <= host
     for s in stages:
-        options = list(_options(problem, s, microbatch, held[s], host_is_free))
+        options = list(_options(problem, s, j, held[s], host_is_free))
         if s == stages[-1]:
             options = options[:1]  # nothing else runs on the device before its backward
         following = []
@@ -159,20 +146,18 @@ def _search(
     return states, complete
 
 
-def _options(problem: Problem, s: int, microbatch: int, held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
+def _options(problem: Problem, s: int, j: int, held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
     """Yield a stage's choices; the first is that its activation stays."""
-    costs = problem.costs
+    costs, levels = problem.costs, problem.costs.levels
     stays = _Option(Relief(), held.peak, held.stays, 0, 0.0)
     yield stays
     if costs.can_offload[s]:
-        each_ms = float(costs.ms[[Kind.O, Kind.R], s, microbatch].sum())
-        yield from _less(stays, held.parts, each_ms, only_all_parts)
-    levels = costs.levels
+        yield from _less(stays, held.parts, float(costs.ms[[Kind.O, Kind.R], s, j].sum()), only_all_parts)
     for k, level in enumerate(held.levels):
-        again = _Option(Relief((), k), level.peak, level.checkpoint, 0, float(levels.recompute_ms[k, s, microbatch]))
+        again = _Option(Relief((), k), level.peak, level.checkpoint, 0, float(levels.recompute_ms[k, s, j]))
         yield again
         if level.parts:
-            each_ms = float(levels.offload_ms[k, s, microbatch] + levels.reload_ms[k, s, microbatch])
+            each_ms = float(levels.offload_ms[k, s, j] + levels.reload_ms[k, s, j])
             yield from _less(again, level.parts, each_ms, only_all_parts)
 
 

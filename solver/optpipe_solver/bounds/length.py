@@ -19,9 +19,14 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import tuning
-from optpipe_solver.bounds.paths import Pass, Paths, shortest_paths
-from optpipe_solver.bounds.relaxations import without_evictions
-from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.problem_facts import (
+    Pass,
+    Paths,
+    StageBytes,
+    shortest_paths,
+    stage_bytes,
+    without_evictions,
+)
 
 MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 
@@ -29,24 +34,6 @@ MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return the best bound in ms that needs no search, of `trivial_bound` and `memory_bound`."""
     return max(trivial_bound(problem, objective), memory_bound(problem, objective))
-
-
-def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """Return a length in ms that no schedule of the problem falls below, whatever the memory.
-
-    It is that of `_one_machine_bound`. Where ops run in pairs, a device's first forward and last backward still run
-    alone, which counts for those sets of its ops that hold all forwards and all input gradients.
-    """
-    bound_ms = _one_machine_bound(problem, objective)
-    if problem.overlap_factor is None:
-        return bound_ms
-    paths = shortest_paths(problem)
-    whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
-    if objective == "span":
-        ends = (paths.arrives[paths.used] + inputs + paths.returns[paths.used]).max() if paths.one_entry else 0.0
-        return float(max(bound_ms, whole.max(), ends))
-    arrives, leaves = paths.arrives[paths.used], paths.leaves[paths.used]
-    return float(max(bound_ms, (arrives + np.maximum(whole, inputs + leaves)).max()))
 
 
 class _Ops(NamedTuple):
@@ -57,11 +44,13 @@ class _Ops(NamedTuple):
     after: float
 
 
-def _one_machine_bound(problem: Problem, objective: Objective = "makespan") -> float:
+def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule of the problem falls below, whatever the memory, from each device alone.
 
     A device computes one op at a time. So for any set of its ops, a schedule takes at least the least time before one
     of them, the time of all, and the least time after one of them (Carlier 1982, "The one-machine sequencing problem").
+    Where ops run in pairs, a device's first forward and last backward still run alone, which counts for those sets of
+    its ops that hold all forwards and all input gradients.
 
     Makespan: what comes before and after an op is on any device. Span (OptPipe Eq. 3): it is between the first op of
     the op's device and its last one. Where all micro-batches enter on one device, that device starts at 0, so its span
@@ -89,9 +78,14 @@ def _one_machine_bound(problem: Problem, objective: Objective = "makespan") -> f
         between = [op for at in each for op in ops(at, paths.reaches[first[at[0]]], _to_last_op(at, first, paths))]
         longest = max(longest, _longest(between))
         if paths.one_entry:
-            entry = [op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]
-            longest = max(longest, _longest(entry))
-    return longest
+            longest = max(longest, _longest([op for at in each for op in ops(at, 0.0, paths.back[at])[:2]]))
+    if problem.overlap_factor is None:
+        return longest
+    whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
+    arrives, leaves, returns = (each[paths.used] for each in (paths.arrives, paths.leaves, paths.returns))
+    if objective == "span":
+        return float(max(longest, whole.max(), (arrives + inputs + returns).max() if paths.one_entry else 0.0))
+    return float(max(longest, (arrives + np.maximum(whole, inputs + leaves)).max()))
 
 
 def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths) -> float:
@@ -262,7 +256,7 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
         if not passing:
             continue
         done = -max(ms[j][Kind.W, s] for j in passing)
-        gradients: list[_WaitingGradients] = []
+        waiting: list[tuple[float, int, int]] = []  # ms and bytes of a weight gradient that can wait; micro-batches
         for j in passing:
             route, count = problem.route(j), paths.passing[j]
             at = route.index(s)
@@ -271,29 +265,15 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
                     gradient_ms = ms[j][[Kind.B, Kind.W], other].sum() if k >= at else 0.0
                     done += count * (ms[j][Kind.F, other] + gradient_ms)
                     if k >= at:
-                        gradients.append(_WaitingGradients(ms[j][Kind.W, other], held[j][other].waiting, count))
+                        waiting.append((ms[j][Kind.W, other], held[j][other].waiting, count))
         room = int(costs.activation_budget[d]) - min(held[j][s].backward for j in passing)
-        path_back = min(after[j, s] for j in passing)
-        bound = max(bound, paths.arrives[d] + done - _heaviest(gradients, room) + path_back)
+        deferred = 0.0  # the most ms of weight gradients whose bytes fit together; the last may be taken in part
+        for each_ms, size, count in sorted(waiting, key=lambda each: -each[0] / max(each[1], 1e-9)):
+            taken = min(count, max(0, room) / size) if size else count
+            deferred += taken * each_ms
+            room -= int(np.ceil(taken * size))
+        bound = max(bound, paths.arrives[d] + done - deferred + min(after[j, s] for j in passing))
     return float(bound)
-
-
-class _WaitingGradients(NamedTuple):
-    """Weight gradients of one stage that can wait: ms and bytes of each, and of how many micro-batches."""
-
-    ms: float
-    bytes: int
-    microbatches: int
-
-
-def _heaviest(waiting: list[_WaitingGradients], room: int) -> float:
-    """Return the most ms of weight gradients whose bytes fit together; the last may be taken in part."""
-    total = 0.0
-    for each in sorted(waiting, key=lambda each: -each.ms / max(each.bytes, 1e-9)):
-        taken = min(each.microbatches, max(0, room) / each.bytes) if each.bytes else each.microbatches
-        total += taken * each.ms
-        room -= int(np.ceil(taken * each.bytes))
-    return total
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

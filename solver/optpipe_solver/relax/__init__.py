@@ -10,12 +10,11 @@ from math import inf
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Ready, Request
-from optpipe_solver.bounds.paths import shortest_paths
-from optpipe_solver.bounds.relaxations import one_level, without_evictions
+from optpipe_solver.bounds.problem_facts import one_level, shortest_paths, without_evictions
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import RELAX
-from optpipe_solver.relax import one_stage, one_stage_search, several_stages, several_stages_search
+from optpipe_solver.relax import one_stage, one_stage_search, several_stages
 from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
 
 MOST_THREADS: int | None = 1
@@ -66,10 +65,8 @@ def run(request: Request, emit: Emit) -> float | None:
 
 
 def searchable_devices(problem: Problem) -> list[int]:
-    """Return the devices that a search can prove something about.
-
-    These are the devices that micro-batches pass on one stage and one route, and those that they pass on several stages
-    of one route where all activations stay. Micro-batches are taken to be equal: where they differ there is none.
+    """Return the devices that a search can prove something about: where all micro-batches are equal, those that they
+    pass on one stage and one route, and those that they pass on several stages of one route where all activations stay.
     """
     if problem.overlap_factor is not None or problem.microbatches > MOST_MICROBATCHES or not problem.costs.are_equal:
         return []
@@ -92,9 +89,6 @@ def device_bounds(
     from the end of an op here to the start of what needs it here. Several levels of recomputation become one that is
     as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
     schedule fits, the bounds end without it.
-
-    To read on where micro-batches pass the device once: `one_stage_search.expand`, then its state (`one_stage`) and its
-    bound (`end_bound`); else `several_stages_search.expand`.
     """
     problem = one_level(without_evictions(problem))
     paths = shortest_paths(problem)
@@ -105,13 +99,12 @@ def device_bounds(
     if len(stages) == 1:
         one = one_stage.one_stage_device(problem, j, stages[0], microbatches, objective)
         expand = partial(one_stage_search.expand, one, tuple(one_stage.empty_state(microbatches) for _ in range(4)))
-        must_equal = one_stage.must_equal(microbatches)
+        states = no_states(most_states, one_stage.must_equal(microbatches))
     else:
         several = several_stages.several_stages_device(problem, j, stages, microbatches, objective)
-        expand = partial(several_stages_search.expand, several, tuple(map(several_stages.empty_state, (several,) * 2)))
-        must_equal = several_stages.must_equal(several)
+        expand = partial(several_stages.expand, several, tuple(several_stages.empty_state(several) for _ in range(2)))
+        states = no_states(most_states, several_stages.must_equal(several))
     begins_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
-    states = no_states(most_states, must_equal)
     while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
         least_ms = float(expand(states, POPS))
         if least_ms == NO_SCHEDULE_MS:  # no schedule fits

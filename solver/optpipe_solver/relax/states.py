@@ -21,36 +21,18 @@ ROWS, CELLS, HEAPED, IS_COMPLETE, IS_FULL = range(5)
 
 
 class States(NamedTuple):
-    """The states that a search has kept, a row each.
+    """The states that a search has kept, a row each."""
 
-    Attributes
-    ----------
-    cells
-        The columns of all rows, one row after the other. A row has as many as it uses.
-    begin
-        (rows,) the first cell of each row.
-    bound
-        (rows,) ms: no schedule that begins like this ends before.
-    next_in_bucket
-        (rows,) the next row with the same hash, then -1.
-    bucket
-        (buckets,) the newest row with this hash, or -1.
-    heap
-        (rows,) a binary heap of row numbers, the least bound on top.
-    must_equal
-        Mask of the columns that must be equal for one state to dominate another; the others must be at most as large.
-    tally
-        How many rows, cells and rows on the heap there are; whether the best state is a complete schedule; whether a
-        state had no room.
-    """
-
-    cells: Floats
-    begin: Ints
-    bound: Floats
-    next_in_bucket: Ints
-    bucket: Ints
-    heap: Ints
+    cells: Floats  # the columns of all rows, one row after the other; a row has as many as it uses
+    begin: Ints  # (rows,) the first cell of each row
+    bound: Floats  # (rows,) ms: no schedule that begins like this ends before
+    next_in_bucket: Ints  # (rows,) the next row with the same hash, then -1
+    bucket: Ints  # (buckets,) the newest row with this hash, or -1
+    heap: Ints  # (rows,) a binary heap of row numbers, the least bound on top
+    # Mask of the columns that must be equal for one state to dominate another; the others must be at most as large.
     must_equal: Flags
+    # The numbers of rows, of cells and of rows on the heap; whether the best state is a complete schedule; whether a
+    # state had no room.
     tally: Ints
 
 
@@ -65,12 +47,6 @@ def no_states(rows: int, must_equal: Flags) -> States:
 def copy_columns(source: Floats, target: Floats) -> None:
     for at in range(len(source)):
         target[at] = source[at]
-
-
-@compiled_part
-def is_over(states: States) -> bool:
-    """Whether no state is left to take, or one had no room."""
-    return bool(states.tally[HEAPED] == 0 or states.tally[IS_FULL])
 
 
 @compiled_part
@@ -116,7 +92,11 @@ def add_unless_dominated(columns: Floats, width: int, only_waited: bool, bound: 
     What the dominated state can do later, the other can do, too, after waiting. Two states must not dominate each other
     by waiting in turns, so a state that only waited is left out only for another one at the same time.
     """
-    code = _hash(columns, width, states)
+    code = 0
+    for at in range(width):
+        if states.must_equal[at]:
+            code = (code * 31 + int(columns[at]) + 2) % 1_000_000_007
+    code %= len(states.bucket)
     other = states.bucket[code]
     while other >= 0:
         if _dominates(other, columns, width, only_waited, states):
@@ -134,15 +114,6 @@ def add_unless_dominated(columns: Floats, width: int, only_waited: bool, bound: 
     tally[ROWS] += 1
     tally[CELLS] += width
     _put_on_heap(row, states)
-
-
-@compiled_part
-def _hash(columns: Floats, width: int, states: States) -> int:
-    code = 0
-    for at in range(width):
-        if states.must_equal[at]:
-            code = (code * 31 + int(columns[at]) + 2) % 1_000_000_007
-    return code % len(states.bucket)
 
 
 @compiled_part

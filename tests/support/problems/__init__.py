@@ -64,3 +64,10 @@ def pipeline(
         **fields,
     }
     return Problem.from_dict(content)
+
+
+def with_budgets(problem: Problem, budgets: Sequence[int]) -> Problem:
+    """The problem with other activation budgets, in bytes by device."""
+    each = zip(problem.devices, budgets, strict=True)
+    devices = [device.model_copy(update={"activation_budget_bytes": budget}) for device, budget in each]
+    return problem.replace(devices=devices)
