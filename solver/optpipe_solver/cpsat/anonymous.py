@@ -24,12 +24,12 @@ from itertools import combinations, pairwise
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.cpsat.grid import Grid, GridSchedule
 from optpipe_solver.cpsat.model import BusyTime, WindowModel
-from optpipe_solver.cpsat.variables import Choice, Variables, Window, WindowObjective
+from optpipe_solver.cpsat.variables import Choice, Window, WindowVariables
 
 F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 
-class AnonymousVariables(Variables):
+class AnonymousVariables(WindowVariables):
     """With the start and end of each BW, the backward of a stage's forward."""
 
     def backward(self, s: int, j: int) -> Op:
@@ -50,15 +50,11 @@ class AnonymousModel(WindowModel):
     """The model of the whole problem with anonymous micro-batches: its solutions are no schedules."""
 
     variables: AnonymousVariables
+    _variables = AnonymousVariables
     _uses_strong_propagation = True
 
     def __init__(self, grid: Grid, incumbent: GridSchedule) -> None:
         super().__init__(grid, incumbent, Window.of_all(incumbent), in_order=False)
-
-    def _new_variables(
-        self, grid: Grid, incumbent: GridSchedule, window: Window, objective: WindowObjective
-    ) -> AnonymousVariables:
-        return AnonymousVariables(grid, incumbent, window, objective)
 
     def _wait_for_messages(self) -> None:
         """Of forwards; `_relate_visits` has those of input gradients."""

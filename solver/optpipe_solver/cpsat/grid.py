@@ -52,18 +52,11 @@ class Grid:
     and needs are rounded down: every program of the problem fits on the grid and has no longer makespan there, so a
     bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work comes sooner starts
     sooner, too.)
-
-    Attributes
-    ----------
-    tick
-        In ms.
-    exact
-        Whether no duration was rounded.
     """
 
     problem: Problem
-    tick: Fraction
-    exact: bool
+    tick: Fraction  # in ms
+    exact: bool  # whether no duration was rounded
     down: bool = False
 
     @classmethod
@@ -181,22 +174,20 @@ class Grid:
 
     @cached_property
     def _parts(self) -> list[list[dict[int, int]]]:
-        examples = self.problem.costs.representatives.tolist()
-        return [[self._parts_of(s, j) for j in examples] for s in range(len(self.problem.stages))]
+        """By stage, then by class of micro-batches, as `parts`."""
+        return [
+            [self._parts_of(s, j) for j in self.problem.costs.representatives.tolist()]
+            for s in range(len(self.problem.stages))
+        ]
 
     def _parts_of(self, s: int, j: int) -> dict[int, int]:
-        stage, n = self.problem.stages[s], self.problem.stages[s].offload_parts
-        leaving = [(0, self._effects.parts)] * stage.can_offload
-        leaving += [
-            ((1 + k) * n, self._effects.parts_by_level[k])
-            for k, level in enumerate(stage.all_levels)
-            if level.can_offload
-        ]
-        return {
-            first + p: self._grains(size)
-            for first, nbytes in leaving
-            for p, size in enumerate(nbytes[s, j, :n].tolist())
-        }
+        stage, effects, n = self.problem.stages[s], self._effects, self.problem.stages[s].offload_parts
+        leaving = {0: effects.parts} if stage.can_offload else {}
+        for k, level in enumerate(stage.all_levels):
+            if level.can_offload:
+                leaving[(1 + k) * n] = effects.parts_by_level[k]
+        each = {first: nbytes[s, j, :n].tolist() for first, nbytes in leaving.items()}
+        return {first + p: self._grains(size) for first, sizes in each.items() for p, size in enumerate(sizes)}
 
     def parts(self, stage: int, microbatch: int) -> dict[int, int]:
         """The grains of each part of an activation that can leave, or of its checkpoints (`level_of_part`)."""
@@ -273,30 +264,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridSchedule:
-    """A schedule on the grid: ticks by op, in the order of the programs. A BW is its B and, right after it, its W.
+    """A schedule on the grid: ticks by op, in the order of the programs. A BW is its B and, right after it, its W."""
 
-    Attributes
-    ----------
-    start
-        Of F, B, W, C, O, D and R; parts are numbered as in the grid (`Grid.level_of_part`).
-    allocation
-        When O and R allocate their bytes: at their start or, inside a compute op, before that op.
-    tail
-        From an op's start to the schedule's end, if all that must follow it follows at once.
-    fused
-        Stage and micro-batch of each BW.
-    delivery
-        By device how long its compute counts after its end (`deliveries`): zeros but for the span.
-    end
-        When everything has ended and is delivered: the makespan but for the span.
-    """
-
-    start: dict[Op, int]
-    allocation: dict[Op, int]
-    tail: dict[Op, int]
-    fused: frozenset[tuple[int, int]]
-    delivery: tuple[int, ...]
-    end: int
+    start: dict[Op, int]  # of F, B, W, C, O, D and R; parts are numbered as in the grid (`Grid.level_of_part`)
+    allocation: dict[Op, int]  # when O and R allocate: at their start or, inside a compute op, before that op
+    tail: dict[Op, int]  # from an op's start to the schedule's end, if all that must follow it follows at once
+    fused: frozenset[tuple[int, int]]  # stage and micro-batch of each BW
+    delivery: tuple[int, ...]  # by device how long its compute counts after its end (`deliveries`); zeros for makespans
+    end: int  # when everything has ended and is delivered: the makespan but for the span
 
     @property
     def length(self) -> int:

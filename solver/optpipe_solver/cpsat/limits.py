@@ -1,4 +1,4 @@
-"""What is held at one time fits, on each device and, where that binds, in its host memory (Eq. 9).
+"""What limits a model: the memory of each device and, where that binds, of its host (Eq. 9); and spans (Eq. 3).
 
 Sizes are in grains, times in ticks of the grid (`Grid`), which reads what ops take and free from
 `optpipe.evaluate.effects`.
@@ -7,12 +7,13 @@ Sizes are in grains, times in ticks of the grid (`Grid`), which reads what ops t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from optpipe.model.arrays import NONE
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.variables import Choice, Moment, Variables
+from optpipe_solver.cpsat.variables import Choice, Moment, WindowVariables
 
 F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
 
@@ -42,7 +43,7 @@ class HintedMoment(NamedTuple):
 FORWARD_START, GRADIENT_END = Point(F, is_end=False), Point(B, is_end=True)
 
 
-def limit_device_memory(v: Variables) -> None:
+def limit_device_memory(v: WindowVariables) -> None:
     """A cumulative constraint for each device whose order is open. Where the order stays, so does what is held."""
     for d in filter(v.window.opens, range(len(v.problem.devices))):
         held = _Held(v)
@@ -51,7 +52,7 @@ def limit_device_memory(v: Variables) -> None:
         held.limit_to(v.grid.capacity(d))
 
 
-def limit_host_memory(v: Variables) -> None:
+def limit_host_memory(v: WindowVariables) -> None:
     """Likewise, for each device whose host memory may not hold all copies at once."""
     for d in filter(v.window.opens, range(len(v.problem.devices))):
         limit = v.grid.host_capacities[d]
@@ -60,6 +61,63 @@ def limit_host_memory(v: Variables) -> None:
             for s, j in v.passes_on(d):
                 copies.add_copies(s, j)
             copies.limit_to(limit)
+
+
+def limit_spans(v: WindowVariables) -> None:
+    """`v.span` is no shorter than the time from each device's first forward to its last weight gradient (Eq. 3).
+
+    A simulated schedule starts everything as soon as it can, so the model must not gain by starting a device late: what
+    a device computes first, a forward, starts at once.
+    """
+    at_once: dict[Op, Choice] = {}
+    for d in range(len(v.problem.devices)):
+        forwards = [Op(F, s, j) for s, j in v.passes_on(d)]
+        if not forwards:
+            continue
+        begin = v.new_int(0, v.latest, min(v.incumbent.start[x] for x in forwards), f"begin{d}")
+        first = [v.model.new_bool_var(f"{x}first") for x in forwards]
+        v.model.add_exactly_one(first)
+        for x, leads in zip(forwards, first, strict=True):
+            v.model.add(begin <= v.start[x])
+            v.model.add(begin == v.start[x]).only_enforce_if(leads)
+            v.model.add_implication(leads, _starts_at_once(v, x, at_once))
+            v.model.add(v.span >= v.compute_end[x._replace(kind=W)] - begin)
+
+
+def _starts_at_once(v: WindowVariables, x: Op, literals: dict[Op, Choice]) -> Choice:
+    """A literal for whether a forward starts as soon as its message has come or the op before it has ended; the same
+    for the same op.
+
+    Forwards that hold each other up are followed to the first one. Of other ops it is not asked whether they could have
+    ended sooner. So the model's span is a lower bound of the simulated one, and nearly always equal to it.
+    """
+    if x in literals:
+        return literals[x]
+    at_once = literals[x] = v.model.new_bool_var(f"{x}atonce")
+    route = v.problem.route(x.microbatch)
+
+    def reasons() -> Iterator[tuple[Moment | int, Choice]]:
+        """Moments, at one of which x starts while something else holds."""
+        if x.stage == route[0]:
+            yield 0, True
+        else:
+            before = Op(F, route[route.index(x.stage) - 1], x.microbatch)
+            arrival = v.compute_end[before] + v.grid.forward_delay(x.stage, x.microbatch)
+            yield arrival, _starts_at_once(v, before, literals)
+        for y in v.free:
+            if y != x and v.device(y) == v.device(x) and y.kind in (*COMPUTE, D):
+                also = _starts_at_once(v, y, literals) if y.kind == F else v.presence(y)
+                yield v.start[y] if y.kind == D else v.compute_end[y], also
+
+    holds = []
+    for moment, also in reasons():
+        literal = v.model.new_bool_var("reason")
+        v.model.add(v.start[x] == moment).only_enforce_if(literal)
+        if also is not True:
+            v.model.add_implication(literal, also)
+        holds.append(literal)
+    v.model.add_bool_or(holds).only_enforce_if(at_once)
+    return at_once
 
 
 def held_between(grid: Grid, stage: int, microbatch: int, level: int, fused: bool) -> Counter[Between]:
@@ -95,7 +153,7 @@ def held_between(grid: Grid, stage: int, microbatch: int, level: int, fused: boo
 class _Held:
     """What one memory holds: intervals, and their sizes in grains. Moments after the window are None."""
 
-    def __init__(self, v: Variables) -> None:
+    def __init__(self, v: WindowVariables) -> None:
         self._v = v
         self._intervals: list[object] = []
         self._sizes: list[int] = []
@@ -105,20 +163,32 @@ class _Held:
         self._v.model.add_cumulative(self._intervals, self._sizes, capacity)
 
     def add_activation(self, s: int, j: int) -> None:
-        """What the activation holds with each choice. Of parts that may leave, each is counted on its own: until D, and
-        from R on."""
+        """What the activation holds by how it is recomputed, and whether its backward is fused. Parts that may leave
+        are each counted alone: until D, and from R on."""
         v, levels, fused = self._v, self._v.level[s, j], self._v.fused.get((s, j), False)
+        fusing: dict[bool, Choice] = {fused: True} if isinstance(fused, bool) else {False: ~fused, True: fused}
         leaving: dict[int, dict[int, int]] = {level: {} for level in levels}
         for p, size in v.grid.parts(s, j).items():
             if (s, j, p) in v.offloaded and (level := v.grid.level_of_part(s, p)) in levels:
                 leaving[level][p] = size
-        amounts = {(a, f): held_between(v.grid, s, j, a, f) for a in levels for f in _values(fused)}
+        amounts = {(a, f): held_between(v.grid, s, j, a, f) for a in levels for f in fusing}
         whole = Between(FORWARD_START, GRADIENT_END)
         for (level, _), amount in amounts.items():
             # Rounded down, the parts may hold more than the sum: still no more than there is.
             amount[whole] = max(0, amount[whole] - sum(leaving[level].values()))
         for between in dict.fromkeys(between for amount in amounts.values() for between in amount):
-            self._add_by_choice(s, j, between, {choice: amount[between] for choice, amount in amounts.items()})
+            sizes = {choice: amount[between] for choice, amount in amounts.items()}
+            of_forward = between.begin.kind in (F, C)
+            begin, end = self._moment(s, j, between.begin), self._moment(s, j, between.end, of_forward)
+            least = {a: min(size for (b, _), size in sizes.items() if a == b) for a in levels}
+            always = min(least.values())
+            self._add(begin, end, always)
+            for level, size in least.items():
+                self._add(begin, end, size - always, levels[level])
+            for is_fused, presence in fusing.items():
+                # What fusing adds is the same whether recomputed or not.
+                (further,) = {size - least[a] for (a, f), size in sizes.items() if f == is_fused}
+                self._add(begin, end, further, presence)
         for level, parts in leaving.items():
             for p, size in parts.items():
                 self._add_part(s, j, p, size, level)
@@ -144,22 +214,6 @@ class _Held:
                 self._v.model.add_exactly_one(offloaded, *others, stays)
             self._add(forward, gradient, size, stays)
 
-    def _add_by_choice(self, s: int, j: int, between: Between, amounts: dict[tuple[int, bool], int]) -> None:
-        """Grains that are held between two points, by how the activation is recomputed and whether its backward is
-        fused."""
-        levels, fused = self._v.level[s, j], self._v.fused.get((s, j), False)
-        of_forward = between.begin.kind in (F, C)
-        begin, end = self._moment(s, j, between.begin), self._moment(s, j, between.end, of_forward=of_forward)
-        least = {a: min(size for (b, _), size in amounts.items() if a == b) for a, _ in amounts}
-        always = min(least.values())
-        self._add(begin, end, always)
-        for level, size in least.items():
-            self._add(begin, end, size - always, levels[level])
-        for is_fused in dict.fromkeys(f for _, f in amounts):
-            # What fusing adds is the same whether recomputed or not.
-            (further,) = {size - least[a] for (a, f), size in amounts.items() if f == is_fused}
-            self._add(begin, end, further, _has_value(fused, is_fused))
-
     def _add(self, begin: HintedMoment | None, end: HintedMoment | None, size: int, presence: Choice = True) -> None:
         """`size` grains are held between two moments."""
         if size == 0 or begin is None:
@@ -173,7 +227,8 @@ class _Held:
     # --- moments
 
     def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
-        """A point of an activation's op. With `of_forward` a B is the backward of forward j (`Variables.backward`)."""
+        """A point of an activation's op. With `of_forward` a B is the backward of forward j
+        (`WindowVariables.backward`)."""
         op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j, point.level)
         return self._end(op) if point.is_end else self._start(op)
 
@@ -202,20 +257,8 @@ class _Held:
             return None
         if x not in self._v.allocates_in_window:
             return self._constant(self._v.window.begin)
-        at = self._v.allocation[x]
-        return HintedMoment(at, self._v.hint(at))
+        gradient_start = self._v.incumbent.start[Op(B, x.stage, x.microbatch)]
+        return HintedMoment(self._v.allocation[x], self._v.incumbent.allocation.get(x, gradient_start))
 
     def _constant(self, at: int) -> HintedMoment:
-        return HintedMoment(self._v.new_constant(at), at)
-
-
-def _values(choice: Choice) -> tuple[bool, ...]:
-    """The values that a choice may have."""
-    return (choice,) if isinstance(choice, bool) else (False, True)
-
-
-def _has_value(choice: Choice, value: bool) -> Choice:
-    """The literal that a choice has this value."""
-    if isinstance(choice, bool):
-        return value == choice
-    return choice if value else ~choice
+        return HintedMoment(self._v.model.new_constant(at), at)

@@ -15,9 +15,9 @@ from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.clock import Clock
-from optpipe_solver.cpsat import memory
 from optpipe_solver.cpsat.grid import Grid, GridSchedule
-from optpipe_solver.cpsat.variables import Choice, Moment, Variables, Window, WindowObjective
+from optpipe_solver.cpsat.limits import limit_device_memory, limit_host_memory, limit_spans
+from optpipe_solver.cpsat.variables import Choice, Moment, Window, WindowObjective, WindowVariables
 
 F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
 Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
@@ -26,27 +26,13 @@ COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one second of a quiet 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search ended with.
+    """What a search ended with."""
 
-    Attributes
-    ----------
-    starts
-        The best found, None where there are none.
-    value
-        Its objective, in ticks.
-    bound
-        No solution of the model has a lower objective.
-    proven
-        Whether the solution is optimal or, without starts, whether there is none.
-    used_s
-        Seconds of the clock that the search took.
-    """
-
-    starts: Starts | None
-    value: int
-    bound: int
-    proven: bool
-    used_s: float
+    starts: Starts | None  # the best, None where there are none
+    value: int  # its objective, in ticks
+    bound: int  # no solution of the model has a lower objective
+    proven: bool  # whether the solution is optimal or, without starts, whether there is none
+    used_s: float  # seconds of the clock that the search took
 
 
 class BusyTime(NamedTuple):
@@ -79,6 +65,7 @@ class WindowModel:
         "span" is meant for a window of everything, as what is after a window cannot move on its own.
     """
 
+    _variables: type[WindowVariables] = WindowVariables
     # It refutes sooner and finds later.
     _uses_strong_propagation = False
 
@@ -90,30 +77,24 @@ class WindowModel:
         in_order: bool = True,
         objective: WindowObjective = "makespan",
     ) -> None:
-        self.variables = v = self._new_variables(grid, incumbent, window, objective)
+        self.variables = v = self._variables(grid, incumbent, window, objective)
         self.model, self.end, self._minimizes, self._in_order = v.model, v.end, objective, in_order
         self._order_gradients()
         self._wait_for_messages()
-        self._order_backward_after_forward()
         self._order_recompute()
         self._order_transfers()
         self._end_after_everything()
         self._no_overlap_on_devices()
         self._no_overlap_on_links()
-        memory.limit_device_memory(v)
-        memory.limit_host_memory(v)
+        limit_device_memory(v)
+        limit_host_memory(v)
         self._order_equal_microbatches()
         self._order_equal_parts()
         self._fix_order_of_entry()
         self._relate_visits()
         if objective == "span":
-            _limit_spans(v)
+            limit_spans(v)
         self.objective = v.end + sum(v.device_end) if objective == "ends" else v.span
-
-    def _new_variables(
-        self, grid: Grid, incumbent: GridSchedule, window: Window, objective: WindowObjective
-    ) -> Variables:
-        return Variables(grid, incumbent, window, objective)
 
     @property
     def is_bound(self) -> bool:
@@ -137,19 +118,9 @@ class WindowModel:
         on_better: Callable[[Starts], None] | None = None,
         on_bound: Callable[[int], None] | None = None,
     ) -> Answer:
-        """Minimizes the objective.
-
-        Parameters
-        ----------
-        seconds
-            Of those left, at most.
-        any_will_do
-            Ends with the first solution.
-        on_better
-            Gets each better solution on the way.
-        on_bound
-            Gets each better bound, perhaps from another thread.
-        """
+        """Minimizes the objective, in so many seconds at most of those left, or ends with the first solution where
+        `any_will_do`. `on_better` gets each better solution on the way, `on_bound` each better bound, perhaps from
+        another thread."""
         self.model.minimize(self.objective)
         solver = cp_model.CpSolver()
         seconds = min(seconds, clock.left_s)
@@ -213,15 +184,12 @@ class WindowModel:
                 self._start_after(Op(F, s, j), Op(F, t, j), v.grid.forward_delay(t, j))
                 self._start_after(Op(B, t, j), Op(B, s, j), v.grid.gradient_delay(s, j))
 
-    def _order_backward_after_forward(self) -> None:
-        v = self.variables
-        for s, j in v.passes:
-            self._start_after(Op(F, s, j), v.backward(s, j))
-
     def _order_recompute(self) -> None:
         """F, C, backward, and C after the reloads of its checkpoint. Of what is recomputed nothing else is offloaded,
         not even in part."""
         v = self.variables
+        for s, j in v.passes:
+            self._start_after(Op(F, s, j), v.backward(s, j))
         for (s, j), choices in v.level.items():
             for level, recomputed in choices.items():
                 if level != NONE:
@@ -229,9 +197,10 @@ class WindowModel:
                     self._start_after(Op(C, s, j, level), v.backward(s, j), 0, recomputed)
             for p in v.grid.parts(s, j) if choices.keys() != {NONE} else ():
                 if (s, j, p) in v.offloaded:
-                    if (is_possible := v.offload_choice(s, j, p)) is not True:
+                    level = v.grid.level_of_part(s, p)
+                    if (is_possible := choices.get(level, False)) is not True:
                         v.model.add_implication(v.offloaded[s, j, p], is_possible)
-                    if (level := v.grid.level_of_part(s, p)) != NONE:
+                    if level != NONE:
                         self._start_after(Op(R, s, j, p), Op(C, s, j, level), 0, v.offloaded[s, j, p])
 
     def _order_transfers(self) -> None:
@@ -282,6 +251,7 @@ class WindowModel:
         """
         v = self.variables
         started, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
+        halves = {Op(W, s, j) for (s, j), fused in v.fused.items() if fused is True}  # of a BW
         groups = (_grouped(ops, v.device, devices) for ops in (started, v.free, allocated, v.allocation))
         for d, (ops, free, allocating, open_points) in enumerate(zip(*groups, strict=True)):
             points = {x: v.allocation[x] for x in open_points if x in v.allocates_in_window}
@@ -293,9 +263,9 @@ class WindowModel:
             if v.window.opens(d):
                 self._add_no_overlap(busy)
             else:  # in the incumbent's order
-                in_window = [x for x in ops if x in points or self._is_on_compute_stream(x)]
-                starts = [points.get(x, v.start[x]) for x in in_window]
-                ends = [points.get(x, v.compute_end.get(x, v.start[x])) for x in in_window]
+                alone = [x for x in ops if x in points or (x in v.free and x.kind in (*COMPUTE, D) and x not in halves)]
+                starts = [points.get(x, v.start[x]) for x in alone]
+                ends = [points.get(x, v.compute_end.get(x, v.start[x])) for x in alone]
                 for end, start in zip(ends, starts[1:], strict=False):
                     v.model.add(start >= end)
 
@@ -329,12 +299,6 @@ class WindowModel:
                 yield BusyTime(v.start[x], v.duration(x) + v.duration(Op(W, s, j)), fused, by)
         elif x.kind in (F, B, W, C, D):
             yield BusyTime(v.start[x], v.duration(x), v.presence(x), by)
-
-    def _is_on_compute_stream(self, x: Op) -> bool:
-        """Whether x is in the window and runs on a compute stream on its own; the W of a BW does not."""
-        v = self.variables
-        is_half = x.kind == W and v.fused.get((x.stage, x.microbatch)) is True
-        return x in v.free and x.kind in (*COMPUTE, D) and not is_half
 
     def _add_no_overlap(self, busy: list[BusyTime]) -> None:
         """No two times overlap, and no point lies inside one."""
@@ -382,31 +346,25 @@ class WindowModel:
 
     def _order_equal_parts(self) -> None:
         """Of equal parts of an activation the second one leaves only if the first one does, and after it, and comes
-        back after it."""
-        v = self.variables
+        back after it, where that holds in the incumbent."""
+        v, started, allocated = self.variables, self.variables.incumbent.start, self.variables.incumbent.allocation
+        moments: list[tuple[Mapping[Op, Moment], Mapping[Op, int]]] = [(v.start, started), (v.allocation, allocated)]
         for s, j in v.passes:
             parts = v.grid.parts(s, j)
             for p, q in pairwise(parts):
-                if parts[p] == parts[q] and v.grid.level_of_part(s, p) == v.grid.level_of_part(s, q):
-                    self._order_parts(s, j, p, q)
-
-    def _order_parts(self, s: int, j: int, p: int, q: int) -> None:
-        v = self.variables
-        first, second = v.offloaded.get((s, j, p), True), v.offloaded.get((s, j, q), True)
-        started = v.incumbent.start
-        if first is True or second is True or (Op(O, s, j, q) in started and Op(O, s, j, p) not in started):
-            return
-        pairs = [(Op(kind, s, j, p), Op(kind, s, j, q)) for kind in (O, D, R)]
-        moments: list[tuple[Mapping[Op, Moment], Mapping[Op, int]]] = [
-            (v.start, started),
-            (v.allocation, v.incumbent.allocation),
-        ]
-        if all(before[x] <= before[y] for _, before in moments for x, y in pairs if y in before and x in before):
-            v.model.add_implication(second, first)
-            for now, _ in moments:
-                for x, y in pairs:
-                    if x in now:
-                        v.model.add(now[x] <= now[y]).only_enforce_if(second)
+                if parts[p] != parts[q] or v.grid.level_of_part(s, p) != v.grid.level_of_part(s, q):
+                    continue
+                first, second = v.offloaded.get((s, j, p), True), v.offloaded.get((s, j, q), True)
+                if first is True or second is True or (Op(O, s, j, q) in started and Op(O, s, j, p) not in started):
+                    continue
+                pairs = [(Op(kind, s, j, p), Op(kind, s, j, q)) for kind in (O, D, R)]
+                known = [(before[x], before[y]) for _, before in moments for x, y in pairs if {x, y} <= before.keys()]
+                if all(x <= y for x, y in known):
+                    v.model.add_implication(second, first)
+                    for now, _ in moments:
+                        for x, y in pairs:
+                            if x in now:
+                                v.model.add(now[x] <= now[y]).only_enforce_if(second)
 
     def _fix_order_of_entry(self) -> None:
         """Where the problem fixes the order of micro-batches, they enter each route in it."""
@@ -429,68 +387,6 @@ def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], groups: int)
         if n is not None:
             grouped[n].append(x)
     return grouped
-
-
-def _limit_spans(v: Variables) -> None:
-    """`v.span` is no shorter than the time from each device's first forward to its last weight gradient (Eq. 3).
-
-    A simulated schedule starts everything as soon as it can, so the model must not gain by starting a device late: what
-    a device computes first, a forward, starts at once.
-    """
-    starts = _StartsAtOnce(v)
-    for d in range(len(v.problem.devices)):
-        forwards = [Op(F, s, j) for s, j in v.passes if v.problem.stages[s].device == d]
-        if not forwards:
-            continue
-        begin = v.new_int(0, v.latest, min(v.incumbent.start[x] for x in forwards), f"begin{d}")
-        first = [v.model.new_bool_var(f"{x}first") for x in forwards]
-        v.model.add_exactly_one(first)
-        for x, leads in zip(forwards, first, strict=True):
-            v.model.add(begin <= v.start[x])
-            v.model.add(begin == v.start[x]).only_enforce_if(leads)
-            v.model.add_implication(leads, starts.new_literal(x))
-            v.model.add(v.span >= v.compute_end[x._replace(kind=W)] - begin)
-
-
-class _StartsAtOnce:
-    """Literals for whether a forward starts as soon as its message has come or the op before it has ended.
-
-    Forwards that hold each other up are followed to the first one. Of other ops it is not asked whether they could have
-    ended sooner. So the model's span is a lower bound of the simulated one, and nearly always equal to it.
-    """
-
-    def __init__(self, v: Variables) -> None:
-        self.v = v
-        self._literals: dict[Op, Choice] = {}
-
-    def new_literal(self, x: Op) -> Choice:
-        """Whether a forward starts at once; the same literal for the same op."""
-        if x in self._literals:
-            return self._literals[x]
-        v, s, j = self.v, x.stage, x.microbatch
-        at_once = self._literals[x] = v.model.new_bool_var(f"{x}atonce")
-        reasons = []
-        route = v.problem.route(j)
-        if s == route[0]:
-            reasons.append(self._new_reason(v.start[x], 0))
-        else:
-            before = Op(F, route[route.index(s) - 1], j)
-            arrival = v.compute_end[before] + v.grid.forward_delay(s, j)
-            reasons.append(self._new_reason(v.start[x], arrival, self.new_literal(before)))
-        for y in v.free:
-            if y != x and v.device(y) == v.device(x) and y.kind in (*COMPUTE, D):
-                also = self.new_literal(y) if y.kind == F else v.presence(y)
-                reasons.append(self._new_reason(v.start[x], v.start[y] if y.kind == D else v.compute_end[y], also))
-        v.model.add_bool_or(reasons).only_enforce_if(at_once)
-        return at_once
-
-    def _new_reason(self, start: Moment, end: Moment, also: Choice = True) -> Choice:
-        """A new literal that holds only where one op starts as another ends, and something else holds."""
-        literal = self.v.model.new_bool_var("reason")
-        self.v.model.add(start == end).only_enforce_if(literal)
-        if also is not True:
-            self.v.model.add_implication(literal, also)
-        return literal
 
 
 class _OnSolution(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.process.protocol import Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.bounds.relaxations import one_level
+from optpipe_solver.bounds.problem_facts import one_level
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.anonymous import AnonymousModel
 from optpipe_solver.cpsat.grid import Grid, ensure_start, is_expressible, place_on_grid

@@ -55,67 +55,53 @@ class Window:
         return self.devices is None or device in self.devices
 
 
-class Variables:
-    """The variables of a window's model, and the figures that its constraints need.
-
-    Attributes
-    ----------
-    model
-        The CP-SAT model. Constraints are added to it by one function for each family.
-    latest
-        No moment is later, in ticks.
-    end
-        When the schedule ends.
-    device_end
-        By device: what ends in the window there reaches the end by then. `end` itself but for the objective "ends".
-    span
-        The objective "span", or `end` where that is not asked for.
-    start
-        When each F, B, W, C, O, D and R starts. Parts are numbered as in the grid (`Grid.level_of_part`).
-    compute_end
-        When each F, B, W and C ends; B together with its W where both are one BW.
-    allocation
-        When O and R allocate their bytes. Ops that do so after the window are missing; `allocates_in_window` has those
-        that do so in it.
-    offloaded
-        By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
-    level
-        By stage and micro-batch: each level by which the activation may be recomputed, and `NONE`, with whether it is:
-        one of them.
-    fused
-        By stage and micro-batch: whether B and W are one BW. What is not in it is not.
-    free
-        The ops that start in the window.
-    passes
-        Stage and micro-batch of each forward.
-    """
+class WindowVariables:
+    """The variables of a window's model, and the figures that its constraints need."""
 
     def __init__(self, grid: Grid, incumbent: GridSchedule, window: Window, objective: WindowObjective) -> None:
         self.grid, self.incumbent, self.window = grid, incumbent, window
         self.problem = grid.problem
         self.model = cp_model.CpModel()
-        self._hints: dict[int, int] = {}
         self._device: list[int] = self.problem.costs.device.tolist()
+        # No moment is later, in ticks.
         self.latest = grid.serial if objective == "span" else incumbent.end
+        # When the schedule ends.
         self.end = self.new_int(0, self.latest, incumbent.end, "end")
+        # By device: what ends in the window there reaches the end by then. `end` itself but for the objective "ends".
         self.device_end = [
             self.new_int(0, self.latest, self.latest, f"end{d}") if objective == "ends" else self.end
             for d in range(len(self.problem.devices))
         ]
+        # When each F, B, W, C, O, D and R starts. Parts are numbered as in the grid (`Grid.level_of_part`).
         self.start: dict[Op, Moment] = {}
+        # When each F, B, W and C ends; B together with its W where both are one BW.
         self.compute_end: dict[Op, Moment] = {}
+        # When O and R allocate their bytes; none of those that do so after the window.
         self.allocation: dict[Op, cp_model.IntVar] = {}
         self.allocates_in_window: set[Op] = set()
+        # By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
         self.offloaded: dict[tuple[int, int, int], Choice] = {}
+        # By stage and micro-batch: whether the activation is recomputed by each level, or not (`NONE`): one of them.
         self.level: dict[tuple[int, int], dict[int, Choice]] = {}
+        # By stage and micro-batch: whether B and W are one BW. What is not in it is not.
         self.fused: dict[tuple[int, int], Choice] = {}
+        # The ops that start in the window.
         self.free: set[Op] = set()
+        # Stage and micro-batch of each forward.
         self.passes = [(s, j) for j in range(self.problem.microbatches) for s in self.problem.route(j)]
         for s, j in self.passes:
             self._create_compute(s, j)
             self._create_transfers(s, j)
             self._create_recompute(s, j)
-        self.span = self.new_int(0, self.latest, self._incumbent_span(), "span") if objective == "span" else self.end
+        # The objective "span", or `end` where that is not asked for.
+        self.span = self.end
+        if objective == "span":
+            spans = []
+            for d in range(len(self.problem.devices)):
+                starts = {x: at for x, at in incumbent.start.items() if self.device(x) == d}
+                last = max((at + self.duration(x) for x, at in starts.items()), default=0)
+                spans.append(last - min(starts.values(), default=0))
+            self.span = self.new_int(0, self.latest, max(spans), "span")
 
     # --- new variables
 
@@ -123,7 +109,6 @@ class Variables:
         """A variable with its value in the incumbent as a hint."""
         variable = self.model.new_int_var(least, most, name)
         self.model.add_hint(variable, hint)
-        self._hints[variable.index] = hint
         return variable
 
     def _new_choice(self, hint: bool, name: str) -> cp_model.IntVar:
@@ -133,16 +118,6 @@ class Variables:
 
     def _new_moment(self, hint: int, name: str) -> cp_model.IntVar:
         return self.new_int(self.window.begin, self.latest, hint, name)
-
-    def new_constant(self, value: int) -> cp_model.IntVar:
-        """A moment that is fixed."""
-        constant = self.model.new_constant(value)
-        self._hints[constant.index] = value
-        return constant
-
-    def hint(self, variable: cp_model.IntVar) -> int:
-        """A variable's or constant's value in the incumbent."""
-        return self._hints[variable.index]
 
     # --- the variables of one stage and micro-batch
 
@@ -205,7 +180,7 @@ class Variables:
         incumbent = self.incumbent
         match 0 if hint is not None else self.side_of_window(self.incumbent_start(x)):
             case -1:
-                self.start[x] = self.new_constant(incumbent.start[x])
+                self.start[x] = self.model.new_constant(incumbent.start[x])
             case 0:
                 self.start[x] = self._new_moment(incumbent.start.get(x, hint or 0), f"{x}")
                 self.free.add(x)
@@ -217,18 +192,10 @@ class Variables:
         at = self.incumbent.allocation.get(x, hint)
         match self.side_of_window(at):
             case -1:
-                self.allocation[x] = self.new_constant(at)
+                self.allocation[x] = self.model.new_constant(at)
             case 0:
                 self.allocation[x] = self._new_moment(at, f"{x}allocates")
                 self.allocates_in_window.add(x)
-
-    def _incumbent_span(self) -> int:
-        spans = []
-        for d in range(len(self.problem.devices)):
-            starts = {x: at for x, at in self.incumbent.start.items() if self.device(x) == d}
-            last = max((at + self.duration(x) for x, at in starts.items()), default=0)
-            spans.append(last - min(starts.values(), default=0))
-        return max(spans)
 
     # --- what constraints ask
 
@@ -266,10 +233,6 @@ class Variables:
     def allocates_scarce(self, x: Op) -> bool:
         """Whether it matters between which compute ops a transfer allocates."""
         return x.kind == R or (x.kind == O and self.host_capacity(x.stage) is not None)
-
-    def offload_choice(self, s: int, j: int, p: int) -> Choice:
-        """Whether the activation is recomputed by the level of whose checkpoint this is a part, or not at all."""
-        return self.level[s, j].get(self.grid.level_of_part(s, p), False)
 
     def host_capacity(self, stage: int) -> int | None:
         """Grains of host memory of the stage's device; None where everything fits."""
